@@ -151,7 +151,7 @@ def ls(where: _Where, as_json: bool) -> None:
     place, settings, is_fresh = where.located()
     found = survey.Survey() if is_fresh else survey.inspect(place, cache_codec(settings))
     others_bytes = found.foreign_bytes + found.quarantined_bytes
-    total = sum(usage.size_bytes for usage in found.usage) + others_bytes
+    total = sum(model.size_bytes for model in found.models) + others_bytes
     free = shutil.disk_usage(next(parent for parent in (place, *place.parents) if parent.exists())).free
     if as_json:
         figures = {
@@ -166,8 +166,8 @@ def ls(where: _Where, as_json: bool) -> None:
         click.echo(json.dumps(figures))
         return
     _print_chains(found, place)
-    for usage in found.usage:
-        click.echo(f"{_model(usage.model)}: {usage.num_files} files, {size(usage.size_bytes)}")
+    for model in found.models:
+        click.echo(f"{_model(model)}: {model.num_files} files, {size(model.size_bytes)}")
     click.echo(
         f"total {size(total)} of {size(settings.max_disk)} (max_disk), {size(others_bytes)} of it of other"
         " versions or in quarantine"

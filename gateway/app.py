@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette import routing
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -21,11 +20,11 @@ from .cohere.routes import DIALECT as COHERE
 from .connections import Connections
 from .http import guide
 from .http.access import Access, is_from_here
+from .http.answer_response import SHOWN
+from .http.bodies import as_json
 from .http.durable import HEADERS
-from .http.errors import Errors
+from .http.errors import KINDS, Errors
 from .http.handlers import Handlers, Route
-from .http.replies import as_json
-from .http.sending import SHOWN
 from .metrics import Counters
 from .ollama.routes import DIALECT as OLLAMA
 from .openai.routes import DIALECT as OPENAI
@@ -105,11 +104,7 @@ class Gateway:
                 routing.Route(one.path, partial(one.handler, handlers, one.of), methods=[*one.methods])
                 for one in self.routes
             ],
-            exception_handlers={
-                Fault: errors.on_fault,
-                TurnkeepError: errors.on_error,
-                HTTPException: errors.on_http,
-            },
+            exception_handlers=dict.fromkeys(KINDS, errors.answer),
             middleware=[Middleware(_Cors, may_ask=self.access.may_ask)],
         )
         return _without_slash(self.counters.counting(app, [one.path for one in self.routes]))

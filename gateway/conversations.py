@@ -12,7 +12,7 @@ import contextlib
 import logging
 import sys
 import time
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from msgspec import structs
 
@@ -37,18 +37,18 @@ from turnkeep_client.messages import (
 from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
-from . import recorded
-from .answering import Answering, Begun, Found
-from .following import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, first_copy, first_note, follow, standing
-from .index import Asked, Held, Index, append_id, tags
-from .pieces import ahead
+from . import logged_answers
+from .answer_feed import AnswerFeed, Match, Receipt
+from .idempotency import first_copy, first_note, state_of
+from .index import Index, IndexedRequest, IndexedSession, append_id, tags
+from .latest_metrics import LatestMetrics
+from .logged_answers import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, LoggedAnswer, follow
+from .message_groups import groups_ahead
 from .planning import new_name, plan_apart
 from .planning import plan as make_plan
-from .presence import Presence
-from .recorded import Recorded
+from .recent_boundaries import RecentBoundaries
 from .recovery import recover
 from .removal import remove, sweep
-from .seen import Seen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Message
 
-    from .answering import Event
+    from .answer_feed import Event
+    from .logged_answers import Note
     from .planning import How, Plan
-    from .recorded import Note
-    from .turn import Turn
+    from .turn import ClientTurn
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +67,6 @@ log = logging.getLogger(__name__)
 _CATCH_UP_S: Final = 1.0
 #: Attempts to send a turn, the last one to a new session.
 _ATTEMPTS: Final = 4
-
-
-class _Sent(NamedTuple):
-    """The number of messages appended before a generate request, and the `position` after them."""
-
-    num_messages: int
-    position: int
-    num_prefilled: int
-    warnings: tuple[str, ...] = ()
 
 
 class Conversations:
@@ -93,10 +84,10 @@ class Conversations:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loading = asyncio.Lock()
         self._is_loaded = False
-        self._seen = Seen()
-        self.presence = Presence(client)
+        self._seen = RecentBoundaries()
+        self.latest = LatestMetrics(client)
         #: By `key_id`: the request with this idempotency key, while the log does not have it yet.
-        self._beginning: dict[str, Answering] = {}
+        self._beginning: dict[str, AnswerFeed] = {}
 
     async def start(self) -> None:
         """Fill the index from the log and start to remove idle sessions; later calls do nothing.
@@ -107,9 +98,9 @@ class Conversations:
             if not self._is_loaded:
                 await recover(self.client, self.index)
                 self._is_loaded = True
-                self.beside(sweep(self.client, self.index, self.presence, self._idle_s))
+                self.beside(sweep(self.client, self.index, self.latest, self._idle_s))
 
-    async def count(self, turn: Turn) -> int:
+    async def count(self, turn: ClientTurn) -> int:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
         session = self.client.session(new_name())
         rendering = _rendering(turn.options)
@@ -128,32 +119,28 @@ class Conversations:
 
     def answer(
         self,
-        turn: Turn,
+        turn: ClientTurn,
         on_end: Callable[[How, Generated], None],
         note: Note,
         key_id: str = "",
         *,
         stays: bool = False,
-    ) -> Answering:
-        """Start a turn's answers; each answer's last event is its result or an error. See `Answering`."""
-        answering = Answering(on_end, note, key_id, stays=stays)
-        self.beside(self._answer(turn, 0, answering))
-        return answering
+    ) -> AnswerFeed:
+        """Start a turn's answers; each answer's last event is its result or an error. See `AnswerFeed`."""
+        feed = AnswerFeed(on_end, note, key_id, stays=stays)
+        self.beside(self._answer(turn, 0, feed))
+        return feed
 
-    async def recorded(self, answer_ids: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
-        """Find answers in the log by id, with the `conversation` before each. Raises `TurnkeepError`."""
-        return await recorded.find(self.client, answer_ids, conversation=conversation)
-
-    def follow(self, found: Recorded) -> Answering:
+    def follow(self, found: LoggedAnswer) -> AnswerFeed:
         """Start to queue the events, from the first on, of an answer that is in the log."""
-        answering = Answering(_ignore, found.note)
-        answering.following = self.beside(self._follow(found, answering))
-        return answering
+        feed = AnswerFeed(_ignore, found.note)
+        feed.following = self.beside(self._follow(found, feed))
+        return feed
 
     async def forget(self, session: str) -> None:
         """Delete a session and its content. Raises `TurnkeepError`."""
-        if (held := self.index.sessions.get(session)) is not None:
-            self.index.drop(held)
+        if (known := self.index.sessions.get(session)) is not None:
+            self.index.drop(known)
         key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
         await self.client.submit(key, build(Open), timeout_s=most_s)  # only an open session can be forgotten
         closing = await self.client.submit(key, build(Close, forget=True), timeout_s=most_s)
@@ -167,47 +154,47 @@ class Conversations:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    def abandon(self, answering: Answering) -> None:
+    def abandon(self, feed: AnswerFeed) -> None:
         """Stop waiting for these answers, and cancel each that no other client waits for."""
-        answering.is_abandoned = True
-        if answering.following is not None:
-            answering.following.cancel()
-        for asked in [*answering.running]:
-            self._leave(asked, answering)
+        feed.is_abandoned = True
+        if feed.following is not None:
+            feed.following.cancel()
+        for asked in [*feed.running]:
+            self._leave(asked, feed)
 
-    async def _answer(self, turn: Turn, number: int, answering: Answering) -> None:
+    async def _answer(self, turn: ClientTurn, number: int, feed: AnswerFeed) -> None:
         has_begun, differs = False, None
         alone, own = turn.alone(number)
 
         def tell(event: Event) -> None:
             nonlocal has_begun
             has_begun = has_begun or isinstance(event, Chunk)
-            answering.events.put_nowait((number, event))
+            feed.events.put_nowait((number, event))
 
         for attempt in range(_ATTEMPTS):
             try:
-                plan = await self._plan(alone, own, answering, is_last=attempt == _ATTEMPTS - 1)
-                if isinstance(plan, Recorded):
-                    answering.note = plan.note
+                plan = await self._plan(alone, own, feed, is_last=attempt == _ATTEMPTS - 1)
+                if isinstance(plan, LoggedAnswer):
+                    feed.note = plan.note
                     tell(_found_again(plan))
                     result = await follow(self.client, plan, tell)
-                    answering.on_end("repeated", result)
+                    feed.on_end("repeated", result)
                     tell(result)
                     return
                 if plan.is_claimed and not number:  # the same answer has the id that its first client knows
-                    session, request = plan.asked.held.name, str(plan.asked.name)
-                    answering.note = await first_note(self.client, session, request, answering.note)
+                    session, request = plan.asked.session.name, str(plan.asked.name)
+                    feed.note = await first_note(self.client, session, request, feed.note)
                 if not attempt and not number:
                     differs = self._missing(turn, plan)
                     for other in range(1, turn.n):  # behind the first, whose session names all of them
-                        self.beside(self._answer(turn, other, answering))
+                        self.beside(self._answer(turn, other, feed))
                 told = len(turn.messages or ())
-                tell(Found(plan.asked.held.name, plan.how, plan.position, plan.num_known, told, differs))
-                result = await self._carry_out(alone, plan, answering, tell)
-                answering.on_end(plan.how, result)
+                tell(Match(plan.asked.session.name, plan.how, plan.position, plan.num_known, told, differs))
+                result = await self._carry_out(alone, plan, feed, tell)
+                feed.on_end(plan.how, result)
                 tell(result)
             except RequestFailedError as error:
-                is_lost = has_begun or answering.is_abandoned or attempt == _ATTEMPTS - 1
+                is_lost = has_begun or feed.is_abandoned or attempt == _ATTEMPTS - 1
                 if error.code in MISTAKEN and not is_lost:
                     continue
                 tell(error)
@@ -217,29 +204,31 @@ class Conversations:
                 log.exception("an answer failed for an unknown reason")
                 tell(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
             finally:
-                self._begin(answering)
+                self._begin(feed)
             return
 
-    async def _plan(self, turn: Turn, number: int, answering: Answering, *, is_last: bool) -> Plan | Recorded:
+    async def _plan(
+        self, turn: ClientTurn, number: int, feed: AnswerFeed, *, is_last: bool
+    ) -> Plan | LoggedAnswer:
         """Decide how to send a turn, or find the answer under its idempotency key. Raises `TurnkeepError`."""
-        if not answering.key_id:
+        if not feed.key_id:
             return make_plan(self.index, turn, number, is_last=is_last)
-        while (other := self._beginning.get(answering.key_id)) is not None:
+        while (other := self._beginning.get(feed.key_id)) is not None:
             await other.begun.wait()
-        self._beginning[answering.key_id] = answering
-        answering.begun.clear()
-        stands = await standing(self.client, answering.key_id, answering.note.body)
-        return stands.answer or plan_apart(self.index, turn, stands)
+        self._beginning[feed.key_id] = feed
+        feed.begun.clear()
+        state = await state_of(self.client, feed.key_id, feed.note.body)
+        return state.answer or plan_apart(self.index, turn, state)
 
-    def _begin(self, answering: Answering) -> None:
+    def _begin(self, feed: AnswerFeed) -> None:
         """Wake requests that wait for this one with the same key: the log has it now, or never will."""
-        answering.begun.set()
-        if self._beginning.get(answering.key_id) is answering:
-            del self._beginning[answering.key_id]
+        feed.begun.set()
+        if self._beginning.get(feed.key_id) is feed:
+            del self._beginning[feed.key_id]
 
-    async def _follow(self, found: Recorded, answering: Answering) -> None:
+    async def _follow(self, found: LoggedAnswer, feed: AnswerFeed) -> None:
         def tell(event: Event) -> None:
-            answering.events.put_nowait((0, event))
+            feed.events.put_nowait((0, event))
 
         tell(_found_again(found))
         try:
@@ -247,7 +236,7 @@ class Conversations:
         except TurnkeepError as error:
             tell(error)
 
-    def _missing(self, turn: Turn, plan: Plan) -> str | None:
+    def _missing(self, turn: ClientTurn, plan: Plan) -> str | None:
         """If no session has a conversation's last answer, log and return where the conversation differs."""
         told, differs = turn.messages or (), None
         num_seen = self._seen.add(plan.known) - 1
@@ -264,107 +253,105 @@ class Conversations:
         return differs
 
     async def _carry_out(
-        self, turn: Turn, plan: Plan, answering: Answering, tell: Callable[[Event], None]
+        self, turn: ClientTurn, plan: Plan, feed: AnswerFeed, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
-        asked, held, is_known = plan.asked, plan.asked.held, True
-        asked.num_users += 1
-        answering.running.add(asked)
-        if answering.is_abandoned:
-            self._leave(asked, answering)
+        asked, is_known = plan.asked, True
+        asked.join()
+        feed.running.add(asked)
+        if feed.is_abandoned:
+            self._leave(asked, feed)
         try:
-            messages = () if turn.messages is None else turn.messages[plan.num_known :]
-            most = self.presence.max_message_bytes or sys.maxsize
-            header_bytes = min(recorded.num_bytes(answering.note), most // 2)
-            pieces = ahead(messages, plan.options, most, header_bytes)
-            await self._open(plan)
-            sent = await self._append(plan, pieces)
-            generation = self.client.session(held.name).generate(
-                messages=messages[sent.num_messages :] or None,
-                text=turn.text,
-                tokens=turn.tokens,
-                request_id=str(asked.name),
-                expect_position=sent.position,
-                headers=_headers(turn, plan, sent, answering.note),
-                **plan.options,
-            )
-            if answering.stays:
-                await generation.send()
-                if answering.key_id:  # another gateway may have stored the request before
-                    first = await first_copy(self.client, answering.key_id)
-                    answering.note = first.note if first else answering.note
-                self._begin(answering)
-                tell(Begun())
-            async for chunk in generation:
-                tell(chunk)
-            result = generation.result
-            if asked.state == "running":
-                self.index.answer(asked, result)
+            return await self._send(turn, plan, feed, tell)
         except RequestFailedError as error:
             self._note_failed(plan)
             raise self._learnt(plan, error) from None
         except Exception as error:
             self._note_failed(plan)
-            if not isinstance(error, MessageTooLargeError):  # such a request was never sent
-                self.index.cut(held, -1)  # whether it was answered is unknown
-                held.position, is_known = None, False
+            is_known = isinstance(error, MessageTooLargeError)  # such a request was never sent
+            if not is_known:
+                self.index.lose(asked.session, history=True)
             raise
-        else:
-            return _with_appended(result, sent)
         finally:
-            self._note_opened(asked)
-            self._leave(asked, answering)
+            asked.end_opening()
+            self._leave(asked, feed)
             if plan.how != "repeated":
-                held.num_running -= 1
-                self.index.use(held, time.time())  # an answer may take longer than sessions may be idle
-                if asked.state == "running" or not is_known:
-                    pass  # the gateway stops, and the next finds the answer; or the session ends when idle
-                elif turn.messages is None:
-                    self.beside(remove(self.client, self.index, held, forget=False))
-                elif not held.marks and held.name in self.index.sessions and not answering.stays:
-                    self.beside(remove(self.client, self.index, held))
+                self.index.leave(asked.session, time.time())  # an answer may take longer than the idle time
+                if is_known and asked.state != "running":  # else the gateway stops, or the sweep finds it out
+                    self._release(turn, asked.session, stays=feed.stays)
 
-    async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> _Sent:
-        """Append the messages that do not fit in the generate request. Raises `TurnkeepError`."""
-        asked, held = plan.asked, plan.asked.held
-        sent = _Sent(0, plan.position, 0)
-        for piece in pieces:
-            if not asked.num_users and not self._is_stopping():
-                raise RequestFailedError("expired", "its client has gone away", retryable=True)
-            boundary = plan.known[plan.num_known + sent.num_messages + len(piece)]
-            rendering = {} if sent.num_messages else _rendering(plan.options)
-            appended = await self._append_piece(asked, boundary, sent.position, piece, rendering)
-            self.index.append(held, boundary, appended)
-            num_new = 0 if appended.repeat_of is not None else appended.prefilled_tokens
-            sent = _Sent(
-                sent.num_messages + len(piece),
-                appended.position,
-                sent.num_prefilled + num_new,
-                sent.warnings + appended.warnings,
-            )
-            asked.bases, asked.expected = {boundary}, sent.position
-        asked.appending = None
-        return sent
+    async def _send(
+        self, turn: ClientTurn, plan: Plan, feed: AnswerFeed, tell: Callable[[Event], None]
+    ) -> Generated:
+        """Open the session, append what does not fit in the generate request, and send that request."""
+        messages = () if turn.messages is None else turn.messages[plan.num_known :]
+        most = self.latest.max_message_bytes or sys.maxsize
+        header_bytes = min(logged_answers.num_bytes(feed.note), most // 2)
+        pieces = groups_ahead(messages, plan.options, most, header_bytes)
+        await self._open(plan)
+        plan, appended = await self._append(plan, pieces)
+        asked = plan.asked
+        generation = self.client.session(asked.session.name).generate(
+            messages=(turn.messages or ())[plan.num_known :] or None,
+            text=turn.text,
+            tokens=turn.tokens,
+            request_id=str(asked.name),
+            expect_position=plan.position,
+            headers=_headers(turn, plan, feed.note),
+            **plan.options,
+        )
+        if feed.stays:
+            await generation.send()
+            if feed.key_id:  # another gateway may have stored the request before
+                first = await first_copy(self.client, feed.key_id)
+                feed.note = first.note if first else feed.note
+            self._begin(feed)
+            tell(Receipt())
+        async for chunk in generation:
+            tell(chunk)
+        if asked.state == "running":
+            self.index.answer(asked, generation.result)
+        return _with_appended(generation.result, appended)
 
-    async def _append_piece(
-        self,
-        asked: Asked,
-        boundary: bytes,
-        position: int,
-        piece: Sequence[Message],
-        rendering: Mapping[str, Any],
-    ) -> Appended:
-        """Append messages; if an append with the same id has failed before, use a new id.
+    def _release(self, turn: ClientTurn, session: IndexedSession, *, stays: bool) -> None:
+        """Close a turn's session if no later turn can continue it."""
+        is_useless = not session.marks and session.name in self.index.sessions and not stays
+        if turn.messages is None or is_useless:
+            self.beside(remove(self.client, self.index, session, forget=turn.messages is not None))
+
+    async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> tuple[Plan, list[Appended]]:
+        """Append messages that do not fit in the generate request; return the plan for what is left.
 
         Raises `TurnkeepError`.
         """
-        key, attempt = session_key(self.client.tenant, asked.held.name), 0
+        asked, results = plan.asked, list[Appended]()
+        for piece in pieces:
+            if not asked.num_users and not self._is_stopping():
+                raise RequestFailedError("expired", "its client has gone away", retryable=True)
+            num_known = plan.num_known + len(piece)
+            rendering = {} if results else _rendering(plan.options)
+            results.append(await self._append_piece(plan, plan.known[num_known], piece, rendering))
+            plan = plan._replace(num_known=num_known, position=results[-1].position)
+        return plan, results
+
+    async def _append_piece(
+        self, plan: Plan, boundary: bytes, piece: Sequence[Message], rendering: Mapping[str, Any]
+    ) -> Appended:
+        """Append messages up to a boundary; if an append with the same id has failed before, use a new id.
+
+        Raises `TurnkeepError`.
+        """
+        asked, position, attempt = plan.asked, plan.position, 0
         while True:
-            asked.appending = append_id(boundary, position, attempt)
-            request = build(Append, asked.appending, messages=piece, expect_position=position, **rendering)
+            asked.begin_append(append_id(boundary, position, attempt))
+            request = build(Append, asked.append, messages=piece, expect_position=position, **rendering)
+            key = session_key(self.client.tenant, asked.session.name)
             result = await (await self.client.submit(key, request))
             if not isinstance(result, Failed) or result.repeat_of is None:
-                return expect(Appended, result)
+                appended = expect(Appended, result)
+                self.index.append(asked.session, boundary, appended)
+                asked.end_append(boundary, appended.position)
+                return appended
             attempt += 1
 
     async def _open(self, plan: Plan) -> None:
@@ -380,81 +367,68 @@ class Conversations:
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
             if plan.reopens:
-                await self.client.session(asked.held.name).open(request_id=f"open-{asked.name.nonce}")
-            asked.held.position = 0
+                await self.client.session(asked.session.name).open(request_id=f"open-{asked.name.nonce}")
+            self.index.move(asked.session, 0)
         elif plan.how == "forked" and plan.parent is not None:
-            point = ForkPoint(plan.parent.name, plan.position, plan.parent_position)
-            names, own = tags(next(iter(asked.bases), b"")), f"open-{asked.name.nonce}"
-            try:
-                await self.client.session(asked.held.name).open(fork_of=point, tags=names, request_id=own)
-            except RequestFailedError as error:
-                if plan.is_apart and error.code in {
-                    "id_conflict",
-                    "invalid_request",
-                }:  # another gateway forked it first
-                    raise RequestFailedError("id_conflict", error.message, retryable=True) from None
-                if error.code == "position_conflict":
-                    await self._catch_up(plan.parent, plan.parent_position)
-                if error.code == "position_conflict" or error.retryable:
-                    raise
-                self.index.drop(plan.parent)
-                raise RequestFailedError("unknown_session", error.message, retryable=False) from None
-            asked.held.position = plan.position
-        self._note_opened(asked)
+            await self._fork(plan, plan.parent)
+            self.index.move(asked.session, plan.position)
+        asked.end_opening()
 
-    async def _catch_up(self, held: Held, position: int | None) -> None:
+    async def _fork(self, plan: Plan, parent: IndexedSession) -> None:
+        """Open the session as a fork; correct the index if that is refused. Raises `TurnkeepError`."""
+        asked = plan.asked
+        point = ForkPoint(parent.name, plan.position, plan.parent_position)
+        names, own = tags(next(iter(asked.bases), b"")), f"open-{asked.name.nonce}"
+        try:
+            await self.client.session(asked.session.name).open(fork_of=point, tags=names, request_id=own)
+        except RequestFailedError as error:
+            if plan.is_apart and error.code in {"id_conflict", "invalid_request"}:
+                # Another gateway forked it first.
+                raise RequestFailedError("id_conflict", error.message, retryable=True) from None
+            if error.code == "position_conflict":
+                await self._catch_up(parent, plan.parent_position)
+            if error.code == "position_conflict" or error.retryable:
+                raise
+            self.index.drop(parent)
+            raise RequestFailedError("unknown_session", error.message, retryable=False) from None
+
+    async def _catch_up(self, session: IndexedSession, position: int | None) -> None:
         """Wait up to a second for the result of another request, which moves a session's position.
 
         Without a result, record that the position is unknown.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CATCH_UP_S):
-                while held.num_running and held.position == position:  # noqa: ASYNC110  # its task signals nobody
+                while session.num_running and session.position == position:  # noqa: ASYNC110  # its task signals nobody
                     await asyncio.sleep(FIRST_PAUSE_S)
-        if held.position == position:
-            self._note_moved(held)
-
-    def _note_moved(self, held: Held) -> None:
-        """Record in the index that another gateway has continued a session, whose position is now unknown."""
-        if self.index.rewrites:
-            self.index.drop(held)
-        else:
-            held.position = None
-
-    def _note_opened(self, asked: Asked) -> None:
-        if asked.opening is not None:
-            asked.opening.set()
-            asked.opening = None
+        if session.position == position:
+            self.index.lose(session)
 
     def _note_failed(self, plan: Plan) -> None:
-        """Exclude a request's answer from reuse. If only a repeat failed, the first request may still run."""
-        plan.asked.is_certain, plan.asked.claim_until_s = False, 0.0
-        if plan.how != "repeated" or not plan.asked.held.num_running:
-            plan.asked.state = "failed"
+        plan.asked.fail(runs=plan.how == "repeated" and plan.asked.session.num_running > 0)
 
     def _learnt(self, plan: Plan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a request was refused; return the error to raise."""
-        held = plan.asked.held
+        session = plan.asked.session
         if error.code == "position_conflict":
-            self._note_moved(held)
+            self.index.lose(session)  # another gateway has continued it
         elif error.code in MISTAKEN - {"id_conflict"}:
-            self.index.drop(held)
+            self.index.drop(session)
             if error.code == "unknown_session" and not plan.is_apart:  # the log has the refused request there
-                held.position = 0
-                self.beside(remove(self.client, self.index, held))
+                self.index.move(session, 0)
+                self.beside(remove(self.client, self.index, session))
         elif plan.how == "repeated":  # the recorded answer is no longer usable
             return RequestFailedError("id_conflict", error.message, retryable=False)
         return error
 
-    def _leave(self, asked: Asked, answering: Answering) -> None:
-        if asked not in answering.running:
+    def _leave(self, asked: IndexedRequest, feed: AnswerFeed) -> None:
+        if asked not in feed.running:
             return
-        answering.running.discard(asked)
-        asked.num_users -= 1
-        if asked.num_users == 0 and asked.state == "running" and not self._is_stopping():
+        feed.running.discard(asked)
+        if asked.leave() and not self._is_stopping():
             self.beside(self._cancel(asked))
 
-    async def _cancel(self, asked: Asked) -> None:
+    async def _cancel(self, asked: IndexedRequest) -> None:
         """Ask the worker repeatedly to cancel an answer, until the answer ends or a client wants it again."""
         pause_s = 0.0
         if asked.opening is not None:
@@ -463,22 +437,21 @@ class Conversations:
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request
-                await self.client.session(asked.held.name).cancel(asked.appending or str(asked.name))
+                await self.client.session(asked.session.name).cancel(asked.append or str(asked.name))
 
 
 def _ignore(_how: How, _result: Generated) -> None:
     pass
 
 
-def _found_again(found: Recorded) -> Found:
-    return Found(found.session, "repeated", 0, 0, 0)
+def _found_again(found: LoggedAnswer) -> Match:
+    return Match(found.session, "repeated", 0, 0, 0)
 
 
-def _headers(turn: Turn, plan: Plan, sent: _Sent, note: Note) -> dict[str, str]:
+def _headers(turn: ClientTurn, plan: Plan, note: Note) -> dict[str, str]:
     # A fork's log has no messages of its parent, and a repeated request may be a fork's.
     has_parent = plan.how in {"forked", "repeated"}
-    num_before = plan.num_known + sent.num_messages
-    return recorded.headers(note, (turn.messages or ())[:num_before] if has_parent else None)
+    return logged_answers.headers(note, (turn.messages or ())[: plan.num_known] if has_parent else None)
 
 
 def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -486,11 +459,14 @@ def _rendering(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: options.get(name) for name in ("tools", "chat_template_kwargs")}
 
 
-def _with_appended(result: Generated, sent: _Sent) -> Generated:
+def _with_appended(result: Generated, appended: Sequence[Appended]) -> Generated:
     """Add a turn's appends to its result: count their tokens as prefilled, not cached; add their warnings."""
     used = result.usage
-    num_new = min(sent.num_prefilled, used.cached_tokens)
+    num_prefilled = sum(one.prefilled_tokens for one in appended if one.repeat_of is None)
+    num_new = min(num_prefilled, used.cached_tokens)
     counts = {"cached_tokens": -num_new, "prefilled_tokens": num_new}
     changed = {name: getattr(used, name) + count for name, count in counts.items()}
-    warnings = tuple(dict.fromkeys(sent.warnings + result.warnings))
-    return structs.replace(result, usage=structs.replace(used, **changed), warnings=warnings)
+    warnings = dict.fromkeys(
+        one for some in (*(one.warnings for one in appended), result.warnings) for one in some
+    )
+    return structs.replace(result, usage=structs.replace(used, **changed), warnings=tuple(warnings))

@@ -27,7 +27,7 @@ _END: Final = b"\n\n"
 _NUM_STARTING: Final = 2
 
 
-class Place(NamedTuple):
+class Cursor(NamedTuple):
     """A place in an answer's stream: the characters, calls and tokens before it, and `num_events` after them.
 
     In a stream with numbered events, `num_events` counts all events, and the other fields are 0.
@@ -44,15 +44,15 @@ class Place(NamedTuple):
         """Whether some of the answer is before this place, not only events that open the stream."""
         return self.num_events > _NUM_STARTING or any(self[1:])
 
-    def covers(self, other: Place) -> bool:
+    def covers(self, other: Cursor) -> bool:
         """Whether this place has at least as many characters, calls and tokens before it as `other`."""
         return all(mine >= its for mine, its in zip(self[1:], other[1:], strict=True))
 
-    def behind(self, part: Chunk) -> Place:
+    def behind(self, part: Chunk) -> Cursor:
         """Return the place at the end of `part`, which begins at this place; an empty part ends here."""
         if not (part.text or part.reasoning or part.tool_calls or part.logprobs):
             return self
-        return Place(
+        return Cursor(
             0,
             self.reasoning + len(part.reasoning),
             self.text + len(part.text),
@@ -62,21 +62,21 @@ class Place(NamedTuple):
 
 
 @runtime_checkable
-class Numbered(Protocol):
+class NumberedEvents(Protocol):
     """Encodes events that have sequence numbers, from 0; `num_events` is the next event's number."""
 
     num_events: int
 
 
-class Marked:
+class ResumedEvents:
     """Adds ids to the encoded events of one answer, and leaves out events that the client has already."""
 
-    def __init__(self, events: Events, answer_id: str, after: Place | None) -> None:
+    def __init__(self, events: Events, answer_id: str, after: Cursor | None) -> None:
         """The client has the events up to the place `after`; if that is None, it has no events."""
         self._events = events
-        self._numbered = events if isinstance(events, Numbered) else None
+        self._numbered = events if isinstance(events, NumberedEvents) else None
         self._answer_id = answer_id.encode()
-        self._at, self._after = Place(), after or Place()
+        self._at, self._after = Cursor(), after or Cursor()
         self._is_known = after is not None  # whether the client has the next event
 
     @property
@@ -126,12 +126,12 @@ class Marked:
         self._at = behind
         return written
 
-    def _marked(self, written: bytes, behind: Place | None = None) -> bytes:
+    def _marked(self, written: bytes, behind: Cursor | None = None) -> bytes:
         """Add ids to events, without those that the client has; `behind` is the place after the last one."""
         shown, events = b"", written.split(_END)[:-1]
         for number, one in enumerate(events, 1):
             is_last = behind is not None and number == len(events)
-            self._at = behind if behind and is_last else Place(self._at.num_events + 1, *self._at[1:])
+            self._at = behind if behind and is_last else Cursor(self._at.num_events + 1, *self._at[1:])
             if self._is_known and self._at.covers(self._after):
                 is_at = self._at[1:] == self._after[1:]
                 self._is_known = is_at and self._at.num_events <= self._after.num_events
@@ -145,20 +145,20 @@ class Marked:
         return b"%d.%d.%d.%d.%d" % self._at
 
 
-def read(event_id: str) -> tuple[str, Place] | None:
+def read(event_id: str) -> tuple[str, Cursor] | None:
     """Parse an event's id into an answer's id and a place in the answer; None if no gateway wrote it."""
     if (found := _ID.fullmatch(event_id)) is None:
         return None
     first, *others = (int(number) for number in found.groups()[1:] if number is not None)
-    return found[1], Place(first, *others) if others else behind_number(first)
+    return found[1], Cursor(first, *others) if others else behind_number(first)
 
 
-def behind_number(number: int) -> Place:
+def behind_number(number: int) -> Cursor:
     """Return the place after the event that has this number."""
-    return Place(number + 1)
+    return Cursor(number + 1)
 
 
-def _divided(part: Chunk, at: Place, target: Place) -> tuple[Chunk, Chunk]:
+def _divided(part: Chunk, at: Cursor, target: Cursor) -> tuple[Chunk, Chunk]:
     """Split a chunk that begins at the place `at` into its content up to the place `target`, and the rest."""
     said, text, calls, tokens = (max(0, end - begin) for begin, end in zip(at[1:], target[1:], strict=True))
     known = replace(

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Chunk, Failed, Generated
 
-    from .recorded import Recorded
-    from .turn import Fault, Turn
+    from .logged_answers import LoggedAnswer
+    from .turn import ClientTurn, Fault
 
     Body: TypeAlias = dict[str, Any]
 
@@ -57,18 +57,9 @@ class AnswerObject(NamedTuple):
     returns the ids of answers whose parts a request names; `read` parses such a request with these answers.
     """
 
-    write: Callable[[Turn, str, int, Generated | Failed | None], Body]
+    write: Callable[[ClientTurn, str, int, Generated | Failed | None], Body]
     named: Callable[[bytes], set[str]]
-    read: Callable[[bytes, Mapping[str, Recorded]], Turn]
-
-
-def _as_sent(body: bytes, _path: Mapping[str, str]) -> bytes:
-    """Return a request's body unchanged: the default for `complete` in a `Form`."""
-    return body
-
-
-def _never(_body: bytes) -> None:
-    """Return None: the default for `loading` in a `Form` whose requests all need an answer."""
+    read: Callable[[bytes, Mapping[str, LoggedAnswer]], ClientTurn]
 
 
 class Form(NamedTuple):
@@ -81,16 +72,16 @@ class Form(NamedTuple):
     """
 
     name: str
-    read: Callable[[bytes], Turn]
-    whole: Callable[[Turn, str, int, Sequence[Generated]], Body]
-    events: Callable[[Turn, str, int], Events]
+    read: Callable[[bytes], ClientTurn]
+    whole: Callable[[ClientTurn, str, int, Sequence[Generated]], Body]
+    events: Callable[[ClientTurn, str, int], Events]
     error: Callable[[Fault], Body]
     names: Mapping[str, str] = {}
     media_type: str = EVENT_STREAM
     object: AnswerObject | None = None
     counted: Mapping[str, str] = {}
-    complete: Callable[[bytes, Mapping[str, str]], bytes] = _as_sent
-    loading: Callable[[bytes], Loading | None] = _never
+    complete: Callable[[bytes, Mapping[str, str]], bytes] = lambda body, _path: body
+    loading: Callable[[bytes], Loading | None] = lambda _body: None
 
     @property
     def is_marked(self) -> bool:

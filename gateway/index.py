@@ -8,6 +8,7 @@ and the tags of a fork's `open` contain the digest of the conversation up to the
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -17,7 +18,6 @@ from turnkeep_client.messages import STOPPED
 from . import boundaries
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Iterator
 
     from turnkeep_client.messages import Appended, Generated
@@ -44,16 +44,16 @@ class Mark(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Held:
-    """A gateway's session. `position` is None if unknown; `num_running` counts requests without a result."""
+class IndexedSession:
+    """A gateway's session. Only this module writes the fields."""
 
     name: str
-    position: int | None
+    position: int | None  # None if unknown
     used_s: float
-    num_running: int = 0
+    num_running: int = 0  # requests without a result
     marks: dict[bytes, Mark] = field(default_factory=dict)
     prompt: bytes | None = None  # the boundary of the last prompt
-    asked: set[tuple[bytes, bytes]] = field(default_factory=set)
+    asked: set[tuple[bytes, bytes]] = field(default_factory=set)  # the keys of its requests
 
 
 class RequestName(NamedTuple):
@@ -83,26 +83,59 @@ class RequestName(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Asked:
-    """The last of several requests with equal prompt and options, with all that is needed to repeat it.
+class IndexedRequest:
+    """The last of several requests with equal prompt and options. Only this module writes the fields.
 
-    The request sent the messages after the boundary with the digests `bases`, at the position `expected`.
-    `opening` is None once the session is in the log. If `is_certain`, the answer is the same each time. A
-    request that was found in the log after a restart may be repeated once, until `claim_until_s`. `prefix` is
-    the beginning of the answer that the client gave. `appending` is the id of the append that runs before it.
+    The request sent the messages after the boundary with the digests `bases`, at the position `expected`. The
+    client gave the beginning of the answer (`prefix`).
     """
 
-    held: Held
+    session: IndexedSession
     name: RequestName
     bases: set[bytes]
     expected: int
+    prefix: str = ""
     state: Literal["running", "answered", "failed"] = "running"
-    is_certain: bool = False
+    is_certain: bool = False  # whether the answer is the same each time
+    #: Until then, a request that was found in the log after a restart may be repeated once.
     claim_until_s: float = 0.0
     num_users: int = 0
-    opening: asyncio.Event | None = None
-    prefix: str = ""
-    appending: str | None = None
+    opening: asyncio.Event | None = None  # None once the session is in the log
+    append: str | None = None  # the id of the append that runs before it
+
+    def claim(self, now_s: float) -> bool:
+        """Take the answer of a request from before the restart; false if there is none to take."""
+        is_claimed, self.claim_until_s = self.claim_until_s > now_s, 0.0
+        return is_claimed
+
+    def join(self) -> None:
+        """Count a client that waits for the answer."""
+        self.num_users += 1
+
+    def leave(self) -> bool:
+        """Count a client less; return whether the answer runs and nobody waits for it."""
+        self.num_users -= 1
+        return self.num_users == 0 and self.state == "running"
+
+    def begin_append(self, append_id: str) -> None:
+        """Note that an append runs."""
+        self.append = append_id
+
+    def end_append(self, boundary: bytes, position: int) -> None:
+        """Note that the session has the messages up to a boundary now, and that no append runs."""
+        self.bases, self.expected, self.append = {boundary}, position, None
+
+    def end_opening(self) -> None:
+        """Wake requests that wait until the session is in the log."""
+        if self.opening is not None:
+            self.opening.set()
+            self.opening = None
+
+    def fail(self, *, runs: bool = False) -> None:
+        """Exclude the answer from reuse; with `runs`, only a repeat failed, and the first request may run."""
+        self.is_certain, self.claim_until_s = False, 0.0
+        if not runs:
+            self.state = "failed"
 
 
 def append_id(boundary: bytes, position: int, attempt: int = 0) -> str:
@@ -138,101 +171,131 @@ class Index:
 
     def __init__(self) -> None:
         #: By name, the least recently used first.
-        self.sessions: OrderedDict[str, Held] = OrderedDict()
-        self.asked: dict[tuple[bytes, bytes], Asked] = {}
+        self.sessions: OrderedDict[str, IndexedSession] = OrderedDict()
+        self.asked: dict[tuple[bytes, bytes], IndexedRequest] = {}
         #: Whether the chat template has ever changed earlier text of a session.
         self.rewrites = False
-        self._held: dict[bytes, Held] = {}
+        self._by_boundary: dict[bytes, IndexedSession] = {}
 
-    def add(self, held: Held) -> None:
+    def add(self, session: IndexedSession) -> None:
         """Add a session as the most recently used."""
-        self.sessions[held.name] = held
+        self.sessions[session.name] = session
 
-    def use(self, held: Held, now_s: float) -> None:
+    def begin(self, asked: IndexedRequest) -> None:
+        """Record a request that is about to be sent, as one of its session's that run."""
+        asked.opening = asyncio.Event()
+        self.add(asked.session)
+        self.enter(asked.session)
+        self.ask(asked)
+
+    def enter(self, session: IndexedSession) -> None:
+        """Count a request of a session, which no other request may continue until it ends."""
+        session.num_running += 1
+
+    def leave(self, session: IndexedSession, now_s: float | None = None) -> None:
+        """Count a session's request less; it was used until `now_s`."""
+        session.num_running -= 1
+        if now_s is not None:
+            self.use(session, now_s)
+
+    def move(self, session: IndexedSession, position: int | None) -> None:
+        """Set a session's position; None if unknown."""
+        session.position = position
+
+    def lose(self, session: IndexedSession, *, history: bool = False) -> None:
+        """Note that a session's position is unknown; with `history`, also what it has up to there."""
+        if history:
+            self.cut(session, -1)
+        elif self.rewrites:
+            self.drop(session)
+            return
+        session.position = None
+
+    def use(self, session: IndexedSession, now_s: float) -> None:
         """Mark a session as the most recently used, at `now_s`."""
-        held.used_s = now_s
-        if held.name in self.sessions:
-            self.sessions.move_to_end(held.name)
+        session.used_s = now_s
+        if session.name in self.sessions:
+            self.sessions.move_to_end(session.name)
 
-    def drop(self, held: Held) -> None:
+    def drop(self, session: IndexedSession) -> None:
         """Remove a session with its boundaries and requests."""
-        self.sessions.pop(held.name, None)
-        self.cut(held, -1)
-        for key in held.asked:
+        self.sessions.pop(session.name, None)
+        self.cut(session, -1)
+        for key in session.asked:
             del self.asked[key]
-        held.asked.clear()
+        session.asked.clear()
 
-    def find(self, boundary: bytes) -> tuple[Held, Mark] | None:
+    def find(self, boundary: bytes) -> tuple[IndexedSession, Mark] | None:
         """Return the session with the conversation of this digest, and its `Mark` there; None without one."""
-        held = self._held.get(boundary)
-        return None if held is None else (held, held.marks[boundary])
+        session = self._by_boundary.get(boundary)
+        return None if session is None else (session, session.marks[boundary])
 
-    def ask(self, asked: Asked) -> None:
-        """Record a request that is about to be sent."""
+    def ask(self, asked: IndexedRequest) -> None:
+        """Record a request."""
         if (before := self.asked.get(asked.name.key)) is not None:
-            before.held.asked.discard(asked.name.key)
+            before.session.asked.discard(asked.name.key)
         self.asked[asked.name.key] = asked
-        asked.held.asked.add(asked.name.key)
+        asked.session.asked.add(asked.name.key)
 
-    def answer(self, asked: Asked, result: Generated) -> None:
+    def answer(self, asked: IndexedRequest, result: Generated) -> None:
         """Record a request's result: add the boundaries before and after the answer."""
-        held, prompt = asked.held, asked.name.prompt
+        session, prompt = asked.session, asked.name.prompt
         # A client that repeats a request whose answer was stopped wants a whole answer.
         asked.state = "failed" if result.finish_reason in STOPPED else "answered"
         is_over = asked.state == "answered" and not asked.is_certain and not asked.claim_until_s
         if is_over and self.asked.get(asked.name.key) is asked:  # no equal request may get this answer
             del self.asked[asked.name.key]
-            held.asked.discard(asked.name.key)
-        if held.name not in self.sessions:
+            session.asked.discard(asked.name.key)
+        if session.name not in self.sessions:
             return
         if result.rewritten_from is not None:
             self.rewrites = True
-            self.cut(held, result.rewritten_from)
-        held.position = result.position
+            self.cut(session, result.rewritten_from)
+        session.position = result.position
         if not result.tokens:  # cancelled before its first token: the session is unchanged
             return
-        if held.prompt in held.marks:  # clients mostly ask again for the last answer only
-            self._unmark(held, held.prompt)
-        held.prompt = prompt
+        if session.prompt in session.marks:  # clients mostly ask again for the last answer only
+            self._unmark(session, session.prompt)
+        session.prompt = prompt
         before = result.position - len(result.tokens) - result.prefix_tokens
-        self._mark(held, prompt, Mark(before, is_answer=False))
+        self._mark(session, prompt, Mark(before, is_answer=False))
         for boundary in boundaries.answered(prompt, result, asked.prefix):
-            self._mark(held, boundary, Mark(result.position, is_answer=True))
+            self._mark(session, boundary, Mark(result.position, is_answer=True))
 
-    def append(self, held: Held, boundary: bytes, result: Appended) -> None:
+    def append(self, session: IndexedSession, boundary: bytes, result: Appended) -> None:
         """Add the boundary after appended messages."""
-        if held.name not in self.sessions or result.repeat_of is not None:
+        if session.name not in self.sessions or result.repeat_of is not None:
             return
         if result.rewritten_from is not None:
             self.rewrites = True
-            self.cut(held, result.rewritten_from)
-        held.position = result.position
-        self._mark(held, boundary, Mark(result.position, is_answer=True))
+            self.cut(session, result.rewritten_from)
+        session.position = result.position
+        self._mark(session, boundary, Mark(result.position, is_answer=True))
 
-    def old(self, before_s: float) -> Iterator[Held]:
+    def old(self, before_s: float) -> Iterator[IndexedSession]:
         """Yield sessions without running requests: unused since `before_s`, or the oldest of too many."""
         beyond = len(self.sessions) - MOST_SESSIONS
-        for number, held in enumerate([*self.sessions.values()]):
-            if held.used_s >= before_s and number >= beyond:
+        for number, session in enumerate([*self.sessions.values()]):
+            if session.used_s >= before_s and number >= beyond:
                 return
-            if not held.num_running:
-                yield held
+            if not session.num_running:
+                yield session
 
-    def _mark(self, held: Held, boundary: bytes, mark: Mark) -> None:
-        other = self._held.get(boundary)
-        if other not in (None, held):
+    def _mark(self, session: IndexedSession, boundary: bytes, mark: Mark) -> None:
+        other = self._by_boundary.get(boundary)
+        if other not in (None, session):
             if other.position == other.marks[boundary].position:
                 return  # the other session can continue from there without a fork
             del other.marks[boundary]
-        held.marks[boundary] = mark
-        self._held[boundary] = held
-        if len(held.marks) > _MOST_MARKS:
-            self._unmark(held, next(iter(held.marks)))
+        session.marks[boundary] = mark
+        self._by_boundary[boundary] = session
+        if len(session.marks) > _MOST_MARKS:
+            self._unmark(session, next(iter(session.marks)))
 
-    def cut(self, held: Held, position: int) -> None:
+    def cut(self, session: IndexedSession, position: int) -> None:
         """Drop a session's boundaries after `position`, because its tokens there have changed."""
-        for boundary in [one for one, mark in held.marks.items() if mark.position > position]:
-            self._unmark(held, boundary)
+        for boundary in [one for one, mark in session.marks.items() if mark.position > position]:
+            self._unmark(session, boundary)
 
-    def _unmark(self, held: Held, boundary: bytes) -> None:
-        del held.marks[boundary], self._held[boundary]
+    def _unmark(self, session: IndexedSession, boundary: bytes) -> None:
+        del session.marks[boundary], self._by_boundary[boundary]

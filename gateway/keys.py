@@ -145,12 +145,10 @@ class Keys:
         if self._keys is None:
             return self._anybody
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer":
-            key = next((headers[name] for name in names if name in headers), "")
-        if (found := self._keys.get(_digest(key.strip()))) is None:
-            shown = ", or ".join(f"{name}: KEY" for name in ("Authorization: Bearer", *names))
-            message = f"the API key ({shown.replace('Bearer:', 'Bearer')}) is missing or unknown"
-            raise Fault(401, message, code="invalid_api_key")
+        key = key.strip() if scheme.lower() == "bearer" else next(filter(None, map(headers.get, names)), "")
+        if (found := self._keys.get(_digest(key))) is None:
+            shown = ", or ".join(("Authorization: Bearer KEY", *(f"{name}: KEY" for name in names)))
+            raise Fault(401, f"the API key ({shown}) is missing or unknown", code="invalid_api_key")
         return found
 
 

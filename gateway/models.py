@@ -14,11 +14,11 @@ from turnkeep_client.messages import UNLOADED, Metrics
 from .turn import Fault, decoded, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from turnkeep_client.messages import Made
 
-    from .conversations import Conversations
+    from .connections import Connections
 
 
 class _Named(Struct):
@@ -33,7 +33,7 @@ _NAMED: Final = msgspec.json.Decoder(_Named)
 _LATEST: Final = ":latest"
 
 
-class Model(Struct, frozen=True):
+class ServedModel(Struct, frozen=True):
     """A model of this gateway, with its worker's latest metrics; None if no worker answers."""
 
     name: str
@@ -68,10 +68,9 @@ class Model(Struct, frozen=True):
 class Models:
     """The models behind one gateway."""
 
-    def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
-        """`of` returns the `Conversations` of a tenant with a model; a single model may be named ''."""
-        self._of = of
-        self.names = tuple(names)
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.names = connections.models
 
     @property
     def are_several(self) -> bool:
@@ -90,17 +89,17 @@ class Models:
                 return one
         raise _no_model(named, self.names)
 
-    async def one(self, tenant: str, name: str) -> Model:
+    async def one(self, tenant: str, name: str) -> ServedModel:
         """Return one model. Raises `Fault`."""
         found = await self.all(tenant)
         if not self.are_several:  # a request may give the one model any name, which its answer repeats
-            return Model(name, found[0].worker)
+            return ServedModel(name, found[0].worker)
         for one in found:
             if one.name in (name, name.removesuffix(_LATEST)):
                 return one
         raise _no_model(name, [one.name for one in found])
 
-    async def all(self, tenant: str, *, now: bool = False) -> list[Model]:
+    async def all(self, tenant: str, *, now: bool = False) -> list[ServedModel]:
         """Return all models. If there are several, one whose worker does not answer has no metrics.
 
         Workers' metrics are up to a second old, unless `now`. Raises `NoWorkerError` if no worker answers.
@@ -109,13 +108,13 @@ class Models:
         if not any(found):
             raise NoWorkerError("no worker serves any of the models")
         return [
-            Model(name or (worker.model if worker else ""), worker)
+            ServedModel(name or (worker.model if worker else ""), worker)
             for name, worker in zip(self.names, found, strict=True)
         ]
 
     async def _looked_at(self, tenant: str, model: str, *, now: bool) -> Metrics | None:
         try:
-            return await (await self._of(tenant, model)).presence.worker(now=now)
+            return await (await self._connections.of(tenant, model)).latest.worker(now=now)
         except NoWorkerError:
             if self.are_several:
                 return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from uuid import uuid4
@@ -10,19 +9,19 @@ from uuid import uuid4
 from turnkeep_client.messages import Failed
 
 from . import boundaries
-from .following import key_reused
-from .index import PREFIX, Asked, Held, RequestName
+from .idempotency import key_reused
+from .index import PREFIX, IndexedRequest, IndexedSession, RequestName
 
 if TYPE_CHECKING:
-    from .following import Standing
+    from .idempotency import KeyState
     from .index import Index
-    from .turn import Turn
+    from .turn import ClientTurn
 
 How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class Plan(NamedTuple):
-    """How to send a `Turn`: to session `asked.held` at `position`, without its first `num_known` messages.
+    """How to send a turn: to session `asked.session` at `position`, without its first `num_known` messages.
 
     The session has those messages already. `known` has the digests of the conversation up to each message. A
     fork has a `parent` and, if known, the parent's position at the time of planning; `parent` is None if the
@@ -31,20 +30,20 @@ class Plan(NamedTuple):
     from before this gateway's start.
     """
 
-    asked: Asked
+    asked: IndexedRequest
     how: How
     num_known: int
     position: int
     known: list[bytes]
     options: dict[str, Any]
-    parent: Held | None = None
+    parent: IndexedSession | None = None
     parent_position: int | None = None
     is_apart: bool = False
     reopens: bool = False
     is_claimed: bool = False
 
 
-def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
+def plan(index: Index, turn: ClientTurn, number: int, *, is_last: bool) -> Plan:
     """Decide how to send a turn; record the request in the index, so that no other turn uses the session.
 
     `number` is the number of the answer among the turn's `n`. The `is_last` attempt goes to a new session.
@@ -57,56 +56,55 @@ def plan(index: Index, turn: Turn, number: int, *, is_last: bool) -> Plan:
         if not before.expected:  # that request sent the whole conversation
             base = 0
         if base is not None:
-            is_claimed, before.claim_until_s = before.claim_until_s > now_s, 0.0
-            index.use(before.held, now_s)
+            index.use(before.session, now_s)
+            is_claimed = before.claim(now_s)
             return Plan(before, "repeated", base, before.expected, known, options, is_claimed=is_claimed)
     place = None if is_last or turn.messages is None else _place(index, known)
     num_known, parent, position = place or (0, None, 0)
     how: How = "begun"
-    held = Held(new_name(), None, now_s)
+    session = IndexedSession(new_name(), None, now_s)
     if parent is not None:
         index.use(parent, now_s)
         how = "forked"
         # Without new messages the session stands at an answer's beginning, and must keep that position.
         if parent.position == position and not parent.num_running and num_known < len(known) - 1:
-            held, how = parent, "continued"
-    index.add(held)
-    held.num_running += 1
+            session, how = parent, "continued"
     name = RequestName(*key, 0 if before is None else before.name.nonce + 1)
     is_certain = options.get("temperature") == 0 or options.get("seed") is not None
-    asked = Asked(held, name, {known[num_known]}, position, is_certain=is_certain)
-    return _noted(index, asked, Plan(asked, how, num_known, position, known, options, parent))
+    prefix, bases = options.get("prefix", ""), {known[num_known]}
+    asked = IndexedRequest(session, name, bases, position, prefix, is_certain=is_certain)
+    index.begin(asked)
+    return Plan(asked, how, num_known, position, known, options, parent, parent.position if parent else None)
 
 
-def plan_apart(index: Index, turn: Turn, stands: Standing) -> Plan:
+def plan_apart(index: Index, turn: ClientTurn, state: KeyState) -> Plan:
     """Decide how to send a turn with an idempotency key, to a session that only this key uses.
 
     All gateways give the request the same id. Raises `RequestFailedError` if the session was opened for
     another request with this key.
     """
     options, known, key = _named(turn, 0)
-    place: tuple[int, Held | None, int] | None
-    if stands.opened is not None:
-        boundary, position = stands.opened
+    place: tuple[int, IndexedSession | None, int] | None
+    if state.opened is not None:
+        boundary, position = state.opened
         if boundary not in known:
             raise key_reused()
         place = known.index(boundary), None, position
     else:
         place = None if turn.messages is None else _place(index, known)
     num_known, parent, position = place or (0, None, 0)
-    held = index.sessions.get(stands.session) or Held(stands.session, None, time.time())
-    index.add(held)
-    held.num_running += 1
-    name = RequestName(*key, stands.num_failed)
-    asked = Asked(held, name, {known[num_known]}, position)
-    failed = stands.last.result if stands.last else None
+    session = index.sessions.get(state.session) or IndexedSession(state.session, None, time.time())
+    name = RequestName(*key, state.num_failed)
+    asked = IndexedRequest(session, name, {known[num_known]}, position, options.get("prefix", ""))
+    index.begin(asked)
+    failed = state.last.result if state.last else None
     is_closed = isinstance(failed, Failed) and failed.code == "unknown_session"
     how: How = "begun" if place is None else "forked"
-    made = Plan(asked, how, num_known, position, known, options, parent, is_apart=True, reopens=is_closed)
-    return _noted(index, asked, made)
+    made = Plan(asked, how, num_known, position, known, options, parent, parent.position if parent else None)
+    return made._replace(is_apart=True, reopens=is_closed)
 
 
-def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
+def _named(turn: ClientTurn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:
     """Return a turn's options, the digests up to each message, and two digests that equal requests share."""
     options = dict(turn.options)
     if options.get("seed") is not None:
@@ -118,15 +116,7 @@ def _named(turn: Turn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[
     return options, known, (known[-1], boundaries.options_digest(options, number))
 
 
-def _noted(index: Index, asked: Asked, made: Plan) -> Plan:
-    """Record a plan's request in the index; return the plan with its parent's current position."""
-    asked.prefix = made.options.get("prefix", "")
-    asked.opening = asyncio.Event()
-    index.ask(asked)
-    return made._replace(parent_position=made.parent.position if made.parent else None)
-
-
-def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
+def _place(index: Index, known: list[bytes]) -> tuple[int, IndexedSession, int] | None:
     """Find the session with most of a conversation; None if no session has any.
 
     Returns how many messages the session has, the session, and the position after them.
@@ -134,17 +124,17 @@ def _place(index: Index, known: list[bytes]) -> tuple[int, Held, int] | None:
     for num_known in range(len(known) - 1, 0, -1):
         if (found := index.find(known[num_known])) is None:
             continue
-        held, mark = found
+        session, mark = found
         # A prompt's boundary lies after the assistant's header: no further message fits there.
         if mark.is_answer != (num_known < len(known) - 1):
             continue
-        if held.num_running and index.rewrites:
+        if session.num_running and index.rewrites:
             continue  # the running request may move the position
-        return num_known, held, mark.position
+        return num_known, session, mark.position
     return None
 
 
-def _may_repeat(asked: Asked, now_s: float) -> bool:
+def _may_repeat(asked: IndexedRequest, now_s: float) -> bool:
     """Whether a new request equal to `asked` gets the answer of `asked`.
 
     A sampled answer is given again only if it is from before this gateway's start: its client may lack it.

@@ -10,7 +10,7 @@ import time
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from turnkeep_client.errors import InvalidMessageError, NotPermittedError
+from turnkeep_client.errors import InvalidMessageError, NotPermittedError, StreamError
 from turnkeep_client.messages import (
     Appended,
     Closed,
@@ -23,17 +23,25 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
-from turnkeep_client.stream import StreamError
 from turnkeep_client.subjects import session_key
 
 from . import boundaries
-from .index import MOST_SESSIONS, PREFIX, Asked, Held, Index, RequestName, appended_to, base_of
+from .index import (
+    MOST_SESSIONS,
+    PREFIX,
+    Index,
+    IndexedRequest,
+    IndexedSession,
+    RequestName,
+    appended_to,
+    base_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Stored
     from turnkeep_client.messages import Result
     from turnkeep_client.subjects import SessionKey
 
@@ -70,50 +78,50 @@ async def recover(client: Client, index: Index) -> None:
     requests = {key: one async for key, one in client.stored.last(waiting, "in")}
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def read(held: Held, key: SessionKey) -> None:
+    async def read(session: IndexedSession, key: SessionKey) -> None:
         prefixes: dict[str, str] = {}
         async with places:
             stored = [one async for _, one in client.stored.every(key, "out")]
             entries = [(one, found) for one in stored if (found := _decoded(one)) is not None]
             if any(isinstance(found, Generated) and found.prefix_tokens for _, found in entries):
                 prefixes = _prefixes([one async for _, one in client.stored.every(key, "in")])
-        end = _fold(index, held, entries, prefixes)
+        end = _fold(index, session, entries, prefixes)
         if (request := requests.get(key)) is not None:
-            _note_running(index, held, request, end)
+            _note_running(index, session, request, end)
 
-    wanted: list[tuple[Held, SessionKey]] = []
+    wanted: list[tuple[IndexedSession, SessionKey]] = []
     for one, key in results[-MOST_SESSIONS:]:
         last = _decoded(one)
         if last is not None and not isinstance(last, Closed | UnknownResult):
-            wanted.append((Held(key.session, last.position, _time(one)), key))
+            wanted.append((IndexedSession(key.session, last.position, _time(one)), key))
             index.add(wanted[-1][0])
     begun = requests.keys() - {key for _, key in results}  # sessions in which no request has a result yet
     for key in begun:
-        wanted.append((Held(key.session, None, _time(requests[key])), key))
+        wanted.append((IndexedSession(key.session, None, _time(requests[key])), key))
         index.add(wanted[-1][0])
-    await asyncio.gather(*(read(held, key) for held, key in wanted[-_MOST_READ:]))
+    await asyncio.gather(*(read(session, key) for session, key in wanted[-_MOST_READ:]))
 
 
-async def settle(client: Client, index: Index, held: Held) -> bool:
+async def settle(client: Client, index: Index, session: IndexedSession) -> bool:
     """Set a session's position and last use in the index from the last result in the log.
 
     The position stays None if the session is closed. Returns False if the last request has no result yet.
     Raises `TurnkeepError`.
     """
-    key = session_key(client.tenant, held.name)
+    key = session_key(client.tenant, session.name)
     asked = [one async for _, one in client.stored.last([key], "in")]
     ended = [one async for _, one in client.stored.last([key], "out")]
     last = _decoded(ended[0]) if ended else None
     if asked and (last is None or last.seq != asked[0].seq):
         return False
     if last is not None and not isinstance(last, Closed | UnknownResult):
-        held.position = last.position
-        index.use(held, _time(ended[0]))
+        index.move(session, last.position)
+        index.use(session, _time(ended[0]))
     return True
 
 
 def _fold(
-    index: Index, held: Held, entries: list[tuple[Stored, Result]], prefixes: Mapping[str, str]
+    index: Index, session: IndexedSession, entries: list[tuple[Stored, Result]], prefixes: Mapping[str, str]
 ) -> _End:
     """Add a session's results to the index; `prefixes` maps request ids to answer prefixes from clients."""
     end = _End(None, 0)
@@ -123,51 +131,52 @@ def _fold(
         name = RequestName.parse(result.id or "")
         match result:
             case Closed():
-                index.cut(held, -1)
+                index.cut(session, -1)
                 end = _End(None, 0)
             case Opened():
-                index.cut(held, -1)
+                index.cut(session, -1)
                 base = base_of(result.tags)
                 end = _End(None if base is None else {base}, result.position)
             case Generated() if name is not None:
                 until_s = _time(one) + CLAIM_S
-                asked = _asked(held, name, end, until_s if until_s > time.time() else 0.0)
-                asked.prefix = prefixes.get(result.id or "", "")
+                prefix = prefixes.get(result.id or "", "")
+                asked = _asked(session, name, end, prefix, until_s if until_s > time.time() else 0.0)
                 index.ask(asked)
                 index.answer(asked, result)
                 end = _End(boundaries.answered(name.prompt, result, asked.prefix), result.position)
             case Appended() if (boundary := appended_to(result.id or "")) is not None:
-                index.append(held, boundary, result)
+                index.append(session, boundary, result)
                 end = _End({boundary}, result.position)
             case Failed():
                 if name is not None:
-                    asked = _asked(held, name, end, 0.0)
-                    asked.state = "failed"
+                    asked = _asked(session, name, end)
+                    asked.fail()
                     index.ask(asked)
             case _:  # not a gateway's request
                 if isinstance(result, Rewound):
-                    index.cut(held, result.position)
+                    index.cut(session, result.position)
                 end = _End(None, result.position)
-    held.position = end.position
+    index.move(session, end.position)
     return end
 
 
-def _note_running(index: Index, held: Held, stored: Stored, end: _End) -> None:
+def _note_running(index: Index, session: IndexedSession, stored: Stored, end: _End) -> None:
     """Add a request that has no result yet to the index, so that an equal request gets the same answer."""
-    held.position = None
+    index.move(session, None)
     try:
         request = decode_request(stored.body)
     except InvalidMessageError:
         return
     name = RequestName.parse(request.id)
     if isinstance(request, Generate) and name is not None and name.key not in index.asked:
-        asked = _asked(held, name, end, math.inf)
-        asked.prefix = request.prefix
-        index.ask(asked)
+        index.ask(_asked(session, name, end, request.prefix, math.inf))
 
 
-def _asked(held: Held, name: RequestName, end: _End, claim_until_s: float) -> Asked:
-    return Asked(held, name, end.bases or set(), end.position, claim_until_s=claim_until_s)
+def _asked(
+    session: IndexedSession, name: RequestName, end: _End, prefix: str = "", claim_until_s: float = 0.0
+) -> IndexedRequest:
+    bases = end.bases or set()
+    return IndexedRequest(session, name, bases, end.position, prefix, claim_until_s=claim_until_s)
 
 
 def _prefixes(stored: list[Stored]) -> dict[str, str]:

@@ -17,39 +17,39 @@ from .recovery import settle
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
 
-    from .index import Held, Index
-    from .presence import Presence
+    from .index import Index, IndexedSession
+    from .latest_metrics import LatestMetrics
 
 _SWEEP_S: Final = 60.0
 
 
-async def sweep(client: Client, index: Index, presence: Presence, idle_s: float) -> None:
+async def sweep(client: Client, index: Index, latest: LatestMetrics, idle_s: float) -> None:
     """Remove sessions unused for `idle_s` seconds, and the oldest of too many, until cancelled."""
     while True:
         await asyncio.sleep(min(_SWEEP_S, idle_s / 4))
         before_s = time.time() - idle_s
-        for held in index.old(before_s):
-            if not await presence.is_loaded():
+        for session in index.old(before_s):
+            if not await latest.is_loaded():
                 continue  # the close would load the model
-            if held.position is None:
+            if session.position is None:
                 with contextlib.suppress(TurnkeepError):
-                    if await settle(client, index, held) and held.used_s < before_s:
-                        await remove(client, index, held)
+                    if await settle(client, index, session) and session.used_s < before_s:
+                        await remove(client, index, session)
             else:
-                await remove(client, index, held)
+                await remove(client, index, session)
 
 
-async def remove(client: Client, index: Index, held: Held, *, forget: bool = True) -> None:
+async def remove(client: Client, index: Index, session: IndexedSession, *, forget: bool = True) -> None:
     """Close a session unless another gateway has used it since, then drop it from the index.
 
     If the log cannot store the close, the session stays in the index, for the next sweep.
     """
-    key = session_key(client.tenant, held.name)
-    held.num_running += 1  # no turn may continue the session now
+    key = session_key(client.tenant, session.name)
+    index.enter(session)
     with contextlib.suppress(TurnkeepError):
-        if held.position is not None:
-            if not held.position:  # its first request was refused: only an open session can be forgotten
+        if session.position is not None:
+            if not session.position:  # its first request was refused: only an open session can be forgotten
                 await client.submit(key, build(Open))
-            await client.submit(key, build(Close, forget=forget or None, expect_position=held.position))
-        index.drop(held)
-    held.num_running -= 1
+            await client.submit(key, build(Close, forget=forget or None, expect_position=session.position))
+        index.drop(session)
+    index.leave(session)

@@ -1,4 +1,4 @@
-"""The internal form of a request (`Turn`), to which every dialect converts its own, and its errors (`Fault`).
+"""The form of a request (`ClientTurn`) to which every dialect converts its own, and its errors (`Fault`).
 
 Results have no internal form: dialects convert the protocol's `Chunk` and `Generated`.
 """
@@ -63,7 +63,7 @@ class Whole(int):
     """An integer in a request; some clients write 2.0 for 2."""
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class ClientTurn(Struct, frozen=True, kw_only=True):
     """One request: a whole conversation, or a prompt as `text` or `tokens`, and how to answer it `n` times.
 
     `options` are fields of the protocol's generate request. `model` is the client's name for the model.
@@ -87,7 +87,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     warnings: tuple[Warned, ...] = ()
     prompts: tuple[str | tuple[int, ...], ...] = ()
 
-    def alone(self, number: int) -> tuple[Turn, int]:
+    def alone(self, number: int) -> tuple[ClientTurn, int]:
         """Return a turn with just the prompt of answer `number`, and its number for that prompt, from 0."""
         if not self.prompts:
             return self, number
@@ -214,7 +214,7 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
     return tuple(before), options | given
 
 
-def check(turn: Turn, names: Mapping[str, str]) -> Turn:
+def check(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
     """Return `turn` if its fields are valid, else raise `Fault`; `names` has the dialect's field names."""
     try:
         for number in range(0, turn.n, max(1, turn.n // (len(turn.prompts) or 1))):

@@ -37,14 +37,17 @@ _FAMILIES: Final = {
 }
 
 
-def exported(kind: type[Struct], path: str = "", prefix: str = "") -> Iterator[tuple[str, str, Figure]]:
+def exported(
+    kind: type[Struct], path: str = "", prefix: str = "", *labels: str
+) -> Iterator[tuple[str, str, Figure]]:
     """Yield, for each field of a message that is a figure, its name after `turnkeep_` and its path.
 
-    `path` and `prefix` are the beginnings of both for a part of the message.
+    `path` and `prefix` are the beginnings of both for a part of the message, whose figures have `labels`.
     """
     for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]  # of a Struct
         if isinstance(field.type, Metadata) and (figure := (field.type.extra or {}).get("figure")):
             own = re.sub("_s$", "_seconds", f"{prefix}{field.name}") + (figure.unit and f"_{figure.unit}")
+            figure = figure._replace(labels=(*labels, *figure.labels))
             yield figure.name or own, f"{path}{field.name}", figure
 
 
@@ -52,7 +55,7 @@ def exported(kind: type[Struct], path: str = "", prefix: str = "") -> Iterator[t
 FIGURES: Final = (
     *exported(Metrics),
     *exported(SnapshotCounters, "snapshots.", "snapshots_"),
-    *exported(TenantFigures, "by_tenant.", "tenant_"),
+    *exported(TenantFigures, "by_tenant.", "tenant_", "tenant"),
 )
 
 

@@ -30,12 +30,10 @@ from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.cluster.endpoints import Endpoints
-from worker.cluster.erasures import Erasures
 from worker.cluster.members import Members
 from worker.cluster.overheard import Overheard
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
-from worker.cluster.undelivered import Undelivered
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
 from worker.models import model
@@ -43,7 +41,6 @@ from worker.models.model_files import text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
 from worker.process.rotation import Rotation
 from worker.process.wakefulness import keep_awake
-from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
 from worker.sessions.fold import Fold
@@ -54,24 +51,26 @@ from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.wire import streams
+from worker.wire.asks import Asks
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 from worker.wire.discovery import Discovery
+from worker.wire.erasures import Erasures
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
 from worker.wire.retention import Retention
+from worker.wire.undelivered import Undelivered
 
 from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
 from .observe.counters import Telemetry
 from .observe.tracing import start_traces
-from .process.concurrency import in_thread, shielded, step_in_thread, task_group
+from .process.concurrency import SharedLock, in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.keys import cache_codec, remote_tier
 from .reports import Needs, State
-from .sessions.attachments import Attachments
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -82,8 +81,8 @@ if TYPE_CHECKING:
 
     from cache.store import Codec, Tier
     from turnkeep_client.messages import Metrics
-    from worker.cluster.erasures import Copies
     from worker.models.model import LoadedModel, Progress
+    from worker.wire.erasures import Copies
     from worker.wire.streams import Streams
 
     from .observe.otlp import Traces
@@ -154,7 +153,6 @@ class App:
         self._fatal = ""
         self._nc: Client | None = None
         self._members: Members
-        self._attempts: Attempts
         self.ready = Event()
 
     def stop(self) -> None:
@@ -173,7 +171,7 @@ class App:
         news = {name: getattr(settings, name) for name in _RELOADED}
         self._settings = dataclasses.replace(self._settings, **news)
         if self._store is not None:
-            self._store.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
+            self._store.quota.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
         log.info("read the settings again", changed=sorted(changed & _RELOADED))
 
     async def run(self) -> None:
@@ -285,10 +283,10 @@ class App:
             log.error("serving without snapshots: they cannot be opened", reason=str(error))  # noqa: TRY400
             return
         discard = settings.snapshots == "temporary"
-        if discard and not await self._store.clear():
+        if discard and not await self._store.eraser.clear():
             log.warning("snapshots of an earlier run are still being removed")
         stack.push_async_callback(shielded, self._store.close, discard=discard)
-        device.cut_snapshots(self._store.room)
+        device.cut_snapshots(self._store.queue.vacant_bytes)
 
     async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
         """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
@@ -318,7 +316,7 @@ class App:
                 asides.cancel_scope.cancel()
             with move_on_after(_NOTES_S):
                 unbegun = self._routing.first_routed() | intake.first_returned()
-                await self._attempts.excuse(unbegun | sessions.first_waiting(intake.at_work))
+                await sessions.excuse(unbegun, intake.at_work)
             await self._members.leave()
             await self._routing.return_routed()
             await intake.return_anchors()
@@ -394,7 +392,7 @@ class App:
         cancelled once all sessions have ended.
         """
         settings, constants = self._settings, self._constants
-        loaded, subjects = self._model.loaded, self._subjects
+        subjects = self._subjects
         self._engine = self._make_engine()
         members, outbox = self._members, Outbox(nc, subjects)
         journal = Journal(nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(self._maker))
@@ -409,21 +407,15 @@ class App:
         self._erasures = Erasures(journal, members.me.directory, self._copies)
         services = self._services(journal, outbox, intake, asides)
         self._sessions = Sessions(services, work, idle_timeout_s=constants.idle_timeout_s)
+        embedder = self._embedder(services)
         control = Control(
-            self._sessions,
-            self._engine,
-            self._store,
-            subjects,
-            services.fold,
-            self._embedder(services),
-            model=loaded.name,
+            *(services, self._sessions, self._store, subjects, embedder),
             metrics=lambda: self._metrics(intake),
         )
         self._overheard = Overheard(nc, members)
+        asks = Asks(nc, js, journal, subjects, timeout_s=constants.token_ttl_s)
         endpoints = Endpoints(
-            *(nc, js, journal, subjects, control.answer, owners, self._overheard),
-            *(outbox, self._telemetry, asides),
-            ask_timeout_s=constants.token_ttl_s,
+            *(nc, subjects, asks, control.answer, owners, self._overheard, outbox, self._telemetry, asides)
         )
         routing = self._routing = Routing(
             *(nc, subjects, members, owners, journal, intake, asides),
@@ -431,7 +423,9 @@ class App:
             control=endpoints.control,
             erase=self._sessions.erase,
         )
-        self._undelivered = Undelivered(journal, intake, members, routing, ack_wait_s=constants.ack_wait_s)
+        self._undelivered = Undelivered(
+            *(journal, intake, routing.wake, lambda: members.is_first), ack_wait_s=constants.ack_wait_s
+        )
         return endpoints, intake, self._sessions
 
     def _make_intake(self, nc: Client, names: Streams, journal: Journal) -> Intake:
@@ -449,23 +443,16 @@ class App:
 
     @property
     def _copies(self) -> Copies | None:
-        return self._store
+        return None if self._store is None else self._store.eraser
 
     def _embedder(self, services: Services) -> Embedder:
         loaded = self._model.loaded
         told = loaded.config, loaded.folder
         return Embedder(
-            self._engine,
-            loaded.tokenizer,
-            services.shares,
-            services.fold.tokenising,
+            services,
             refusal=no_embeddings(loaded.model, *told),
             judging=judging(loaded.tokenizer, *told),
-            model=loaded.name,
             size=text_config(loaded.config).get("hidden_size") or 0,
-            context_tokens=self._model.context_tokens,
-            vocab_size=loaded.vocab_size,
-            max_bytes=self._settings.max_message_bytes,
         )
 
     def _make_engine(self) -> Engine:
@@ -482,16 +469,9 @@ class App:
 
     def _services(self, journal: Journal, outbox: Outbox, intake: Intake, asides: TaskGroup) -> Services:
         """Collect the services that all sessions share."""
-        settings, loaded, me = self._settings, self._model.loaded, self._members.me.boot
-        self._attempts = Attempts(
-            *(journal, self._constants.max_attempts),
-            me=me,
-            runs=self._members.runs,
-            num_busy=self._owners.num_busy,
-        )
+        settings, loaded, members = self._settings, self._model.loaded, self._members
         goes_on = settings.other_model == "continue"
         fold = Fold(loaded.tokenizer, settings.cache_policy, self._maker, takes_over=goes_on)
-        max_bytes = settings.max_message_bytes
         return Services(
             journal=journal,
             outbox=outbox,
@@ -504,12 +484,16 @@ class App:
                 context_tokens=self._model.context_tokens,
                 block_tokens=self._constants.block_tokens,
                 vocab_size=loaded.vocab_size,
+                max_result_bytes=settings.max_message_bytes,
                 refusal=loaded.no_answers if is_encoder(loaded.config) else None,
                 no_answers=loaded.no_answers,
             ),
             telemetry=self._telemetry,
-            attachments=Attachments(journal, loaded.tokenizer, asides, max_message_bytes=max_bytes),
-            attempts=self._attempts,
+            asides=asides,
+            max_attempts=self._constants.max_attempts,
+            boot=members.me.boot,
+            runs=members.runs,
+            num_busy=self._owners.num_busy,
             retention=self._retention,
             device_lock=SharedLock(),
             shares=Shares(settings.max_batch),
@@ -519,10 +503,9 @@ class App:
             give_back=intake.give_back,
             erase_elsewhere=self._owners.erase,
             erasures=self._erasures,
-            directory=self._members.me.directory,
+            directory=members.me.directory,
             own_sampling=loaded.sampling,
             token_ttl_s=self._constants.token_ttl_s,
-            max_result_bytes=max_bytes,
             model=loaded.name,
             worker=settings.worker,
             build=self._describe(loaded),

@@ -17,7 +17,7 @@ from worker.models import model
 from worker.models.blas import preload
 from worker.models.code import code_digest
 from worker.models.partial_import import import_mlx_lm
-from worker.sessions.policies import misfit
+from worker.sessions.limits import misfit
 
 from .process.concurrency import in_thread, shielded, step_in_thread
 from .process.formatting import size

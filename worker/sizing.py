@@ -17,7 +17,7 @@ from worker.batch.matching import num_sketched
 from worker.batch.rows import PrefillPiece
 from worker.device import drafting, machine
 from worker.device.served_model import estimator
-from worker.sessions.policies import misfit
+from worker.sessions.limits import misfit
 
 from .batch.batch_kinds import batch_for
 

@@ -74,10 +74,12 @@ _TURN_S: Final = 60.0
 _HIRE_S: Final = 2.0
 #: How long a worker may take to end.
 _STOP_S: Final = 30.0
-#: The pauses before a crashed worker is restarted: none, then from the first to the longest one; after a run
-#: of `_STABLE_S` there is none again.
+#: The pauses before a crashed worker is restarted: none, then from the first to the longest one; if it has
+#: served for `_STABLE_S` there is none again. A prompt that crashes workers is given up after some attempts.
 _PAUSES_S: Final = (0.5, 30.0)
-_STABLE_S: Final = 30.0
+_STABLE_S: Final = 3.0
+#: After so many short runs in a row, the last of which did not get ready, a model counts as failed.
+_MAX_TRIES: Final = 5
 #: A worker that has reported nothing for this time hangs.
 _SILENT_S: Final = 30.0
 _MAX_REPORT_BYTES: Final = 2**24
@@ -216,12 +218,14 @@ class Supervisor:
         self._stop.set()
 
     async def reload(self, settings: Settings, models: Mapping[str, Settings]) -> None:
-        """Give the running workers their settings, which were read again."""
+        """Give the workers, also those to come, their settings, which were read again."""
         for model in self._models:
             told = settings if model.name is None else models.get(model.name)
-            if model.process is not None and told is not None:
-                told = replace(model.settings, max_disk=told.max_disk, min_free_disk=told.min_free_disk)
-                await self._order(model.process, told)
+            if told is None:
+                continue
+            model.settings = replace(model.settings, max_disk=told.max_disk, min_free_disk=told.min_free_disk)
+            if model.process is not None:
+                await self._order(model.process, model.settings)
 
     async def run(self) -> None:
         """Serve until `stop` is called. Raises `TurnkeepError` for errors that a user can fix."""
@@ -300,12 +304,11 @@ class Supervisor:
                 self._standby = await start([*_WORKER, str(spare_bytes)], stdout=subprocess.PIPE)
             return self._standby
 
-    async def _begin(self, order: Order) -> Process:
-        """Give an order to the process that waits for one; return it."""
+    async def _take(self) -> Process:
+        """Return the process that waits for an order; the caller gives it one, and ends it."""
         while (process := await self._hire()) is not self._standby:  # another model has taken it
             pass
         self._standby = None
-        await self._order(process, order)
         return process
 
     async def _dismiss(self) -> None:
@@ -359,9 +362,9 @@ class Supervisor:
 
     async def _weighed(self, settings: Settings) -> Needs | Refused:
         """Measure a model in a process of its own."""
-        process = await self._begin(Order(settings, weighs=True))
         found: Needs | Refused = Refused("its process has ended; the error is above", is_setting=False)
-        async with ending(process, 0):
+        async with ending(await self._take(), 0) as process:
+            await self._order(process, Order(settings, weighs=True))
             async for report in _reports(process):
                 if isinstance(report, Line):
                     self._say(report)
@@ -426,32 +429,45 @@ class Supervisor:
             await model.wanted.wait()
             model.leave = Event()
             async with self._room(model):
-                await self._run_until_left(model)
-            if await model.activator.has_work():
+                is_left = await self._run_until_left(model)
+            if is_left and await model.activator.has_work():
                 model.wake()
 
-    async def _run_until_left(self, model: _Model) -> None:
-        """Run the model's worker, again and again if it crashes, until the model must leave."""
-        pause_s = 0.0
+    async def _run_until_left(self, model: _Model) -> bool:
+        """Run the model's worker, again and again if it crashes, until the model must leave.
+
+        Returns False if the worker never gets ready; a single model then ends `run`.
+        """
+        num_short = 0
         while True:
             code = await self._run_worker(model)
             if model.leave.is_set():
                 log.info("unloaded", **_named(model))
-                return
+                return True
+            num_short = 0 if current_time() - model.loaded_s > _STABLE_S else num_short + 1
+            is_failing = num_short >= _MAX_TRIES and model.loaded_s == math.inf
             refused = model.refused
-            if refused is not None and model.needs is None:  # nor would it serve if it were started again
-                kind = SettingsError if refused.is_setting else SupervisorError
-                self._fatal = kind(refused.reason)
-                self.stop()
-                return
-            if current_time() - model.began_s > _STABLE_S:
-                pause_s = 0.0
+            if model.needs is None and (is_failing or refused is not None):
+                self._give_up(refused or Refused(_never_ready(code), is_setting=False))
+                return False
             more = {"reason": refused.reason} if refused is not None else {}
+            if is_failing and self._are_several:
+                reason = more.get("reason", _never_ready(code))
+                log.error("a model cannot be loaded until its next request", **_named(model), reason=reason)
+                await model.activator.refuse(f"the model {model.name} cannot be loaded: {reason}")
+                model.let_go()
+                return False
+            pause_s = min(_PAUSES_S[0] * 2 ** (num_short - 2), _PAUSES_S[1]) if num_short > 1 else 0.0
             log.error("a worker has ended", **_named(model), code=code, pause_s=pause_s, **more)
             with move_on_after(pause_s):
                 await model.leave.wait()
-                return
-            pause_s = min(max(2 * pause_s, _PAUSES_S[0]), _PAUSES_S[1])
+                return True
+
+    def _give_up(self, refused: Refused) -> None:
+        """End `run` with the reason why the only model cannot be served."""
+        kind = SettingsError if refused.is_setting else SupervisorError
+        self._fatal = kind(refused.reason)
+        self.stop()
 
     @asynccontextmanager
     async def _room(self, model: _Model) -> AsyncIterator[None]:
@@ -492,15 +508,16 @@ class Supervisor:
         """Run a model's worker until it ends; return its exit code."""
         model.began_s, model.loaded_s, model.refused = current_time(), math.inf, None
         model.state = State((), ("loading the model",), model.state.is_alone)
-        if self._are_several:
-            log.info("loading", **_named(model), memory=size(model.size_bytes))
-        order = Order(
-            model.settings,
-            model.name,
-            tells_log=self._kept is not None,
-            tells_steps=self._step is not None,
-        )
-        async with ending(await self._begin(order), _STOP_S) as model.process, task_group() as tasks:
+        async with ending(await self._take(), _STOP_S) as model.process, task_group() as tasks:
+            if self._are_several:
+                log.info("loading", **_named(model), memory=size(model.size_bytes))
+            order = Order(
+                model.settings,
+                model.name,
+                tells_log=self._kept is not None,
+                tells_steps=self._step is not None,
+            )
+            await self._order(model.process, order)
             tasks.start_soon(self._watch, model, model.process)
             async for report in _reports(model.process):
                 await self._hear(model, report)
@@ -582,6 +599,10 @@ class Supervisor:
         if not self.ready.is_set() or (not self._are_several and self._models[0] in self._running):
             return [*self._models[0].state.unready]
         return []
+
+
+def _never_ready(code: int) -> str:
+    return f"its worker has ended {_MAX_TRIES} times in a row, before it was ready (code {code}); see the log"
 
 
 def _named(model: _Model) -> dict[str, str]:

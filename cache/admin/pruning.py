@@ -7,11 +7,10 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cache.disk.catalog import Catalog
 from cache.disk.codec import PLAIN, SEAL, SUFFIX
 from cache.disk.folder import Folder
 from cache.disk.header import read_header
-from cache.index.catalog_repair import reconcile
+from cache.index.directory import open_directory
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
 from .survey import check, is_fresh
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from cache.disk.catalog import Catalog
     from cache.disk.codec import Codec
     from cache.index.index import Index
     from cache.index.nodes import Node
@@ -44,15 +44,8 @@ def opened(
     """
     if not (fresh and is_fresh(directory)):
         check(directory, codec)
-    folder = Folder(directory, codec)
-    try:
-        folder.claim()
-        folder.clear_tmp()
-        with closing(Catalog(folder)) as catalog:
-            index, *_ = reconcile(folder, catalog, folder.names(), lambda: 0.0)
-            yield folder, catalog, index
-    finally:
-        folder.close()
+    with closing(open_directory(directory, None, "", lambda: 0.0, codec)) as opened:
+        yield opened.folder, opened.catalog, opened.index
 
 
 def prune(

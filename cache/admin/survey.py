@@ -32,12 +32,17 @@ if TYPE_CHECKING:
 _COPY_TRIES: Final = 50
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StoredModel:
-    """A model with snapshots in the cache. `identity` is a hex digest; `name` is empty if it is unknown."""
+    """A model with snapshots in the cache, and their disk usage.
+
+    `identity` is a hex digest; `name` is empty if it is unknown.
+    """
 
     identity: str
     name: str
+    num_files: int = 0
+    size_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +62,6 @@ class StoredChain:
     used_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ModelUsage:
-    """The disk usage of one model's snapshots."""
-
-    model: StoredModel
-    num_chains: int
-    num_files: int
-    size_bytes: int
-
-
 @dataclass(slots=True)
 class Survey:
     """The result of `inspect` or `verify`.
@@ -76,7 +71,7 @@ class Survey:
     """
 
     chains: list[StoredChain] = field(default_factory=list)
-    usage: list[ModelUsage] = field(default_factory=list)
+    models: list[StoredModel] = field(default_factory=list)
     doubtful: list[tuple[str, str]] = field(default_factory=list)
     quarantined: list[str] = field(default_factory=list)
     num_files: int = 0
@@ -109,7 +104,6 @@ def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
     rows, survey, names = _read(directory, codec)
     index = Index(lambda: 0.0, rows)
     models: dict[str, StoredModel] = {}
-    usage: dict[str, list[int]] = {}
     counted: set[bytes] = set()
     for node in index:
         if node.children:
@@ -120,14 +114,12 @@ def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
             model = models.setdefault(identity, StoredModel(identity, names.get(identity, "")))
             links = list(node.chain())
             survey.chains.append(_stored_chain(node, links, model))
-            sums = usage.setdefault(identity, [0, 0, 0])
             new = [link for link in links if link.digest not in counted]
             counted.update(link.digest for link in new)
-            files = sum(not link.is_gap for link in new)
-            for i, more in enumerate((1, files, sum(link.size_bytes for link in new))):
-                sums[i] += more
+            model.num_files += sum(not link.is_gap for link in new)
+            model.size_bytes += sum(link.size_bytes for link in new)
     survey.chains.sort(key=lambda chain: -chain.used_s)
-    survey.usage = [ModelUsage(models[identity], *sums) for identity, sums in usage.items()]
+    survey.models = list(models.values())
     with suppress(OSError):
         survey.quarantined_bytes = sum(path.stat().st_size for path in (directory / "quarantine").iterdir())
     return survey

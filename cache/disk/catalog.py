@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final
 
 import structlog
 
@@ -21,7 +21,7 @@ from .fsync import sync
 from .rows import Row, columns, proofs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from .folder import Folder
 
@@ -165,7 +165,7 @@ class Catalog:
         return db
 
     def read(self) -> list[Row]:
-        """Read all rows without verifying them; `reconciling` verifies them."""
+        """Read all rows without verifying them; `catalog_repair` verifies them."""
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
         return list(self._codec.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 
@@ -234,30 +234,19 @@ class Catalog:
         """Close the file."""
         self._db.close()
 
-    def _transaction(self, *, durable: bool = False) -> _Transaction:
-        return _Transaction(self._db, "FULL" if durable else "NORMAL")
+    @contextmanager
+    def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+        """Run the block in a transaction; roll it back after an exception.
 
-
-class _Transaction:
-    """An SQLite transaction: BEGIN, then COMMIT, or ROLLBACK after an exception.
-
-    With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
-    """
-
-    def __init__(self, db: sqlite3.Connection, synchronous: Literal["NORMAL", "FULL"]) -> None:
-        self._db = db
-        self._synchronous = synchronous
-
-    def __enter__(self) -> sqlite3.Connection:
-        self._db.execute(f"PRAGMA synchronous={self._synchronous}")
-        self._db.execute("BEGIN")
-        return self._db
-
-    def __exit__(self, kind: object, *_: object) -> None:
+        With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
+        """
+        db = self._db
+        db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
+        db.execute("BEGIN")
         try:
-            if kind is None:
-                self._db.execute("COMMIT")
+            yield db
+            db.execute("COMMIT")
         finally:
             # SQLite may have rolled back already (disk full); an open transaction would fail all later ones.
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+            if db.in_transaction:
+                db.execute("ROLLBACK")

@@ -1,4 +1,4 @@
-"""Read the files of a match on I/O threads, each byte once: from the file into the session's KV arrays.
+"""Reads the files of a chain on I/O threads, each byte once: from the file into the session's KV arrays.
 
 A file that fails verification is moved to quarantine; the prefix before it is still used.
 """
@@ -9,32 +9,28 @@ import os
 import sys
 import time
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import DoubtfulSnapshotError, PartialSnapshotError
 
 from . import format as snapshot_format
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
+    from collections.abc import Iterator, Sequence
 
     from cache.kv.arrays import Arrays, Blank
     from cache.names.blocks import Span
     from cache.names.snapshot import ModelLayout, Only, States
 
     from .folder import Folder
+    from .io_threads import IoThreads
 
 #: The average number of bytes per file from which on a second thread helps. With fewer, passing the GIL
 #: between threads costs more: reading 63 files of 125 KB took 16 ms on two threads, 10 on one.
 LEAST_HELPED_BYTES: Final = 512 << 10
-
-#: A function that queues work for another I/O thread and returns its future (work that has not begun can be
-#: cancelled), and the number of these threads.
-Helpers: TypeAlias = "tuple[Callable[[Callable[[], None]], Future[None]], int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,38 +49,36 @@ class ChainFile:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What `restore` reads: the KV of the first `num_tokens` tokens, of a model with this identity.
+class ChainRead:
+    """What to read: KV of a session's first `num_tokens` tokens, for a model with this identity."""
 
-    Memory is allocated for at least `room_tokens` tokens, since otherwise the next append would copy all KV.
-    With `only` just some layers are read. The sketches of the first `num_carried` tokens are read from
-    carriers, which are files that also contain the sketches of earlier blocks.
-    """
-
+    files: Sequence[ChainFile]
     num_tokens: int
     identity: bytes
     model: ModelLayout
-    room_tokens: int = 0
+    #: Allocate memory for at least so many tokens, since otherwise the next append would copy all KV.
+    capacity_tokens: int = 0
+    #: Read only this part of the KV.
     only: Only | None = None
+    #: Read the sketches of so many first tokens from carriers, files with the sketches of earlier blocks too.
     num_carried: int = 0
 
-    def blank(self, folder: Folder, last: ChainFile) -> Blank:
-        """Allocate the arrays, also for the state in the `last` file. Raises `DoubtfulSnapshotError`."""
+    def blank(self, folder: Folder) -> Blank:
+        """Allocate the arrays, also for the state in the last file. Raises `DoubtfulSnapshotError`."""
         from cache.kv import arrays  # imports MLX, which a process may have to prepare first
 
         states: States = ()
+        last = self.files[-1]
         if last.state:
             path = folder.path(last.digest)
             states = snapshot_format.peek(path, last.digest, last.start, self.identity, folder.codec)[1]
             self.model.check_states(states, self.num_tokens)
         return arrays.Blank(
-            self.model.kv,
+            self.model,
             self.num_tokens,
             states,
-            room_tokens=self.room_tokens,
-            reaches=self.model.reaches,
+            capacity_tokens=self.capacity_tokens,
             only=self.only,
-            num_carriable=len(self.model.carried),
             num_carried=self.num_carried,
         )
 
@@ -93,8 +87,8 @@ class Wanted:
 class RestoredKv:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
-    The arrays have unused room for more tokens, with undefined contents. Arrays of layers that see only some
-    tokens hold exactly these tokens, without more room. `size_bytes` bytes were read from disk.
+    The arrays have memory for more tokens, with undefined contents. Arrays of layers that see only some
+    tokens have memory for exactly these tokens. `size_bytes` bytes were read from disk.
     """
 
     num_tokens: int
@@ -123,10 +117,8 @@ def release_thread() -> None:
     arrays.release_thread()
 
 
-def restore(
-    folder: Folder, files: Sequence[ChainFile], wanted: Wanted, limit_s: float, helpers: Helpers
-) -> ReadOutcome:
-    """Read the `wanted` KV from files in order, with the help of the other I/O threads.
+def read_chain(folder: Folder, chain: ChainRead, limit_s: float, threads: IoThreads) -> ReadOutcome:
+    """Read a chain's KV from its files, in order, on the calling I/O thread and on others of `threads`.
 
     A file that fails verification goes to quarantine, and the tokens before it are restored, unless a layer
     has a state or sees only some tokens: a shorter session would then need another state and other files.
@@ -136,24 +128,28 @@ def restore(
     """
     started = time.perf_counter()
     until = started + limit_s
-    last, model = files[-1], wanted.model
-    reading, restored, doubt, is_partial = None, None, None, False
+    files, model = chain.files, chain.model
+    has_state = files[-1].state
+    blank, restored, doubt, is_partial = None, None, None, False
     num_read = len(files) - 1  # only the last file's state is read, so a doubtful state is in that file
     try:
-        blank = wanted.blank(folder, last)
-        reading = _Reading(folder, files, wanted, blank, until)
-        num_read, error = reading.run(helpers)
-        doubt, is_partial = error.reason if error else None, isinstance(error, PartialSnapshotError)
+        blank = chain.blank(folder)
+        reading = _Reading(folder, chain, blank, until)
+        with reading.helped(threads, limit_s):
+            reading.read_files()
+        num_read = min(reading.doubts, default=len(files))
+        if error := reading.doubts.get(num_read):
+            doubt, is_partial = error.reason, isinstance(error, PartialSnapshotError)
     except DoubtfulSnapshotError as error:
         doubt = str(error)
     if time.perf_counter() > until:  # the caller no longer waits
         raise TimeoutError
     # If a file is doubtful, there is no state at the end of the files before it, and no window.
-    if reading is not None and num_read and not ((last.state or model.is_limited) and doubt):
-        num_tokens = wanted.num_tokens if doubt is None else files[num_read].start
+    if blank is not None and num_read and not ((has_state or model.is_limited) and doubt):
+        num_tokens = chain.num_tokens if doubt is None else files[num_read].start
         tensors = blank.arrays()
         try:
-            if last.state and model.prove is not None:
+            if has_state and model.prove is not None:
                 model.prove(tensors, num_tokens)
             seconds, size_bytes = time.perf_counter() - started, sum(reading.sizes[:num_read])
             restored = RestoredKv(num_tokens, tensors, seconds, size_bytes)
@@ -165,57 +161,46 @@ def restore(
 
 
 class _Reading:
-    """The files of a restore, as a queue: each I/O thread repeatedly reads the next unread file."""
+    """A chain's files as a queue: each I/O thread repeatedly reads the next unread file into `blank`."""
 
-    def __init__(
-        self, folder: Folder, files: Sequence[ChainFile], wanted: Wanted, blank: Blank, until: float
-    ) -> None:
+    def __init__(self, folder: Folder, chain: ChainRead, blank: Blank, until: float) -> None:
         #: Bytes read, by file.
-        self.sizes = [0] * len(files)
+        self.sizes = [0] * len(chain.files)
+        #: The errors of files that failed verification, by file.
+        self.doubts: dict[int, DoubtfulSnapshotError] = {}
         self._folder = folder
-        self._files = files
-        self._identity = wanted.identity
-        self._layout = wanted.model.kv
-        self._carrier_layout = self._layout + wanted.model.carried
-        self._places = blank.places
-        self._carried = blank.carried
-        self._state = blank.state
+        self._chain = chain
+        self._blank = blank
         self._until = until
-        self._doubts: dict[int, DoubtfulSnapshotError] = {}
-        self._todo = deque(range(len(files)))
+        self._todo = deque(range(len(chain.files)))
 
-    def run(self, helpers: Helpers) -> tuple[int, DoubtfulSnapshotError | None]:
-        """Read all files; return how many are valid, from the first on, and the error of the next one.
+    @contextmanager
+    def helped(self, threads: IoThreads, limit_s: float) -> Iterator[None]:
+        """Let other I/O threads read files during the block, if there is enough to read for several.
 
-        Raises `TimeoutError` if another thread does not return in time.
+        Raises `TimeoutError` if one of them does not return in time.
         """
-        help_out, num_helpers = helpers
-        helping: list[Future[None]] = []
-        size_bytes = sum(len(row) for place in (*self._places, *self._carried) for row in place.rows)
-        num = min(num_helpers, len(self._files) - 1)
-        if size_bytes >= len(self._files) * LEAST_HELPED_BYTES:
-            with suppress(RuntimeError):  # no other thread is left: read alone
-                helping += (help_out(partial(self._work_on_share, i, num + 1)) for i in range(1, num + 1))
+        blank, num_files = self._blank, len(self._chain.files)
+        size_bytes = sum(len(row) for buffers in (*blank.places, *blank.carried) for row in buffers.rows)
+        num = min(threads.num_threads, num_files) if size_bytes >= num_files * LEAST_HELPED_BYTES else 1
+        helpers = [threads.submit(partial(self._help, i, num), limit_s) for i in range(1, num)]
         try:
-            if helping:
-                self._work_on_share(0, num + 1)
-            else:
-                self._work()
+            with _on_share_of_processors(0, num) if helpers else nullcontext():
+                yield
         finally:
             # A helper that has not begun is cancelled; one that is reading its last file is awaited.
             self._todo.clear()
-            for helper in helping:
+            for helper in helpers:
                 if not helper.cancel():
                     helper.result(max(0.0, self._until - time.perf_counter()))
-            self._places, self._carried, self._state = [], [], []
-        num_read = min(self._doubts, default=len(self._files))
-        return num_read, self._doubts.get(num_read)
 
-    def _work_on_share(self, share: int, num_shares: int) -> None:
+    def _help(self, share: int, num_shares: int) -> None:
         with _on_share_of_processors(share, num_shares):
-            self._work()
+            self.read_files()
 
-    def _work(self) -> None:
+    def read_files(self) -> None:
+        """Read unread files until none is left. Raises `TimeoutError`, `OSError`."""
+        chain, blank = self._chain, self._blank
         while True:
             try:
                 i = self._todo.popleft()
@@ -223,24 +208,22 @@ class _Reading:
                 return
             if time.perf_counter() > self._until:
                 raise TimeoutError
+            file = chain.files[i]
             try:
-                self.sizes[i] = self._read(self._files[i])
+                self.sizes[i] = snapshot_format.read(
+                    self._folder.path(file.digest),
+                    file.digest,
+                    file.start,
+                    chain.identity,
+                    self._folder.codec,
+                    layout=chain.model.kv if file.carried is None else chain.model.kv + chain.model.carried,
+                    places=blank.places,
+                    carried=None if file.carried is None else (file.carried, blank.carried),
+                    state=blank.state if file.state else None,
+                )
             except DoubtfulSnapshotError as error:
-                self._doubts[i] = error
+                self.doubts[i] = error
                 self._todo.clear()  # all later files continue the doubtful one
-
-    def _read(self, file: ChainFile) -> int:
-        return snapshot_format.read(
-            self._folder.path(file.digest),
-            file.digest,
-            file.start,
-            self._identity,
-            self._folder.codec,
-            layout=self._layout if file.carried is None else self._carrier_layout,
-            places=self._places,
-            carried=None if file.carried is None else (file.carried, self._carried),
-            state=self._state if file.state else None,
-        )
 
 
 @contextmanager

@@ -6,7 +6,7 @@ Each block is verified at every read. While one part is used, an I/O thread read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -15,7 +15,7 @@ from cache.names.errors import LostPastError
 from cache.names.policy import PART
 from cache.names.snapshot import Only, layer_path
 
-from .chain_reader import Wanted, restore
+from .chain_reader import read_chain
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
     from cache.kv.arrays import Arrays
     from cache.names.policy import Policy
-    from cache.names.snapshot import ModelLayout
 
-    from .chain_reader import ChainFile, ReadOutcome
+    from .chain_reader import ChainFile, ChainRead, ReadOutcome
     from .folder import Folder
-    from .read_threads import ReadThreads
+    from .io_threads import IoThreads
 
     _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
 
@@ -40,22 +39,22 @@ _READ_S: Final = 15.0
 
 @dataclass(slots=True, eq=False)
 class StoredPast:
-    """A reader of the KV of a session's first `end` tokens. Made by `Store.past`, then used by one thread.
-
-    `ahead` is the part that is being read in advance. `doubt` is the file that failed verification, if any,
-    and the reason.
-    """
+    """A reader of the KV of a session's first tokens. Made by `StoredKv.past`, then used by one thread."""
 
     folder: Folder
-    files: Sequence[ChainFile]
-    end: int
-    identity: bytes
-    layout: ModelLayout
+    chain: ChainRead
     policy: Policy
-    readers: ReadThreads
+    threads: IoThreads
     size_bytes: int = 0
+    #: The file that failed verification, if any, and the reason.
     doubt: tuple[ChainFile, str] | None = None
+    #: The layer and the position of the part that is being read in advance, and the read.
     ahead: tuple[tuple[str, int], _Part] | None = None
+
+    @property
+    def end(self) -> int:
+        """The number of the session's first tokens whose KV can be read."""
+        return self.chain.num_tokens
 
     def parts(self, layer: str, then: str | None = None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
         """Yield a layer's keys and values, part by part: (1, KV heads, tokens, size), or codes and scales.
@@ -69,21 +68,20 @@ class StoredPast:
             after, num = following
             self.ahead = ((after, num), self._begin(after, num)) if after is not None else None
             arrays = self._taken(*part)
-            held = [arrays[name] for name, _, _ in self.layout.kv if layer_path(name) == layer]
+            held = [arrays[name] for name, _, _ in self.chain.model.kv if layer_path(name) == layer]
             yield held[: len(held) // 2], held[len(held) // 2 :]
 
     def _begin(self, layer: str, start: int) -> _Part:
-        span = Span(start, min(start + PART, self.end))
+        span, whole = Span(start, min(start + PART, self.end)), self.chain
+        ends = (*(one.start for one in whole.files[1:]), self.end)
         files = [
             file
-            for file, end in zip(self.files, [*(one.start for one in self.files[1:]), self.end], strict=True)
+            for file, end in zip(whole.files, ends, strict=True)
             if file.start < span.end and span.start < end
         ]
-        helpers = (partial(self.readers.submit, limit_s=_READ_S), self.readers.num_threads - 1)
-        only = Only(self.policy, (span,), layer)
-        wanted = Wanted(self.end, self.identity, self.layout, only=only)
-        read = partial(restore, self.folder, files, wanted, _READ_S, helpers)
-        return files, self.readers.submit(read, _READ_S)
+        part = replace(whole, files=files, only=Only(self.policy, (span,), layer))
+        read = partial(read_chain, self.folder, part, _READ_S, self.threads)
+        return files, self.threads.submit(read, _READ_S)
 
     def _taken(self, files: Sequence[ChainFile], future: Future[ReadOutcome]) -> Arrays:
         try:

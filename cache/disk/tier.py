@@ -112,7 +112,7 @@ class SharedDirectory:
             os.utime(target)
             return
         size_bytes = path.stat().st_size
-        self._make_room(size_bytes)
+        self._evict_for(size_bytes)
         target.parent.mkdir(exist_ok=True, mode=private.DIRECTORY_MODE)
         with suppress(FileExistsError):  # another worker was faster
             _link_or_copy(path, target, self._tmp / uuid4().hex)
@@ -162,7 +162,7 @@ class SharedDirectory:
     def _path(self, key: Key) -> Path:
         return self._files / key.parent[:2] / f"{key.parent}.{key.file}"
 
-    def _make_room(self, size_bytes: int) -> None:
+    def _evict_for(self, size_bytes: int) -> None:
         now = time.monotonic()
         before_bytes = self._free_bytes()
         if before_bytes >= self._no_effect_below:

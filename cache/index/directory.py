@@ -14,7 +14,6 @@ import structlog
 from cache.disk.catalog import Catalog
 from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder
-from cache.disk.write_queue import WriteQueue
 
 from .catalog_repair import reconcile
 
@@ -23,11 +22,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.disk.codec import Codec
-    from cache.disk.write_queue import Write
     from cache.names.marks import ErasureProgress
 
     from .index import Index
-    from .nodes import Node
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -37,7 +34,7 @@ _MANY_ROWS: Final = 10_000
 
 @dataclass(slots=True)
 class OpenDirectory:
-    """The result of opening a directory. Folder and catalog are open, and belong to the writer from now on.
+    """An open directory. Folder and catalog belong to the write queue from now on.
 
     `identities` are the model identities that have snapshots. `noted` are those that the catalog lists; if
     it could not be written, some are missing.
@@ -53,26 +50,18 @@ class OpenDirectory:
     quarantined_bytes: int
     free_bytes: int
 
-    def writer(
-        self, on_end: Callable[[Write[Node]], None], *, queue_bytes: int, monotonic: Callable[[], float]
-    ) -> WriteQueue[Node]:
-        """Start the writer thread for this directory, and return its interface."""
-        return WriteQueue(
-            self.folder,
-            self.catalog,
-            queue_bytes=queue_bytes,
-            free_bytes=self.free_bytes,
-            quarantined_bytes=self.quarantined_bytes,
-            noted=self.noted,
-            on_end=on_end,
-            monotonic=monotonic,
-        )
+    def close(self) -> None:
+        """Close the catalog, and unlock the directory."""
+        self.catalog.close()
+        self.folder.close()
 
 
 def open_directory(
-    directory: Path, identity: bytes, model: str, clock: Callable[[], float], codec: Codec = PLAIN
+    directory: Path, identity: bytes | None, model: str, clock: Callable[[], float], codec: Codec = PLAIN
 ) -> OpenDirectory:
     """Lock a directory, build its index, and repair the catalog if it differs from the files. Blocking.
+
+    A store gives its model's identity and name, which the catalog lists; a command gives None.
 
     Raises `DirectoryLockedError`, `SealedError`, `OSError`.
     """
@@ -91,15 +80,16 @@ def open_directory(
             if index.stored > _MANY_ROWS:
                 gc.freeze()  # a collection of the index would stop every thread for 0.2 s
         with suppress(sqlite3.Error):  # a full disk
-            catalog.note_identities([identity])
-            if model:
+            if identity is not None:
+                catalog.note_identities([identity])
+            if identity is not None and model:
                 catalog.name_model(identity, model)
         noted = set(catalog.identities())
         opened = OpenDirectory(
             folder,
             catalog,
             index,
-            noted | adopted | {identity},
+            noted | adopted | ({identity} if identity is not None else set()),
             noted,
             catalog.erased(),
             rejected,

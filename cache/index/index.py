@@ -30,7 +30,7 @@ class Index:
     A node is one snapshot; its parent is the snapshot that it continues. A root is a tenant's empty prefix,
     a chain the path from a root to a node. Only leaves are removed, so no chain lacks a node. Only the last
     node stores the time of last use and the holds (uses by loads and turns) of its chain; both pass to the
-    parent of a removed node. A node whose KV no session sees may lose its file and become a gap (see `gaps`).
+    parent of a removed node. A node whose KV no session sees may become a gap, without a file.
     """
 
     def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
@@ -98,12 +98,6 @@ class Index:
         while nodes and not nodes[-1].usable:
             nodes.pop()
         return nodes
-
-    def names_up_to(self, root: bytes, digest: bytes) -> list[bytes]:
-        """Return the digests from a root to a node, in order; an empty list if the root has no such node."""
-        node = self._nodes.get(digest)
-        nodes = [*node.chain()][::-1] if node is not None else []
-        return [one.digest for one in nodes] if nodes and nodes[0].parent == root else []
 
     def num_known(self, digests: Sequence[bytes]) -> int:
         """Return how many of a chain's first nodes, given by their digests, are in the index.

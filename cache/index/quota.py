@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 if TYPE_CHECKING:
-    from cache.disk.write_queue import FreedSpace, WriteQueue
+    from cache.disk.disk_work import FreedSpace
+    from cache.names.snapshot import Name
 
     from .index import Index
     from .nodes import Node
     from .remover import Remover
     from .window_eviction import WindowEviction
+    from .write_queue import WriteQueue
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -46,14 +48,14 @@ class DiskUsage:
 
 
 class Quota:
-    """Keeps an index within the disk limits; `removal` does the evictions."""
+    """Keeps an index within the disk limits; `remover` does the evictions."""
 
     def __init__(
         self,
         index: Index,
-        writer: WriteQueue[Node],
-        removal: Remover,
-        behind: WindowEviction,
+        queue: WriteQueue,
+        remover: Remover,
+        window_eviction: WindowEviction,
         *,
         max_bytes: int,
         min_free_bytes: int,
@@ -62,47 +64,58 @@ class Quota:
         self.min_free_bytes = min_free_bytes
         self.evicted = 0
         self._index = index
-        self._writer = writer
-        self._removal = removal
-        self._behind = behind
+        self._queue = queue
+        self._remover = remover
+        self._window_eviction = window_eviction
         self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
         #: While fewer bytes than this are free, evictions for want of free space have no effect.
         self._no_effect_below = 0
-        writer.on_removed = self._note_removed
+        queue.on_removed = self._note_removed
 
     def usage(self) -> DiskUsage:
         """Return the current use of the disk."""
-        used = self._index.stored_bytes + self._writer.counts.in_flight_bytes
+        used = self._index.stored_bytes + self._queue.counts.in_flight_bytes
         free, held = -self._excess(), self._index.held_bytes()
         # A snapshot that was forgotten during its write is still in flight, but no longer in the index.
-        held += self._writer.counts.in_flight_bytes - self._index.on_its_way_bytes
+        held += self._queue.counts.in_flight_bytes - self._index.on_its_way_bytes
         return DiskUsage(capacity=used + free, free=free, held=held, evictable=used - held)
 
-    def make(self, size_bytes: int) -> bool:
-        """Evict snapshots until `size_bytes` more fit both limits; False if they do not fit yet, or never."""
+    def add(self, name: Name, size_bytes: int) -> Node | None:
+        """Add a snapshot that is queued for the disk to the index, and evict others if it does not fit.
+
+        Returns its node; None if the snapshot does not fit yet, or never.
+        """
+        # Added before the eviction: as a queued child the node protects its own chain from it.
+        node = self._index.add(name, size_bytes)
+        if self._has_evicted_for(size_bytes):
+            return node
+        self._index.undo_add(node)
+        return None
+
+    def _has_evicted_for(self, size_bytes: int) -> bool:
         need = self._excess() + size_bytes
         if need <= 0:
             return True
         if self._has_no_effect(size_bytes) or need > self.usage().evictable:
-            self._writer.measure()  # nothing else would, until a save is accepted
+            self._queue.measure()  # nothing else would, until a save is accepted
             return False  # evicting everything would not be enough
         return self._evict(need, EVICT_LIMIT) >= need
 
-    def set_limits(self, max_bytes: int, min_free_bytes: int) -> None:
-        """Change the limits. Snapshots above them are evicted step by step."""
+    def set_limits(self, *, max_bytes: int, min_free_bytes: int) -> None:
+        """Change the limits. Snapshots above them are evicted in the background, in small batches."""
         self.max_bytes, self.min_free_bytes = max_bytes, min_free_bytes
         _log.info("cache_limits_changed", max_bytes=max_bytes, min_free_bytes=min_free_bytes)
         self.check()
 
     def check(self) -> None:
         """Schedule evictions if limits are exceeded, or if `WindowEviction` may have snapshots to evict."""
-        if self._step is None and (self._behind or self._excess() > 0):
+        if self._step is None and (self._window_eviction or self._excess() > 0):
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
         """Evict all snapshots above the disk limit in one step; for a start, when no request waits."""
-        used = self._index.stored_bytes + self._writer.quarantined_bytes
+        used = self._index.stored_bytes + self._queue.quarantined_bytes
         before = self.evicted
         self._evict(min(used - self.max_bytes, self.usage().evictable), len(self._index))
         if self.evicted > before:
@@ -118,17 +131,17 @@ class Quota:
         return max(self._above_limit(), self._lacking())
 
     def _above_limit(self) -> int:
-        used = self._index.stored_bytes + self._writer.counts.in_flight_bytes
-        return used + self._writer.quarantined_bytes - self.max_bytes
+        used = self._index.stored_bytes + self._queue.counts.in_flight_bytes
+        return used + self._queue.quarantined_bytes - self.max_bytes
 
     def _lacking(self) -> int:
         """Return how many bytes the file system lacks of the minimum that stays free; negative if none."""
-        free = self._writer.free_bytes + self._writer.unlinking_bytes - self._writer.counts.in_flight_bytes
+        free = self._queue.free_bytes + self._queue.unlinking_bytes - self._queue.counts.in_flight_bytes
         return self.min_free_bytes - free
 
     def _has_no_effect(self, size_bytes: int = 0) -> bool:
         """Whether free space lacks for `size_bytes` more, and the last eviction did not raise it."""
-        if self._writer.free_bytes >= self._no_effect_below:
+        if self._queue.free_bytes >= self._no_effect_below:
             self._no_effect_below = 0
         return self._no_effect_below > 0 and self._lacking() + size_bytes > 0
 
@@ -151,14 +164,14 @@ class Quota:
 
     def _shrink(self) -> None:
         self._step = None
-        self._behind.evict(EVICT_LIMIT)
+        self._window_eviction.evict(EVICT_LIMIT)
         excess = self._above_limit() if self._has_no_effect() else self._excess()
         has_evicted = excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT)
-        if has_evicted or self._behind:
+        if has_evicted or self._window_eviction:
             self.check()
 
     def _evict(self, need_bytes: int, limit: int) -> int:
         """Evict snapshots until `need_bytes` are freed, `limit` at most; return the bytes of their files."""
-        victims = self._removal.evict(need_bytes, limit)
+        victims = self._remover.evict(need_bytes, limit)
         self.evicted += len(victims)
         return sum(victim.size_bytes for victim in victims)

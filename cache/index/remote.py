@@ -8,11 +8,8 @@ fetch. If the tier fails, only time is lost: the missing KV is prefilled.
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from bisect import bisect_left
 from collections import deque
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -24,7 +21,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 import structlog
 
 from cache.disk import header
-from cache.disk.read_threads import ReadThreads
+from cache.disk.io_threads import IoThreads
 from cache.disk.tier import IDENTITIES, Key
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError
@@ -41,6 +38,9 @@ if TYPE_CHECKING:
 
     from .index import Index
     from .nodes import Node
+    from .quota import Quota
+    from .remover import Remover
+    from .write_queue import WriteQueue
 
 _T = TypeVar("_T")
 
@@ -86,26 +86,19 @@ class RemotePrefix:
 
 
 class Remote:
-    """One worker's access to the tier.
-
-    `adopt` adds a fetched file to the index, and returns its node; None if the store refuses the file.
-    `pass_over` adds nodes without files.
-    """
+    """One worker's access to the tier."""
 
     def __init__(
-        self,
-        tier: Tier,
-        folder: Folder,
-        index: Index,
-        adopt: Callable[[Name, Path, int], Node | None],
-        pass_over: Callable[[Sequence[Name]], None],
+        self, tier: Tier, folder: Folder, index: Index, queue: WriteQueue, quota: Quota, remover: Remover
     ) -> None:
         self.counts = RemoteCounts()
         self._tier = tier
         self._folder = folder
         self._index = index
-        self._adopt = adopt
-        self._pass_over = pass_over
+        self._write_queue = queue
+        self._quota = quota
+        self._remover = remover
+        remover.useless = self.remove
         #: Incremented by each `forget`: files whose fetch began before it are not adopted.
         self._num_forgotten = 0
         self._paused_until = self._pause_s = 0.0
@@ -113,10 +106,9 @@ class Remote:
         self._unnoted: deque[Key] = deque()
         #: Digests of snapshots that this process has put or fetched. The tier may have evicted some.
         self._there: set[bytes] = set()
-        self._readers = ReadThreads(_THREADS, lambda: None)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="turnkeep-tier", daemon=True)
-        self._thread.start()
+        self._fetching = IoThreads("fetch", _THREADS)
+        #: One thread, which keeps the order of uploads and removals.
+        self._uploading = IoThreads("upload", 1)
 
     def note(self, identity: bytes, block_tokens: int) -> None:
         """Add an identity to the tier's list, so that every worker's `erase` covers its snapshots.
@@ -130,18 +122,18 @@ class Remote:
 
         Does nothing if the tier is too slow or fails: a later offer of the same chain includes the snapshot.
         """
-        if self._jobs.qsize() >= _MAX_WAITING or monotonic() < self._paused_until:
+        if self._uploading.num_waiting >= _MAX_WAITING or monotonic() < self._paused_until:
             self.counts.dropped += 1
             return
         before = takewhile(lambda one: one.digest not in self._there, node.chain())
         for one in reversed([one for one in before if one.usable]):
             self._there.add(one.digest)
-            self._jobs.put(partial(self._trying, partial(self._put, one.parent, one.digest)))
+            self._uploading.submit(partial(self._try, partial(self._put, one.parent, one.digest)))
 
     def remove(self, node: Node) -> None:
         """Queue the removal of a snapshot from the tier that is damaged, or contained in a larger one."""
         self._there.discard(node.digest)
-        self._jobs.put(partial(self._trying, partial(self._remove, self._key(node.parent, node.digest))))
+        self._uploading.submit(partial(self._try, partial(self._remove, self._key(node.parent, node.digest))))
 
     async def find(
         self, chain: Chain, tokens: Tokens, num_stored: int, needed: Callable[[int, int, int], Sequence[int]]
@@ -150,7 +142,7 @@ class Remote:
 
         `needed` is `Prefixes.needed`, which says which blocks a session needs to resume.
         """
-        if num_stored >= len(tokens) or monotonic() < self._paused_until:
+        if num_stored >= len(tokens) or monotonic() < self._paused_until or self._write_queue.is_closing:
             return None
         names = chain.names(tokens)[: len(tokens) // chain.block + 1]
         first = self._index.num_known(names[1:])
@@ -179,6 +171,8 @@ class Remote:
 
         The first snapshot that is missing, damaged or refused ends the fetch: later ones need it.
         """
+        if self._write_queue.is_closing:
+            return 0, 0.0
         began, before, forgotten = monotonic(), self.counts.fetched_bytes, self._num_forgotten
         last = node = None
         unseen = deque(found.unseen)
@@ -212,24 +206,41 @@ class Remote:
         except BaseException:
             wanted.clear()
             for _, digest in links:
-                self._jobs.put(partial(self._folder.discard_fetched, digest))
+                self._uploading.submit(partial(self._folder.discard_fetched, digest))
             raise
 
     def _adopted(self, unseen: deque[Name], name: Name, path: Path, size_bytes: int) -> Node | None:
-        """Add the `unseen` snapshots before a fetched file to the index, then the file; return its node."""
+        """Add a fetched file to the index, and queue its move into the directory; return its node.
+
+        First adds the `unseen` snapshots before the file. Returns None if the file does not fit.
+        """
         before: list[Name] = []
         while unseen and unseen[0].start < name.start:
             before.append(unseen.popleft())
-        self._pass_over(before)
+        self._add_gaps(before)
         known = self._index.get(name.digest)
         if known is not None and not known.is_hollow:  # another turn was faster
             self._discard([(name, path, size_bytes)])
             return known
-        node = self._adopt(name, path, size_bytes)
+        lacks_parent = name.start and self._index.get(name.parent) is None
+        if self._write_queue.is_closing or self._write_queue.paused or lacks_parent:
+            return None
+        node = self._quota.add(name, size_bytes)
         if node is not None:
+            self._write_queue.write(node, None, path)
             self._there.add(name.digest)
             self.counts.fetched_bytes += size_bytes
         return node
+
+    def _add_gaps(self, names: Sequence[Name]) -> None:
+        """Add gaps (nodes without files) for snapshots in the tier that fetched ones continue."""
+        nodes = []
+        for name in names:
+            if self._index.get(name.digest) is None:
+                if name.start and self._index.get(name.parent) is None:
+                    break
+                nodes.append(self._index.add(name, 0))
+        self._remover.make_gaps(nodes)
 
     def forget(self) -> None:
         """Refuse to adopt the files that are being fetched now."""
@@ -240,27 +251,17 @@ class Remote:
 
         Snapshots that others continue stay. Returns a future (shield it from cancellation): false on failure.
         """
-        done: Future[bool] = Future()
-        self._jobs.put(partial(self._erase, tenant, packed, shared, done))
-        return asyncio.wrap_future(done)
-
-    async def barrier(self) -> None:
-        """Wait until all uploads and removals that were queued before this call are done."""
-        done: Future[None] = Future()
-        self._jobs.put(partial(done.set_result, None))
-        await asyncio.shield(asyncio.wrap_future(done))  # a cancelled future takes no result
+        return asyncio.wrap_future(self._uploading.submit(partial(self._erase, tenant, packed, shared)))
 
     async def close(self, timeout_s: float) -> bool:
         """Finish the queued uploads and removals, and end the threads; False after `timeout_s`."""
-        self._jobs.put(None)
-        readers = self._readers.close(timeout_s)
-        _, ended = await asyncio.gather(asyncio.to_thread(self._thread.join, timeout_s), readers)
-        return ended and not self._thread.is_alive()
+        threads = (self._uploading, self._fetching)
+        return all(await asyncio.gather(*(one.close(timeout_s) for one in threads)))
 
     async def _asked(self, work: Callable[[], _T | None]) -> _T | None:
         """Run `work`, which calls the tier, on a thread; None if the tier fails or is too slow."""
         try:
-            return await self._readers.run(work, _LIMIT_S)
+            return await self._fetching.run(work, _LIMIT_S)
         except (OSError, TimeoutError) as error:
             self._failed(error)
             return None
@@ -269,7 +270,7 @@ class Remote:
         """Remove fetched files that were not adopted."""
         for one in got:
             if one is not None:
-                self._jobs.put(partial(one[1].unlink, missing_ok=True))
+                self._uploading.submit(partial(one[1].unlink, missing_ok=True))
 
     def _failed(self, error: Exception) -> None:
         """Pause `find` and uploads after a failed call; each further one doubles the pause. Any thread."""
@@ -282,15 +283,7 @@ class Remote:
 
     # The methods below run on the threads.
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                with suppress(OSError):  # from this worker's directory; the tier's errors are counted
-                    job()
-            except Exception:  # noqa: BLE001  # the thread must go on: erasures need it
-                _log.exception("remote_tier_job_failed")
-
-    def _trying(self, work: Callable[[], None]) -> None:
+    def _try(self, work: Callable[[], None]) -> None:
         try:
             work()
         except Exception as error:  # noqa: BLE001  # the thread must go on
@@ -391,7 +384,7 @@ class Remote:
             return None
         return name, path, size_bytes
 
-    def _erase(self, tenant: str, packed: bytes, shared: int, done: Future[bool]) -> None:
+    def _erase(self, tenant: str, packed: bytes, shared: int) -> bool:
         try:
             for identity in self._tier.contains(IDENTITIES):
                 digest, _, block = identity.partition("-")
@@ -400,9 +393,8 @@ class Remote:
             self._tier.sync()
         except Exception as error:  # noqa: BLE001  # the thread must go on
             self._failed(error)
-            done.set_result(False)
-        else:
-            done.set_result(True)
+            return False
+        return True
 
     def _erase_of(self, root: bytes, block: int, packed: bytes, shared: int) -> None:
         """Remove a chain's snapshots, from the end to the first that another chain continues."""

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Literal
 
 import structlog
 
-from cache.disk.write_queue import DropReason, WriteState
+from cache.disk.disk_work import DropReason, WriteState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from cache.disk.disk_work import Write
     from cache.disk.rows import Row
-    from cache.disk.write_queue import Write, WriteQueue
     from cache.names.identity import Identity
     from cache.names.snapshot import ModelLayout
 
     from .index import Index
     from .nodes import Node
+    from .write_queue import WriteQueue
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -30,9 +31,9 @@ _log = structlog.get_logger("turnkeep.cache")
 class Remover:
     """Removes nodes from the index, and queues the removal of their files on the writer."""
 
-    def __init__(self, index: Index, writer: WriteQueue[Node]) -> None:
+    def __init__(self, index: Index, queue: WriteQueue) -> None:
         self._index = index
-        self._writer = writer
+        self._queue = queue
         #: Abandoned files that may be on disk, because a later save of the same snapshot was to replace them.
         self._left: set[bytes] = set()
         #: How many files are being shortened by `make_partial`.
@@ -60,9 +61,9 @@ class Remover:
                 need_bytes -= row.size_bytes
                 victims.append(row)
         if gaps:
-            self._writer.make_gaps(gaps, needed=True)  # before `unlink`, which may have the same nodes
+            self._queue.make_gaps(gaps, needed=True)  # before `unlink`, which may have the same nodes
         if removed:
-            self._writer.unlink(removed)
+            self._queue.unlink(removed)
         return victims
 
     def make_gaps(self, nodes: Sequence[Node]) -> None:
@@ -71,14 +72,14 @@ class Remover:
         for node in nodes:
             self._index.make_gap(node)
         if rows:
-            self._writer.make_gaps(rows)
+            self._queue.make_gaps(rows)
 
     def make_partial(self, node: Node, layout: ModelLayout, identity: Identity) -> None:
         """Queue the eviction of a part of a node's file: the KV of layers with windows."""
         row = node.row
         node.rest_bytes = node.size_bytes  # from now on no match relies on these sections
         self.num_shortened += 1
-        self._writer.shorten(row, layout, identity, partial(self._shortened, node))
+        self._queue.shorten(row, layout, identity, partial(self._shortened, node))
 
     def _shortened(self, node: Node, size_bytes: int | None) -> None:
         self.num_shortened -= 1
@@ -127,9 +128,8 @@ class Remover:
         self._remove([*self._index.descendants(node), node], "no_parent")
         return True
 
-    def note_end(self, write: Write[Node]) -> None:
+    def note_end(self, node: Node, write: Write) -> None:
         """Update the index after a write has ended."""
-        node = write.node
         # The partial file that an abandoned write was to replace is gone once its own file is in place.
         in_place = bool(node.rest_bytes) and self._index.has(node)
         if write.state is WriteState.DURABLE and (write.abandoned is None or in_place):
@@ -149,7 +149,7 @@ class Remover:
             descendants = self._index.descendants(node)
             if any(other.durable for other in descendants):  # the node was to fill a gap
                 self._index.make_gap(node)
-                self._writer.make_gaps([node.row])  # its file may be on disk all the same
+                self._queue.make_gaps([node.row])  # its file may be on disk all the same
                 return
             self._remove([*descendants, node], "no_parent")
         # The file may be on disk: the write was abandoned after the writer's last check, or the sync of the
@@ -159,16 +159,16 @@ class Remover:
             self._left.add(node.digest)
         if node.digest in self._left and self._index.get(node.digest) is None:
             self._left.remove(node.digest)
-            self._writer.unlink([write.row])
+            self._queue.unlink([write.row])
 
     def _remove(self, nodes: list[Node], reason: DropReason | Literal["cancelled"]) -> None:
         """Remove nodes, children before parents; writes in flight are abandoned for `reason`."""
         rows = []
         for node in nodes:
             if not node.durable:
-                self._writer.abandon(node, reason)
+                self._queue.abandon(node, reason)
             if node.durable or node.rest_bytes:
                 rows.append(node.row)
             self._index.remove(node)
         if rows:
-            self._writer.unlink(rows)
+            self._queue.unlink(rows)

@@ -1,41 +1,48 @@
-"""Loading: chooses the files to read for a match, and handles files that fail verification.
+"""The stored KV: finds the longest stored prefix of a session's tokens, reads it, and saves more.
 
-Belongs to the event loop; reads on I/O threads. Called only by the store, which makes and releases matches.
+Belongs to the event loop, which owns the index; blocking work runs on I/O threads and in the write queue.
+Callers name KV by a chain (tenant, model and policy) and tokens. Knows nothing of sessions.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
-from bisect import bisect_left, bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
-from cache.disk.chain_reader import ChainFile, Wanted, release_thread, restore
-from cache.disk.read_threads import ReadThreads
+from cache.disk import format as snapshot_format
+from cache.disk.chain_reader import read_chain, release_thread
+from cache.disk.io_threads import IoThreads
 from cache.disk.stored_past import StoredPast
+from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.policy import FULL
-from cache.names.snapshot import CARRIER, Only, carried
+from cache.names.snapshot import Name, Only
+from cache.names.tokens import Chain, as_tokens
 
 from .prefixes import Prefixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from cache.disk.chain_reader import RestoredKv
-    from cache.disk.folder import Folder
-    from cache.disk.write_queue import WriteQueue
+    from cache.disk.disk_work import DropReason
     from cache.names.identity import Identity
     from cache.names.policy import Policy
-    from cache.names.snapshot import ModelLayout
+    from cache.names.snapshot import ModelLayout, Tensor
+    from cache.names.tokens import Tokens
 
-    from .index import Index
+    from .directory import OpenDirectory
     from .nodes import Node
+    from .quota import Quota
+    from .remote import Remote, RemotePrefix
     from .remover import Remover
+    from .window_eviction import WindowEviction
+    from .write_queue import WriteQueue
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -45,6 +52,8 @@ _IO_THREADS: Final = min(max((os.cpu_count() or 1) // 2, 2), 4)
 #: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
 _LOAD_BYTES_PER_S: Final = 32 << 20
+#: The interval at which `settle` checks again.
+_SETTLE_S: Final = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,120 +61,169 @@ class Match:
     """The longest stored prefix of some tokens: `num_tokens` tokens, stored in `nodes`, in order.
 
     The prefix may end within the last node. If the model's layers have states, the prefix ends with the last
-    node, which has the state after it. The nodes are protected from eviction until `load` or `release`.
+    node, which has the state after it.
     """
 
     num_tokens: int
     nodes: tuple[Node, ...] = ()
     policy: Policy = FULL
 
-
-class Form:
-    """The identity and the layout of the model's snapshots under one cache policy."""
-
-    def __init__(self, identity: Identity, layout: ModelLayout, index: Index) -> None:
-        self.identity = identity
-        self.digest = identity.digest()
-        self.layout = layout
-        self.stateful = bool(layout.states)
-        self.prefixes = Prefixes(index, identity.block_tokens, layout)
-
-    def carried(self, span: Span) -> Span | None:
-        """Return the earlier tokens whose sketches (2-bit keys) the file of `span` has too; mostly None."""
-        return carried(span, self.identity.block_tokens) if self.layout.carried else None
-
-    def file(self, node: Node, end: int, *, state: bool = False) -> ChainFile:
-        """Return the `ChainFile` of a node whose tokens end at position `end`."""
-        span = Span(end - node.num_tokens, end)
-        return ChainFile(node.digest, span.start, state=state, carried=self.carried(span))
-
-    def carriers(self, match: Match) -> dict[Node, Span]:
-        """Map each node whose file also has sketches (2-bit keys) of earlier tokens to these tokens."""
-        every = match.nodes[CARRIER - 1 :: CARRIER]  # all but the last ones are whole blocks
-        found = {node: self.carried(Span(node.start, node.end)) for node in every}
-        return {node: span for node, span in found.items() if span is not None}
-
-    def files(
-        self, match: Match, seen: Sequence[Span], carriers: Mapping[Node, Span], *, state: bool
-    ) -> list[tuple[Node, ChainFile]]:
-        """Return the files to read for a match, in order, with their nodes.
-
-        They are the files of `carriers` (those with sketches of earlier tokens), the files with tokens in
-        `seen`, and with `state` the last file.
-        """
-        # Positions are sums of lengths, not read from files: the arrays must be filled without a gap.
-        ends = list(accumulate(node.num_tokens for node in match.nodes))
-        last = len(ends) - 1
-        wanted = {last} if state else set()
-        wanted |= {i for i in range(CARRIER - 1, len(ends), CARRIER) if match.nodes[i] in carriers}
-        for span in seen:
-            wanted.update(range(bisect_right(ends, span.start), min(bisect_left(ends, span.end), last) + 1))
-        nodes = match.nodes
-        return [(nodes[i], self.file(nodes[i], ends[i], state=state and i == last)) for i in sorted(wanted)]
+    @property
+    def last(self) -> Node | None:
+        """The last snapshot; holding it protects all."""
+        return self.nodes[-1] if self.nodes else None
 
 
-class Loading:
-    """Loads matches from disk, and counts loads. Calls `release` with each match after its load."""
+@dataclass(frozen=True, slots=True)
+class HeldPrefix:
+    """The stored and queued snapshots of some tokens, which `StoredKv.hold` protects from eviction.
+
+    `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
+    boundary. `last` is the last snapshot; holding it protects its whole chain.
+    """
+
+    edges: tuple[int, ...]
+    last: Node | None = None
+
+
+class StoredKv:
+    """The KV of one model in an open directory. Its methods belong to the event loop."""
 
     def __init__(
         self,
-        folder: Folder,
-        index: Index,
-        writer: WriteQueue[Node],
-        removal: Remover,
+        opened: OpenDirectory,
+        queue: WriteQueue,
+        remover: Remover,
+        window_eviction: WindowEviction,
+        quota: Quota,
+        remote: Remote | None,
+        identity: Identity,
+        layout: ModelLayout,
         *,
-        rejected: int,
-        release: Callable[[Match], None],
+        model: str,
     ) -> None:
         self.restored_bytes = 0
+        #: Files that failed verification, and loads that exceeded their time limit.
+        self.rejected = opened.rejected
         self.timed_out = 0
-        self.rejected = rejected
-        self._folder = folder
-        self._index = index
-        self._writer = writer
-        self._removal = removal
-        self._release = release
-        self._readers = ReadThreads(_IO_THREADS, release_thread)
+        self._folder = opened.folder
+        self._index = opened.index
+        self._identities = opened.identities
+        self._queue = queue
+        self._remover = remover
+        self._window_eviction = window_eviction
+        self._quota = quota
+        self._remote = remote
+        self._model = model
+        #: The prefixes of each policy that was used.
+        self._prefixes = {FULL: Prefixes(opened.index, identity, layout)}
+        self._threads = IoThreads("restore", _IO_THREADS, release_thread)
         #: Whether the last load timed out: logged once per episode.
         self._hangs = False
+        if remote is not None:
+            remote.note(identity.digest(), identity.block_tokens)
 
-    async def load(self, form: Form, match: Match, room_tokens: int) -> RestoredKv | None:
-        """Read the KV that tokens after a match will see, and the state at its end; see `Store.load`."""
-        carriers = form.carriers(match)
-        num_carried = sum(span.num_tokens for span in carriers.values())
-        seen = form.layout.seen(match.num_tokens, num_carried)
-        files = form.files(match, seen, carriers, state=form.stateful)
-        return await self._read(form, match, files, room_tokens=room_tokens, num_carried=num_carried)
+    def chain(self, tenant: str, policy: Policy = FULL, of: Tokens | None = None) -> Chain:
+        """Return the chain that names a tenant's blocks under a policy.
 
-    async def recall(self, form: Form, match: Match, spans: tuple[Span, ...]) -> RestoredKv | None:
-        """Read the KV of these spans only, for the layers to which the match's policy applies."""
-        files = form.files(match, spans, {}, state=False)
-        return await self._read(form, match, files, only=Only(match.policy, spans))
-
-    async def _read(
-        self,
-        form: Form,
-        match: Match,
-        wanted: list[tuple[Node, ChainFile]],
-        *,
-        room_tokens: int = 0,
-        only: Only | None = None,
-        num_carried: int = 0,
-    ) -> RestoredKv | None:
-        """Read the files of the `wanted` nodes, then release the match; None after a failure.
-
-        A damaged file's snapshot is removed, with all snapshots that continue it.
+        A turn passes its chain to the other methods, so that each block is hashed once. With `of`, these
+        tokens and all tokens that extend them share the chain.
         """
-        nodes, files = [node for node, _ in wanted], [file for _, file in wanted]
+        prefixes = self._under(policy)
+        self._queue.note_identity(prefixes.digest, self._model)
+        root = blocks.root(prefixes.digest, tenant)
+        if prefixes.layout.reach != FULL:
+            self._index.limit(root, prefixes.layout.reach)
+        self._window_eviction.follow(root, prefixes)
+        chain = Chain(root, prefixes.identity.block_tokens, policy)
+        return chain if of is None else of.chains.setdefault(root, chain)
+
+    def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
+        """Find the longest prefix of `tokens` on disk; also once the store is closed. Protects nothing."""
+        num_tokens, nodes = self._under(chain.policy).longest(chain, as_tokens(tokens))
+        return Match(num_tokens, tuple(nodes), chain.policy)
+
+    def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
+        """Find the longest stored prefix of `tokens`; protect it from eviction until `load` or `release`."""
+        match = self.find(chain, tokens)
+        if match.last is not None:
+            self._index.hold(match.last)
+            self._use(match.last)
+        return match
+
+    def hold(self, chain: Chain, tokens: Sequence[int]) -> HeldPrefix:
+        """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
+
+        So a turn can save snapshots that continue them, whatever other sessions save or forget meanwhile.
+        """
+        edges, last = self._under(chain.policy).known(chain, as_tokens(tokens))
+        if last is not None:
+            self._index.hold(last)
+            used = next((node for node in last.chain() if node.usable), None)
+            if used is not None:
+                self._use(used)
+        return HeldPrefix(edges, last)
+
+    def release(self, prefix: Match | HeldPrefix) -> None:
+        """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
+        held = self._index.release(prefix.last) if prefix.last is not None else None
+        if held is not None:
+            self._remover.discard_released(held)
+        self._quota.check()
+
+    async def settle(
+        self,
+        chain: Chain,
+        tokens: Sequence[int],
+        least: int,
+        timeout_s: float,
+        is_stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait until the queued snapshots of these tokens are on disk, if they extend beyond `least` tokens.
+
+        The wait ends early after `timeout_s`, or once `is_stopped` returns true.
+        """
+        edges, last = self._under(chain.policy).known(chain, as_tokens(tokens))
+        until = self._queue.monotonic() + timeout_s
+        while last is not None and edges[-1] > least and not last.durable and self._index.has(last):
+            if self._queue.monotonic() > until or is_stopped():
+                return
+            await asyncio.sleep(_SETTLE_S)
+
+    async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> RemotePrefix | None:
+        """Find snapshots in the remote tier that extend the stored prefix of `tokens`; None if none."""
+        if self._remote is None:
+            return None
+        prefixes = self._under(chain.policy)
+        edges, _ = prefixes.known(chain, as_tokens(tokens))
+        return await self._remote.find(chain, as_tokens(tokens), edges[-1], prefixes.needed)
+
+    async def load(
+        self, match: Match, *, capacity_tokens: int = 0, only: Only | None = None
+    ) -> RestoredKv | None:
+        """Read a match on I/O threads into evaluated arrays, with memory for `capacity_tokens` tokens in all.
+
+        Reads only the KV that tokens after the match see, or with `only` just this part of the KV. For a
+        layer that sees only some tokens, the arrays have just these tokens, in the form for `RingCache.fill`.
+
+        A file that fails verification is moved to quarantine, the snapshots that continue it are removed, and
+        the prefix before it is returned. Returns None if no prefix is left; if the prefix needs a state or
+        files that were not read (then match again); or after the time limit, if the disk hangs. Always
+        releases the match.
+        """
+        if self._queue.is_closing or not match.nodes:
+            self.release(match)
+            return None
+        prefixes = self._under(match.policy)
+        nodes, chain = prefixes.to_read(match.nodes, match.num_tokens, only)
+        chain = replace(chain, capacity_tokens=capacity_tokens)
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
-        help_out = partial(self._readers.submit, limit_s=limit_s)
-        kv = Wanted(match.num_tokens, form.digest, form.layout, room_tokens, only, num_carried)
-        helpers = (help_out, self._readers.num_threads - 1)
-        read = partial(restore, self._folder, files, kv, limit_s, helpers)
         try:
-            outcome = await self._readers.run(read, limit_s)
-            if outcome.doubt is not None:
-                self._keep_no_copy(nodes[outcome.num_read])
+            read = partial(read_chain, self._folder, chain, limit_s, self._threads)
+            outcome = await self._threads.run(read, limit_s)
+            doubtful = None if outcome.doubt is None else nodes[outcome.num_read]
+            if doubtful is not None:
+                self._keep_no_copy(doubtful)
         except TimeoutError:
             self.timed_out += 1
             if not self._hangs:
@@ -176,21 +234,53 @@ class Loading:
             _log.error("restore_failed", error=str(error))
             return None
         finally:
-            self._release(match)
+            self.release(match)
         self._hangs = False
-        if outcome.doubt is not None and not outcome.is_partial:
-            self.rejected += self._removal.reject(nodes[outcome.num_read], outcome.doubt)
-        elif outcome.doubt is not None and nodes[outcome.num_read].usable:  # a kill came before its new row
-            self._removal.make_partial(nodes[outcome.num_read], form.layout, form.identity)
+        if doubtful is not None and not outcome.is_partial:
+            self.rejected += self._remover.reject(doubtful, outcome.doubt or "")
+        elif doubtful is not None and doubtful.usable:  # a kill came before its new row
+            self._remover.make_partial(doubtful, prefixes.layout, prefixes.identity)
         if outcome.restored is not None:
             self.restored_bytes += outcome.restored.size_bytes
         return outcome.restored
 
-    def past(self, form: Form, match: Match, end: int) -> StoredPast:
-        """Return a `StoredPast`, which reads the KV of a match's first `end` tokens layer by layer."""
-        ends = accumulate(node.num_tokens for node in match.nodes)
-        files = [form.file(node, at) for node, at in zip(match.nodes, ends, strict=True)]
-        return StoredPast(self._folder, files, end, form.digest, form.layout, match.policy, self._readers)
+    async def recall(
+        self, chain: Chain, tokens: Sequence[int], spans: Sequence[Span]
+    ) -> tuple[tuple[Span, ...], dict[str, Any]]:
+        """Read the KV of those `spans` that are stored, for the layers to which the chain's policy applies.
+
+        `tokens` must include the last span. Returns the spans that were read, in order, and arrays of all
+        their tokens; no spans if nothing was read.
+        """
+        match = self.match(chain, tokens)
+        stored = sorted((span.start, span.end) for span in spans if span.end <= match.num_tokens)
+        found = tuple(Span(start, end) for start, end in stored)
+        if not found:
+            self.release(match)
+            return (), {}
+        restored = await self.load(match, only=Only(match.policy, found))
+        return ((), {}) if restored is None else (found, restored.tensors)
+
+    async def past(
+        self, chain: Chain, tokens: Sequence[int], end: int, patience_s: float
+    ) -> StoredPast | None:
+        """Wait until the KV of the first `end` tokens is stored; return a `StoredPast`, which reads the KV.
+
+        `tokens` must include the whole block with token `end - 1`. Returns None if some of the KV is neither
+        stored nor queued, or if the disk takes no snapshot for `patience_s`. The caller must hold the prefix
+        (`hold`) while it reads.
+        """
+        whole = as_tokens(tokens)[: -(-end // chain.block) * chain.block]
+        num_written = -1
+        while num_written != self._queue.counts.durable and not self._queue.is_closing:
+            num_written = self._queue.counts.durable
+            await self.settle(chain, whole, end - 1, patience_s)
+        match = self.find(chain, whole)
+        if match.num_tokens < end:
+            return None
+        only = Only(chain.policy, (Span(0, end),))
+        _, read = self._under(chain.policy).to_read(match.nodes, end, only)
+        return StoredPast(self._folder, read, chain.policy, self._threads)
 
     def end_past(self, past: StoredPast) -> None:
         """Add the bytes that a `StoredPast` has read to the store's counts.
@@ -202,13 +292,73 @@ class Loading:
         node = self._index.get(file.digest) if file is not None else None
         if node is not None:
             self._keep_no_copy(node)
-            self.rejected += self._removal.reject(node, why)
+            self.rejected += self._remover.reject(node, why)
+
+    def wanted(self, chain: Chain, tokens: Sequence[int]) -> list[Span]:
+        """Return the spans of `tokens` to save: those that are neither stored nor queued.
+
+        The spans are full blocks, then a piece of the last, partial block (see `blocks.tail_start`). A block
+        is left out if it was evicted and no layer sees it any more.
+        """
+        return self._under(chain.policy).wanted(chain, as_tokens(tokens))
+
+    def save(self, chain: Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]) -> bool:
+        """Queue the KV of `span` for the disk; False if it was dropped. `tokens` must include the span.
+
+        Returns True also if the same KV is stored or queued already. Once the snapshot is on disk, smaller
+        snapshots of the same tokens are removed. Raises `ValueError` if the tensors do not fit the span or
+        the chain.
+        """
+        prefixes = self._under(chain.policy)
+        tokens = as_tokens(tokens)[: span.end]
+        parent = prefixes.parent(chain, tokens, span.start)
+        if parent is None:
+            return True
+        resumable = not prefixes.is_stateful or any(tensor.of_state for tensor in tensors)
+        name = Name(parent, span.start, tokens.packed(span.start), resumable)
+        encoded = snapshot_format.encode(name, prefixes.identity, prefixes.layout.ordered(tensors))
+        size_bytes = self._folder.codec.size_bytes(encoded.size_bytes)
+        reason = self._refusal(name, size_bytes)
+        node = self._quota.add(name, size_bytes) if reason is None else None
+        if node is None:
+            self._queue.drop(reason or "disk_limit")
+            return False
+        self._queue.write(node, encoded)
+        return True
 
     async def close(self, timeout_s: float) -> bool:
         """End the I/O threads. False if a thread did not end in time; it then ends with the process."""
-        return await self._readers.close(timeout_s)
+        return await self._threads.close(timeout_s)
+
+    def _under(self, policy: Policy) -> Prefixes:
+        """Return the prefixes under a policy, made at its first use."""
+        prefixes = self._prefixes.get(policy)
+        if prefixes is None:
+            full = self._prefixes[FULL]
+            identity = replace(full.identity, policy=full.layout.name(policy))
+            prefixes = Prefixes(self._index, identity, full.layout.under(policy))
+            self._prefixes[policy] = prefixes
+            self._identities.add(prefixes.digest)
+            if self._remote is not None:
+                self._remote.note(prefixes.digest, identity.block_tokens)
+        return prefixes
+
+    def _refusal(self, name: Name, size_bytes: int) -> DropReason | None:
+        if self._queue.is_closing:
+            return "closing"
+        if self._queue.paused:
+            return "disk_error"
+        if size_bytes > min(self._quota.max_bytes, self._queue.queue_bytes):
+            return "too_large"
+        if name.start and self._index.get(name.parent) is None:
+            return "no_parent"
+        return "queue_full" if size_bytes > self._queue.vacant_bytes() else None
+
+    def _use(self, node: Node) -> None:
+        self._index.use(node)
+        self._queue.use(node.used, node.digest)
 
     def _keep_no_copy(self, doubtful: Node) -> None:
         """Remove a damaged file from quarantine if its snapshot was forgotten during the read."""
         if doubtful.doomed:
-            self._writer.unlink([doubtful.row], quarantined=True)
+            self._queue.unlink([doubtful.row], quarantined=True)

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cache.names.blocks import Span
-    from cache.names.policy import Policy
-    from cache.names.snapshot import Layout, Only, States
+    from cache.names.snapshot import ModelLayout, Only, States
 
 #: Tensors by name, as MLX arrays.
 Arrays: TypeAlias = "dict[str, mx.array]"
@@ -32,7 +31,7 @@ Arrays: TypeAlias = "dict[str, mx.array]"
 Spec: TypeAlias = "tuple[str, str, tuple[int, ...]]"
 
 #: By name in safetensors: the type of MLX, and a type of numpy with items of that size.
-_TYPES: Final = {
+TYPES: Final = {
     "F32": (mx.float32, np.float32),
     "F16": (mx.float16, np.float16),
     "BF16": (mx.bfloat16, np.uint16),
@@ -44,16 +43,14 @@ _TYPES: Final = {
 }
 
 
-def _held(
-    layout: Layout, reaches: Sequence[Policy], num_tokens: int, only: Only | None
-) -> list[tuple[Span, ...]]:
+def _held(layout: ModelLayout, num_tokens: int, only: Only | None) -> list[tuple[Span, ...]]:
     """List, for each tensor, the spans of tokens to allocate: what its layer sees, or the part in `only`."""
     if only is None:
-        by_reach = {reach: seen(reach, num_tokens) for reach in set(reaches)}
-        return [by_reach[reach] for reach in reaches]
+        by_reach = {reach: seen(reach, num_tokens) for reach in set(layout.reaches)}
+        return [by_reach[reach] for reach in layout.reaches]
     return [
         only.spans if reach == only.reach and only.layer in {None, layer_path(name)} else ()
-        for (name, _, _), reach in zip(layout, reaches, strict=True)
+        for (name, _, _), reach in zip(layout.kv, layout.reaches, strict=True)
     ]
 
 
@@ -61,35 +58,32 @@ class Blank:
     """Uninitialised tensors for a session's first `num_tokens` tokens, and for states of recurrent layers.
 
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A layer's tensors
-    have memory for at least `room_tokens` tokens, of which the first `num_tokens` are valid. If a layer sees
-    only some tokens (`reaches`, by default `FULL`), its tensors have memory for exactly these. The last
-    `num_carriable` tensors of the layout are read in two parts: `carried` has the buffers for their first
-    `num_carried` tokens, `places` those for the other tokens. With `only`, just some layers get tensors.
+    have memory for at least `capacity_tokens` tokens, of which the first `num_tokens` are valid. If a layer
+    sees only some tokens, its tensors have memory for exactly these. Sketches that carriers have too are read
+    in two parts: `carried` has the buffers for their first `num_carried` tokens, `places` those for the other
+    tokens. With `only`, just some layers get tensors.
     """
 
     def __init__(
         self,
-        layout: Layout,
+        layout: ModelLayout,
         num_tokens: int,
         states: States = (),
         *,
-        room_tokens: int = 0,
-        reaches: Sequence[Policy] = (),
+        capacity_tokens: int = 0,
         only: Only | None = None,
-        num_carriable: int = 0,
         num_carried: int = 0,
     ) -> None:
-        reaches = reaches or (FULL,) * len(layout)
         # Rounded up as in mlx-lm's plain caches, so that the first append after a restore copies nothing.
-        capacity = math.ceil(max(num_tokens, room_tokens) / KVCache.step) * KVCache.step
-        spans = _held(layout, reaches, num_tokens, only)
+        capacity = math.ceil(max(num_tokens, capacity_tokens) / KVCache.step) * KVCache.step
+        spans = _held(layout, num_tokens, only)
         sizes = [
             capacity if reach == FULL and only is None else sum(span.num_tokens for span in held)
-            for reach, held in zip(reaches, spans, strict=True)
+            for reach, held in zip(layout.reaches, spans, strict=True)
         ]
         kv = [
             (name, dtype, (1, heads, size, dim))
-            for (name, dtype, (heads, dim)), size in zip(layout, sizes, strict=True)
+            for (name, dtype, (heads, dim)), size in zip(layout.kv, sizes, strict=True)
             if size or only is None
         ]
         self._specs: list[Spec] = [*kv, *states]
@@ -101,9 +95,9 @@ class Blank:
             TensorBuffers(
                 _rows(self._owners.get(name), heads), dim * ITEM_BYTES[dtype], section(name, reach), held
             )
-            for (name, dtype, (heads, dim)), reach, held in zip(layout, reaches, spans, strict=True)
+            for (name, dtype, (heads, dim)), reach, held in zip(layout.kv, layout.reaches, spans, strict=True)
         ]
-        self.carried = self._take_carried(len(layout) - num_carriable, num_carried)
+        self.carried = self._take_carried(len(layout.kv) - len(layout.carried), num_carried)
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def _take_carried(self, start: int, num_tokens: int) -> list[TensorBuffers]:
@@ -123,16 +117,16 @@ class Blank:
         self.places, self.carried, self.state = [], [], []  # from now on nothing may write to the arrays
         owners, self._owners = self._owners, {}
         if not self._in_place:
-            return {name: cuda.copied(owners.pop(name), _TYPES[dtype][0]) for name, dtype, _ in self._specs}
+            return {name: cuda.copied(owners.pop(name), TYPES[dtype][0]) for name, dtype, _ in self._specs}
         return owners
 
     def _plain(self) -> dict[str, Any]:
-        return {name: np.empty(shape, _TYPES[dtype][1]) for name, dtype, shape in self._specs}
+        return {name: np.empty(shape, TYPES[dtype][1]) for name, dtype, shape in self._specs}
 
 
 def _blank(specs: Sequence[Spec]) -> Arrays:
     """Return evaluated arrays. On a CPU MLX gives no memory that it has not written to."""
-    arrays = {name: mx.zeros(shape, _TYPES[dtype][0], stream=mx.cpu) for name, dtype, shape in specs}
+    arrays = {name: mx.zeros(shape, TYPES[dtype][0], stream=mx.cpu) for name, dtype, shape in specs}
     mx.eval(arrays)
     return arrays
 

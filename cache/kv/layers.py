@@ -29,11 +29,12 @@ from cache.names.policy import FULL, SLACK
 from cache.names.snapshot import CARRIED, GROWING, STATE, ModelLayout, Tensor
 
 from . import states
+from .arrays import TYPES
 from .chunk import ChunkCache
 from .paged import maker
 from .ring import RingCache
 from .size import KvSize, Window
-from .sketches import sketches_of
+from .sketches import sketch_layout
 from .states import PASSING, leaves
 
 if TYPE_CHECKING:
@@ -42,16 +43,7 @@ if TYPE_CHECKING:
     from cache.names.blocks import Span
     from cache.names.policy import Policy
 
-_DTYPES: Final = {
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.bool_: "BOOL",
-    mx.uint8: "U8",
-    mx.int32: "I32",
-    mx.uint32: "U32",
-    mx.int64: "I64",
-}
+_DTYPES: Final = {dtype: name for name, (dtype, _) in TYPES.items()}
 
 
 def make(
@@ -151,7 +143,7 @@ def layout(
 
     reaches = tuple(reach for reach, tensors in kv.items() for _ in tensors)
     together = tuple(chain.from_iterable(kv.values()))
-    sketches = tuple((name, _DTYPES[dtype], shape) for name, dtype, shape in sketches_of(caches, sketched))
+    sketches = tuple((name, _DTYPES[dtype], shape) for name, dtype, shape in sketch_layout(caches, sketched))
     return ModelLayout(together, tuple(whole), prove, reaches, sketches)
 
 
@@ -161,15 +153,15 @@ def cut(
     end: int,
     *,
     at_end: bool = False,
-    room_bytes: int = sys.maxsize,
+    most_bytes: int = sys.maxsize,
     spare_states: int = 0,
     carried: Span | None = None,
 ) -> tuple[Tensor, ...] | None:
-    """Copy the KV of the tokens `[start, end)`, for a snapshot; None if the copy exceeds `room_bytes`.
+    """Copy the KV of the tokens `[start, end)`, for a snapshot; None if the copy exceeds `most_bytes`.
 
     `at_end` says that the caches are at position `end`. Only then does the copy include the state of layers
     that are not stored per token, since a cache has only the state after its last token; and only if this
-    state and `spare_states` more states fit into `room_bytes`. A snapshot without a state can be the middle
+    state and `spare_states` more states fit into `most_bytes`. A snapshot without a state can be the middle
     of a chain, but no session can resume at its end. With `carried`, the copy includes the sketches of these
     earlier tokens.
 
@@ -183,10 +175,10 @@ def cut(
     if carried is not None:
         pieces |= _carried(caches, carried)
     state = _states(caches, end) if at_end else {}
-    room_bytes -= _nbytes(pieces)
-    if room_bytes < 0:
+    most_bytes -= _nbytes(pieces)
+    if most_bytes < 0:
         return None
-    if _nbytes(state) * (1 + spare_states) <= room_bytes:
+    if _nbytes(state) * (1 + spare_states) <= most_bytes:
         pieces |= state
     copies = {name: mx.contiguous(piece) for name, piece in pieces.items()}
     return tuple(
@@ -269,7 +261,7 @@ def most_run(caches: Sequence[Any], block: int) -> int:
     for _, cache in leaves(caches):
         if isinstance(cache, RingCache):
             held = min(held, cache.kept + SLACK)
-        elif not isinstance(cache, states.PLAIN):
+        elif not isinstance(cache, states.AT_PLACES):
             return block
     return max(held - block, block)
 
@@ -337,9 +329,9 @@ def shrink(caches: Sequence[Any]) -> None:
     kept: list[mx.array] = []
     for _, cache in leaves(caches):
         kept += states.drop_passed(cache)
-        room = states.room(cache)
-        if room is not None and room > 2 * cache.offset:
-            kept += states.drop_room(cache)
+        num_allocated = states.allocated_tokens(cache)
+        if num_allocated is not None and num_allocated > 2 * cache.offset:
+            kept += states.drop_unused(cache)
     mx.eval(kept)
 
 
@@ -349,11 +341,11 @@ def grows(caches: Sequence[Any], num_tokens: int) -> bool | None:
     Plain layers grow together, and not later than rings, so only the first plain layer is checked.
     """
     cache = next((cache for cache in caches if not isinstance(cache, RingCache)), caches[0])
-    room = states.room(cache)
-    if room is None:
+    num_allocated = states.allocated_tokens(cache)
+    if num_allocated is None:
         return None
     wanted = cache.offset + num_tokens
-    return bool((cache.places_for(wanted) if isinstance(cache, RingCache) else wanted) > room)
+    return bool((cache.places_for(wanted) if isinstance(cache, RingCache) else wanted) > num_allocated)
 
 
 def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvSize:
@@ -376,7 +368,7 @@ def sizes(caches: Sequence[Any], sketched: Collection[int] | None = None) -> KvS
         Window(most, size, is_ring, spare, is_chunk)
         for (most, is_ring, spare, is_chunk), size in sorted(windows.items())
     )
-    sketch = sum(dtype.size * heads * width for _, dtype, (heads, width) in sketches_of(caches, sketched))
+    sketch = sum(dtype.size * heads * width for _, dtype, (heads, width) in sketch_layout(caches, sketched))
     return KvSize(per_token, tuple(found), fixed, sketch)
 
 

@@ -249,7 +249,7 @@ class PagedCache(RingCache):
         """Write a chunk's keys and values, (1, KV heads, `CHUNK`, size), to a slot."""
         missing = slot + 1 - self.num_slots
         if missing > 0:
-            self._make_room(keys, values, self.capacity)
+            self._allocate(keys, values, self.capacity)
             self._extend(keys, values, self.capacity + (slot + 1) * CHUNK)
         place = slice(self.capacity + slot * CHUNK, self.capacity + (slot + 1) * CHUNK)
         for side, new in ((self.keys, keys), (self.values, values)):
@@ -303,7 +303,8 @@ class PagedCache(RingCache):
         """Yield the keys and values of all tokens before `offset`, in order, dequantised, in parts.
 
         Tokens of `pages.past` come first, then the tokens in the cache. Raises `ValueError` if tokens between
-        the two are missing. `layer` is this layer's path, `then` that of the layer to read next.
+        the two are missing. `layer` is this layer's path in snapshots. Meanwhile `pages.past` begins to read
+        the layer `then`, which the model runs next; None after the last layer.
         """
         past, start = self.pages.past, self.num_passed
         if start and (past is None or past.end != start):

@@ -176,7 +176,7 @@ class RingCache:
     def write(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
         """Add the keys and values of the next tokens, at most `SLACK`: (1, KV heads, tokens, size)."""
         start, end = self.offset, self.offset + keys[0].shape[2]
-        self._make_room(keys, values, end)
+        self._allocate(keys, values, end)
         for side, new in ((self.keys, keys), (self.values, values)):
             for array, part in zip(side or (), new, strict=True):
                 at = 0
@@ -213,7 +213,7 @@ class RingCache:
     def weigh(self, at: int, queries: mx.array, scale: float) -> None:
         """Score other tokens by the `queries` of those from position `at` on; a plain ring has no others."""
 
-    def _make_room(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
+    def _allocate(self, keys: Sequence[mx.array], values: Sequence[mx.array], end: int) -> None:
         """Allocate places for `end` tokens, up to the capacity."""
         self._extend(keys, values, min(-(-end // SLACK) * SLACK, self.capacity))
 

@@ -39,13 +39,13 @@ def sketch_of(keys: mx.array) -> tuple[mx.array, ...]:
     return tuple(mx.quantize(keys, _group(keys.shape[3]), _BITS))
 
 
-def sketches_of(
+def sketch_layout(
     caches: Sequence[Any], layers: Collection[int] | None
 ) -> list[tuple[str, mx.Dtype, tuple[int, int]]]:
-    """List the tensors of sketches of a model's plain caches: name, type, and (heads, length of a row).
+    """Return the layout of the sketches (2-bit keys) of a model's plain caches.
 
-    `layers` are the layers that have sketches, by default all. A layer whose keys cannot be sketched has
-    none.
+    For each tensor: name, type, and (heads, length of a row). `layers` are the layers that have sketches, by
+    default all; a layer whose keys cannot be sketched has none.
     """
     found: list[tuple[str, mx.Dtype, tuple[int, int]]] = []
     for path, cache in leaves(caches):

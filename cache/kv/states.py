@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
 #: Classes that keep every token's KV at a fixed place.
-PLAIN: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
+AT_PLACES: Final = (KVCache, ConcatenateKVCache, QuantizedKVCache)
 #: Plain classes that allocate many tokens at a time.
 _AHEAD: Final = (KVCache, QuantizedKVCache)
 #: Classes that hold only some tokens, including the last ones, and store them per token.
@@ -57,7 +57,7 @@ def leaves(caches: Sequence[Any], path: str = "") -> Iterator[tuple[str, Any]]:
 
 def is_cut(cache: Any) -> bool:
     """Whether a cache is stored per token: the KV of each token is separate, so ranges can be copied."""
-    return type(cache) in PLAIN or isinstance(cache, PASSING)
+    return type(cache) in AT_PLACES or isinstance(cache, PASSING)
 
 
 def is_known(cache: Any) -> bool:
@@ -83,7 +83,7 @@ def describe(cache: Any) -> str:
 
 
 def reach(cache: Any) -> Policy:
-    """Return which tokens a session needs in this cache's layer; only for caches stored per token."""
+    """Return the policy of the tokens that this layer's sessions need; not for recurrent states."""
     if isinstance(cache, ChunkCache):
         return Policy(0, cache.chunk_size)
     return replace(cache.policy, window=cache.kept) if isinstance(cache, RingCache) else FULL
@@ -94,7 +94,7 @@ def num_tokens(cache: Any) -> int | None:
     return None if type(cache) is ArraysCache else int(cache.offset)
 
 
-def room(cache: Any) -> int | None:
+def allocated_tokens(cache: Any) -> int | None:
     """Return for how many tokens memory is allocated; None if the class allocates only as needed."""
     if type(cache) not in _AHEAD and not isinstance(cache, RingCache):
         return None
@@ -151,7 +151,7 @@ def drop_passed(cache: Any) -> list[mx.array]:
     return left
 
 
-def drop_room(cache: Any) -> list[mx.array]:
+def drop_unused(cache: Any) -> list[mx.array]:
     """Free a cache's unused memory; return the new arrays, unevaluated."""
     if isinstance(cache, RingCache):
         cache.shrink()
@@ -201,7 +201,7 @@ def sketched(cache: Any, start: int, end: int) -> dict[str, mx.array]:
 def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> None:
     """Fill a new cache that is stored per token. Raises `ValueError` if the arrays do not fit.
 
-    The arrays of a plain cache may have unused room. A ring's arrays have its sinks, then its window; a
+    The arrays of a plain cache may have unused memory. A ring's arrays have its sinks, then its window; a
     chunk's arrays have its last tokens.
     """
     is_passing = isinstance(cache, PASSING)
@@ -219,7 +219,7 @@ def set_parts(cache: Any, arrays: Mapping[str, mx.array], num_tokens: int) -> No
     if is_passing:
         cache.fill(filled[: len(names) // 2], filled[len(names) // 2 :], num_tokens, **more)
         return
-    if type(cache) is ConcatenateKVCache:  # appends after the whole array: no unused room
+    if type(cache) is ConcatenateKVCache:  # appends after the whole array: no unused memory
         filled = [array[..., :num_tokens, :] for array in filled]
     quantized = type(cache) is QuantizedKVCache
     cache.keys, cache.values = (filled[:3], filled[3:]) if quantized else filled

@@ -219,7 +219,7 @@ class ModelLayout:
 
 
 class Name(NamedTuple):
-    """What a snapshot contains: KV of the packed `tokens` from `start` on, after the prefix named `parent`.
+    """The content that names a snapshot: packed `tokens`, their start, and the prefix `parent` before.
 
     A session can resume at the end of a `resumable` snapshot. Any other snapshot lacks the state of some
     layers and can only be the middle of a chain.
@@ -248,7 +248,7 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorBuffers:
-    """Where a tensor is in memory: `rows` has one buffer for each head, with `token_bytes` bytes per token.
+    """A tensor's memory: `rows` has one buffer for each head, with `token_bytes` bytes per token.
 
     Each buffer has the tokens of `spans`, in order. `section` is the tensor's section in a file, as the
     function `section` returns it.
@@ -260,7 +260,7 @@ class TensorBuffers:
     spans: tuple[Span, ...]
 
     def split(self, at: int) -> tuple[TensorBuffers, TensorBuffers]:
-        """Split this place in two: for the tokens before position `at`, and for those from `at` on."""
+        """Split these buffers in two: for the tokens before position `at`, and for those from `at` on."""
         before = tuple(Span(own.start, min(own.end, at)) for own in self.spans if own.start < at)
         after = tuple(Span(max(own.start, at), own.end) for own in self.spans if own.end > at)
         skipped = sum(own.num_tokens for own in before) * self.token_bytes

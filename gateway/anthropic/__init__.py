@@ -1,1 +1,1 @@
-"""Anthropic's API: translates its requests into `Turn`s, and results into its answers."""
+"""Anthropic's API: translates its requests into `ClientTurn`s, and results into its answers."""

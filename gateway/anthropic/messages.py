@@ -1,4 +1,4 @@
-"""Translates Anthropic's `/v1/messages`: requests into `Turn`s, results into answers. Pure."""
+"""Translates Anthropic's `/v1/messages`: requests into `ClientTurn`s, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from gateway import form
 from gateway.openai import common as openai
-from gateway.turn import Fault, Turn, Whole, as_whole, check, parts_checked, prefilled, refused
+from gateway.turn import ClientTurn, Fault, Whole, as_whole, check, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import Warned, block_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
@@ -100,8 +100,8 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
 @parts_checked()
-def read(body: bytes, *, is_counted: bool = False) -> Turn:
-    """Parse a request's body into a `Turn`; if only its tokens are counted, it needs no `max_tokens`.
+def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
+    """Parse a request's body into a `ClientTurn`; if only its tokens are counted, it needs no `max_tokens`.
 
     Raises `Fault`.
     """
@@ -133,7 +133,7 @@ def read(body: bytes, *, is_counted: bool = False) -> Turn:
     prefix = options.get("prefix", "")
     if prefix != prefix.rstrip():
         raise refused("final assistant content cannot end with trailing whitespace", "messages")
-    turn = Turn(
+    turn = ClientTurn(
         messages=told,
         options=options,
         model=asked.model,
@@ -246,7 +246,7 @@ def _tools(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
     return options
 
 
-def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG001  # the same parameters in all dialects
+def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG001  # the same parameters in all dialects
     """Return the JSON body of the response to a request without `stream`."""
     (result,) = results
     content: list[dict[str, Any]] = []
@@ -261,12 +261,12 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     return {**_head(turn, answer_id, content), **anthropic.end(result), "usage": anthropic.usage(result)}
 
 
-class Events(form.Events):
+class MessageEvents(form.Events):
     """Encodes the events of one streamed response: content blocks, each with a start and a stop event."""
 
     heartbeat: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 
-    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:  # noqa: ARG002  # the same parameters in all dialects
+    def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:  # noqa: ARG002  # the same parameters in all dialects
         self._head = _head(turn, answer_id, [])
         #: The last block's number, and the open block's kind: "thinking", "text", or a tool call's index.
         self._number = -1
@@ -346,7 +346,7 @@ class Events(form.Events):
         return signed + anthropic.event("content_block_stop", index=self._number)
 
 
-def _head(turn: Turn, answer_id: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+def _head(turn: ClientTurn, answer_id: str, content: list[dict[str, Any]]) -> dict[str, Any]:
     answer = {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "model": turn.model}
     return {**answer, "content": content}
 

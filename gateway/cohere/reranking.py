@@ -22,7 +22,7 @@ class _Document(Struct, frozen=True):
     text: str
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class RerankBody(Struct, frozen=True, kw_only=True):
     """A request to `/v1/rerank` or `/v2/rerank`; a document is a text, or an object with a `text`."""
 
     query: str
@@ -35,7 +35,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     instruction: str | None = None
 
 
-_ASKED: Final = msgspec.json.Decoder(Asked, dec_hook=as_whole)
+_ASKED: Final = msgspec.json.Decoder(RerankBody, dec_hook=as_whole)
 
 
 async def rerank(client: Client, body: bytes) -> tuple[dict[str, Any], int]:

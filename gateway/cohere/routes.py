@@ -7,13 +7,15 @@ from typing import Final
 from gateway.http.handlers import Dialect, Handlers, Route
 from gateway.openai import common as openai
 
-from .reranking import Asked, rerank
+from .reranking import RerankBody, rerank
 
 DIALECT: Final = Dialect(
     openai.error,
     "/rerank",
     [
-        Route(f"{version}/rerank", ["POST"], Handlers.ask, rerank, "Jina's and Cohere's reranking", Asked)
+        Route(
+            f"{version}/rerank", ["POST"], Handlers.ask, rerank, "Cohere's reranking, and Jina's", RerankBody
+        )
         for version in ("", "/v1", "/v2")
     ],
 )

@@ -1,17 +1,21 @@
-"""Reads the bodies of requests, which may be compressed, within limits of size and time."""
+"""Reads the bodies of requests, which may be compressed, within limits of size and time; writes JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import zlib
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from gateway.turn import Fault, refused
 from turnkeep_client.content_blocks import printed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.requests import Request
 
 #: A request's body must have arrived within this time.
@@ -65,3 +69,10 @@ def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
     except zlib.error as error:
         raise refused(f"the body is not compressed as its content-encoding says: {error}") from None
     raise refused(f"the compressed body has more than {_MOST_MEMBERS} parts; compress it as one")
+
+
+def as_json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
+    """Return a JSON response; `more` are headers."""
+    # After an error the connection is closed, without waiting for the rest of the request's body.
+    headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
+    return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from starlette.responses import Response
 
-from gateway.event_ids import Marked, behind_number
+from gateway.event_ids import ResumedEvents, behind_number
 from gateway.form import EVENT_STREAM
 from gateway.turn import fault_of, number_in, refused
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
-from .sending import while_connected
+from .answer_response import while_connected
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping
 
     from starlette.types import Receive, Scope, Send
 
-    from gateway.answering import Answering
+    from gateway.answer_feed import AnswerFeed
+    from gateway.answer_lookup import LocatedAnswer
     from gateway.form import Form
-    from gateway.lookups import Kept
 
 #: How long a read without `live` collects the events of a running answer.
 _COLLECT_S: Final = 0.1
@@ -39,13 +39,13 @@ _END: Final = b"\n\n"
 _DATA: Final = b"\ndata: "
 
 
-class Reading(Response):
+class DurableRead(Response):
     """The response to one read of an answer's events, from an offset on.
 
     It has the events so far, or with `live=long-poll` the next ones, or with `live=sse` all as they come.
     """
 
-    def __init__(self, form: Form, kept: Kept, query: Mapping[str, str]) -> None:
+    def __init__(self, form: Form, kept: LocatedAnswer, query: Mapping[str, str]) -> None:
         """`kept` is the answer; `query` has the request's `offset` and `live`. Raises `Fault`."""
         super().__init__()
         self._conversations, answer = kept
@@ -56,35 +56,37 @@ class Reading(Response):
         if self._live not in {"", "sse", "long-poll"}:
             raise refused("live must be sse or long-poll", "live")
         after = behind_number(self._num_known - 1) if self._num_known else None
-        self._events = Marked(form.events(answer.turn, answer.id, answer.note.created), answer.id, after)
+        self._events = ResumedEvents(
+            form.events(answer.turn, answer.id, answer.note.created), answer.id, after
+        )
         self._begun = self._events.start(0)
         self._is_closed = False
         self._is_cut = False  # the rest of the answer cannot be read now
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events from the offset on, unless the client disconnects first."""
-        answering = self._conversations.follow(self._answer)
+        feed = self._conversations.follow(self._answer)
         write = self._stream if self._live == "sse" else self._page
         try:
             if self._skips:
-                await self._skip(answering)
-            await while_connected(receive, write(answering, send))
+                await self._skip(feed)
+            await while_connected(receive, write(feed, send))
         finally:
-            self._conversations.abandon(answering)
+            self._conversations.abandon(feed)
 
-    async def _skip(self, answering: Answering) -> None:
+    async def _skip(self, feed: AnswerFeed) -> None:
         """Read the events so far, without sending them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_COLLECT_S):
                 while not (self._is_closed or self._is_cut):
-                    self._begun += self._next(*await answering.events.get())
+                    self._begun += self._next(*await feed.events.get())
         self._new(self._begun)
         self._begun = b""
 
-    async def _page(self, answering: Answering, send: Send) -> None:
+    async def _page(self, feed: AnswerFeed, send: Send) -> None:
         found: list[bytes] = []
         with contextlib.suppress(TimeoutError):
-            async for batch in self._batches(answering):
+            async for batch in self._batches(feed):
                 found += batch
                 if self._is_closed or (found and self._live):
                     break
@@ -96,10 +98,10 @@ class Reading(Response):
         page.headers["cache-control"] = "no-store"
         await page({"type": "http"}, _nothing, send)
 
-    async def _stream(self, answering: Answering, send: Send) -> None:
+    async def _stream(self, feed: AnswerFeed, send: Send) -> None:
         kind = [(b"content-type", f"{EVENT_STREAM}; charset=utf-8".encode()), (b"cache-control", b"no-store")]
         await send({"type": "http.response.start", "status": 200, "headers": kind})
-        async for batch in self._batches(answering):
+        async for batch in self._batches(feed):
             control: dict[str, Any] = {"streamNextOffset": self._offset, "upToDate": True}
             control |= {"streamClosed": True} if self._is_closed else {"streamCursor": "0"}
             written = b"event: data\ndata: [%s]\n\n" % b",".join(batch) if batch else b""
@@ -107,7 +109,7 @@ class Reading(Response):
             await send({"type": "http.response.body", "body": written, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _batches(self, answering: Answering) -> AsyncIterator[list[bytes]]:
+    async def _batches(self, feed: AnswerFeed) -> AsyncIterator[list[bytes]]:
         """Yield batches of events that the client does not have, until the answer ends.
 
         Raises TimeoutError after `_COLLECT_S` for a read without `live`, and after `_POLL_S` for a long poll.
@@ -122,12 +124,12 @@ class Reading(Response):
             written = b""
             try:
                 async with asyncio.timeout_at(until_s):
-                    written = self._next(*await answering.events.get())
+                    written = self._next(*await feed.events.get())
             except TimeoutError:
                 if not is_endless:
                     raise
-            while not answering.events.empty():
-                written += self._next(*answering.events.get_nowait())
+            while not feed.events.empty():
+                written += self._next(*feed.events.get_nowait())
         yield self._new(written)
 
     def _next(self, index: int, event: Any) -> bytes:

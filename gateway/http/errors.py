@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from starlette.exceptions import HTTPException
 
 from gateway.turn import Fault, fault_of
 from turnkeep_client.errors import TurnkeepError
 
-from .replies import as_json
+from .bodies import as_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,8 +20,12 @@ if TYPE_CHECKING:
     from .handlers import Dialect
 
 
+#: The exceptions that are answered; all others are the gateway's own faults.
+KINDS: Final = (Fault, TurnkeepError, HTTPException)
+
+
 class Errors:
-    """The exception handlers of the application."""
+    """The application's handler of the exceptions `KINDS`."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self._dialects = dialects
@@ -33,26 +37,23 @@ class Errors:
         begin = [one for one in self._dialects if path.startswith(one.prefix)]
         return named or max(begin, key=lambda one: len(one.prefix), default=first)
 
-    async def on_fault(self, request: Request, fault: Exception) -> Response:
-        """Answer a request with a `Fault`; other exceptions are raised."""
-        if not isinstance(fault, Fault):
-            raise fault
+    async def answer(self, request: Request, error: Exception) -> Response:
+        """Answer a request with an exception of these kinds; others are raised."""
+        match error:
+            case Fault():
+                fault = error
+            case TurnkeepError():
+                fault = fault_of(error)
+            case HTTPException(status_code=404 | 405):
+                path = request.url.path
+                fault = Fault(
+                    error.status_code, f"{request.method} {path} is not served{_instead(path, error)}"
+                )
+            case HTTPException():
+                fault = Fault(error.status_code, error.detail)
+            case _:
+                raise error
         return as_json(self._of(request).error(fault), fault.status, fault.headers)
-
-    async def on_error(self, request: Request, error: Exception) -> Response:
-        """Answer a request with a `TurnkeepError`; other exceptions are raised."""
-        if not isinstance(error, TurnkeepError):
-            raise error
-        return await self.on_fault(request, fault_of(error))
-
-    async def on_http(self, request: Request, error: Exception) -> Response:
-        """Answer a request with an `HTTPException`, as of an unknown path; other exceptions are raised."""
-        if not isinstance(error, HTTPException):
-            raise error
-        message = error.detail
-        if error.status_code in {404, 405}:
-            message = f"{request.method} {request.url.path} is not served{_instead(request.url.path, error)}"
-        return await self.on_fault(request, Fault(error.status_code, message))
 
 
 def _instead(path: str, error: HTTPException) -> str:

@@ -15,17 +15,17 @@ from uuid import uuid4
 import msgspec
 from starlette.exceptions import HTTPException
 
-from gateway import following, models, recorded
+from gateway import logged_answers, models
+from gateway.answer_lookup import AnswerLookup, after, own_id
 from gateway.form import EVENT_STREAM
-from gateway.lookups import Lookups, after, own_id
 from gateway.models import Models
 from gateway.turn import refused, told
 from turnkeep_client.errors import NoWorkerError
 
 from . import bodies
-from .durable import Reading
-from .replies import as_json
-from .sending import Answer, Asker, unless_left
+from .answer_response import Accounting, AnswerResponse, unless_left
+from .bodies import as_json
+from .durable import DurableRead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
+    from gateway.answer_lookup import LocatedAnswer
     from gateway.connections import Connections
-    from gateway.event_ids import Place
+    from gateway.event_ids import Cursor
     from gateway.form import Body, Form
     from gateway.keys import Key
-    from gateway.lookups import Kept
+    from gateway.logged_answers import LoggedAnswer
     from gateway.metrics import Counters
-    from gateway.models import Model
-    from gateway.recorded import Recorded
-    from gateway.turn import Fault, Turn
+    from gateway.models import ServedModel
+    from gateway.turn import ClientTurn, Fault
     from turnkeep_client.client import Client
 
     from .access import Access
@@ -70,8 +70,8 @@ class Handlers:
         self._explain = explain
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
-        self.listing = Models(connections.of, connections.models)
-        self._lookups = Lookups(connections.of, connections.models)
+        self.listing = Models(connections)
+        self._lookups = AnswerLookup(connections)
 
     async def answer(self, form: Form, request: Request) -> Response:
         """Create an answer, or join one."""
@@ -79,26 +79,26 @@ class Handlers:
         with contextlib.ExitStack() as running:
             running.enter_context(key.one_request())
             body = form.complete(await self._body(request), request.path_params)
-            model, digest = self.listing.chosen(body), recorded.digest(form.name, body)
+            model, digest = self.listing.chosen(body), logged_answers.digest(form.name, body)
             if (loading := form.loading(body)) is not None:
                 await self._load(key, model, unloads=loading.unloads)
                 return as_json(loading.body)
             if cut := await self._lookups.cut(key.tenant, request.headers, digest):
                 turn = form.read(body)
-                return self._followed(form, *cut, key, running, stream=turn.stream)
+                return self._followed(form, *cut, self._accounting(key, running), stream=turn.stream)
             key_id = await self._lookups.key_id(key.tenant, request.headers, model)
             turn = await self._turn(key.tenant, form, body)
             if key_id and turn.n > 1:
                 raise refused("n must be 1 with an Idempotency-Key", "n")
             conversations = await self._connections.of(key.tenant, model)
-            worker = await conversations.presence.worker(patience_s=self._patience_s)
+            worker = await conversations.latest.worker(patience_s=self._patience_s)
             turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
             await conversations.start()
-            note = recorded.new_note(key_id or uuid4().hex, int(time.time()), turn, form.name, digest)
-            asker = Asker(key, self._counters, self._explain, running.pop_all())
+            note = logged_answers.new_note(key_id or uuid4().hex, int(time.time()), turn, form.name, digest)
+            accounting = self._accounting(key, running)
             stays = bool(turn.asked.get("background"))
-            begin = partial(conversations.answer, turn, asker.note, note, key_id, stays=stays)
-            return Answer(form, turn, conversations, asker, begin)
+            begin = partial(conversations.answer, turn, accounting.note, note, key_id, stays=stays)
+            return AnswerResponse(form, turn, conversations, accounting, begin)
 
     async def stored(self, form: Form, request: Request) -> Response:
         """Show the answer `{id}` of the log, whole or as a stream; for DELETE, remove its session."""
@@ -112,21 +112,22 @@ class Handlers:
         is_stream = is_stream or request.query_params.get("stream") == "true"
         if form.object and not is_stream:
             return as_json(_described(form, wanted, found.answer))
-        return self._followed(form, found, place, key, contextlib.ExitStack(), stream=is_stream)
+        accounting = self._accounting(key, contextlib.ExitStack())
+        return self._followed(form, found, place, accounting, stream=is_stream)
 
     async def cancel(self, form: Form, request: Request) -> Response:
         """End the answer `{id}`, which runs."""
         _, wanted, (conversations, answer) = await self._found(request, form)
-        answer = await following.cancel(conversations.client, answer.id) or answer
+        answer = await logged_answers.cancel(conversations.client, answer.id) or answer
         return as_json(_described(form, wanted, answer))
 
     async def durable(self, form: Form, request: Request) -> Response:
         """Show the events of the answer `{id}` by the Durable Streams protocol."""
         _, _, found = await self._found(request, form)
-        return Reading(form, found, request.query_params)
+        return DurableRead(form, found, request.query_params)
 
     async def part(
-        self, of: tuple[Form, Callable[[Recorded, Mapping[str, str]], Body]], request: Request
+        self, of: tuple[Form, Callable[[LoggedAnswer, Mapping[str, str]], Body]], request: Request
     ) -> Response:
         """Show what a function returns for the answer `{id}` and the query."""
         form, write = of
@@ -151,16 +152,16 @@ class Handlers:
         with key.one_request():
             body = await self._body(request)
             conversations = await self._connections.of(key.tenant, self.listing.chosen(body))
-            await conversations.presence.worker(patience_s=self._patience_s)
+            await conversations.latest.worker(patience_s=self._patience_s)
             reply, num_tokens = await unless_left(request, ask(conversations.client, body))
             key.spend(num_tokens)
             return as_json(reply)
 
-    async def models(self, write: Callable[[Sequence[Model]], Body], request: Request) -> Response:
+    async def models(self, write: Callable[[Sequence[ServedModel]], Body], request: Request) -> Response:
         """Show what `write` returns for all models."""
         return as_json(write(await self.listing.all(self._access.key(request).tenant)))
 
-    async def model(self, write: Callable[[Model], Body], request: Request) -> Response:
+    async def model(self, write: Callable[[ServedModel], Body], request: Request) -> Response:
         """Show what `write` returns for the model that the path names as `{model}`, or else the body."""
         key, named = self._access.key(request), request.path_params.get("model")
         if named is None:
@@ -179,15 +180,15 @@ class Handlers:
     async def _body(self, request: Request) -> bytes:
         return await bodies.read(request, self._max_body_bytes)
 
-    async def _turn(self, tenant: str, form: Form, body: bytes) -> Turn:
-        """Parse a request into a `Turn`, preceded by the conversation that it continues. Raises `Fault`."""
+    async def _turn(self, tenant: str, form: Form, body: bytes) -> ClientTurn:
+        """Parse a request, preceded by the conversation that it continues. Raises `Fault`."""
         named = form.object.named(body) if form.object else set()
         answers = await self._lookups.answers(tenant, named) if named else {}
         turn = form.object.read(body, answers) if form.object and answers else form.read(body)
         if not turn.previous:
             return turn
         found = await self._lookups.find(tenant, turn.previous)
-        return recorded.continued(turn, found and found.answer)
+        return logged_answers.continued(turn, found and found.answer)
 
     async def _load(self, key: Key, model: str, *, unloads: bool) -> None:
         """Load or unload a model; with API keys do neither, as the model is not one tenant's."""
@@ -200,29 +201,25 @@ class Handlers:
             with contextlib.suppress(NoWorkerError):  # the first request with a prompt says so
                 await client.load()
 
-    async def _found(self, request: Request, form: Form) -> tuple[Key, str, Kept]:
+    async def _found(self, request: Request, form: Form) -> tuple[Key, str, LocatedAnswer]:
         """Return a request's key, the id in its path, and the answer of the log that has it."""
         key, wanted = self._access.key(request), request.path_params["id"]
         kept = self._lookups.kept(key.tenant, wanted, form.name, conversation=form.object is not None)
         return key, wanted, await kept
 
+    def _accounting(self, key: Key, running: contextlib.ExitStack) -> Accounting:
+        return Accounting(key, self._counters, self._explain, running.pop_all())
+
     def _followed(
-        self,
-        form: Form,
-        found: Kept,
-        after: Place | None,
-        key: Key,
-        running: contextlib.ExitStack,
-        *,
-        stream: bool,
+        self, form: Form, found: LocatedAnswer, after: Cursor | None, accounting: Accounting, *, stream: bool
     ) -> Response:
         conversations, answer = found
         turn = msgspec.structs.replace(answer.turn, stream=stream)
-        asker = Asker(key, self._counters, self._explain, running.pop_all())
-        return Answer(form, turn, conversations, asker, partial(conversations.follow, answer), after)
+        follow = partial(conversations.follow, answer)
+        return AnswerResponse(form, turn, conversations, accounting, follow, after)
 
 
-def _described(form: Form, wanted: str, answer: Recorded) -> dict[str, Any]:
+def _described(form: Form, wanted: str, answer: LoggedAnswer) -> dict[str, Any]:
     """Describe the answer with the id `wanted`: as the API's object, or whether it runs."""
     if form.object is None:
         return {"id": wanted, "object": form.name, "is_running": answer.result is None}

@@ -1,1 +1,1 @@
-"""Ollama's API: translates its requests into `Turn`s, and results into its answers."""
+"""Ollama's API: translates its requests into `ClientTurn`s, and results into its answers."""

@@ -14,8 +14,8 @@ from gateway.openai import common as openai
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.models import Model
-    from gateway.turn import Fault, Turn
+    from gateway.models import ServedModel
+    from gateway.turn import ClientTurn, Fault
     from turnkeep_client.messages import Called, CallPart, Chunk, Generated
 
 NDJSON: Final = "application/x-ndjson"
@@ -50,7 +50,7 @@ class Words:
     def __init__(self, say: Callable[..., dict[str, Any]]) -> None:
         self.say = say
 
-    def whole(self, turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:  # noqa: ARG002  # the same parameters in all dialects
+    def whole(self, turn: ClientTurn, _id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
         """Return the JSON body of the response to a request with `stream: false`."""
         (result,) = results
         calls = [_call(one) for one in result.tool_calls]
@@ -58,7 +58,7 @@ class Words:
         tokens = {"logprobs": openai.likelihoods(result.logprobs)} if turn.options.get("logprobs") else {}
         return {**_head(turn, created), **said, **tokens, **_end(result)}
 
-    def events(self, turn: Turn, answer_id: str, created: int) -> Lines:  # noqa: ARG002  # the same parameters in all dialects
+    def events(self, turn: ClientTurn, answer_id: str, created: int) -> Lines:  # noqa: ARG002  # the same parameters in all dialects
         """Return the encoder of the lines of one streamed response."""
         return Lines(self.say, _head(turn, created))
 
@@ -104,24 +104,24 @@ def error(fault: Fault) -> dict[str, Any]:
     return {"error": fault.message}
 
 
-def tags(models: Sequence[Model]) -> dict[str, Any]:
+def tags(models: Sequence[ServedModel]) -> dict[str, Any]:
     """Return the list of models for `/api/tags`."""
     return {"models": [_listed(one) for one in models]}
 
 
-def running(models: Sequence[Model]) -> dict[str, Any]:
+def running(models: Sequence[ServedModel]) -> dict[str, Any]:
     """Return the list of loaded models for `/api/ps`."""
     return {"models": [_running(one) for one in models if one.is_loaded]}
 
 
-def _running(model: Model) -> dict[str, Any]:
+def _running(model: ServedModel) -> dict[str, Any]:
     worker, listed = model.worker, _listed(model)
     on_gpu = worker is not None and "cpu" not in worker.device.lower()
     more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": listed["size"] if on_gpu else 0}
     return {**listed, **more, "context_length": model.context_tokens}
 
 
-def shown(model: Model) -> dict[str, Any]:
+def shown(model: ServedModel) -> dict[str, Any]:
     """Describe one model for `/api/show`."""
     info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
     if model.context_tokens is not None:
@@ -137,12 +137,12 @@ def shown(model: Model) -> dict[str, Any]:
     }
 
 
-def page_v0(models: Sequence[Model]) -> dict[str, Any]:
+def page_v0(models: Sequence[ServedModel]) -> dict[str, Any]:
     """Return a list of models in the format of LM Studio."""
     return {"object": "list", "data": [_described_v0(one) for one in models]}
 
 
-def _described_v0(model: Model) -> dict[str, Any]:
+def _described_v0(model: ServedModel) -> dict[str, Any]:
     kind = "llm" if "answers" in model.makes else "embeddings"
     fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
     more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
@@ -153,7 +153,7 @@ def _described_v0(model: Model) -> dict[str, Any]:
     return {"id": model.name, **fields, "compatibility_type": "mlx", **more}
 
 
-def _listed(model: Model) -> dict[str, Any]:
+def _listed(model: ServedModel) -> dict[str, Any]:
     size = 0 if model.worker is None else model.worker.weight_bytes
     named = f"{model.name} {size} {model.changed_s}"  # a digest of the weights may take minutes
     more = {"modified_at": _at(model.changed_s), "size": size, "digest": sha256(named.encode()).hexdigest()}
@@ -164,7 +164,7 @@ def _at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
-def _head(turn: Turn, created: int) -> dict[str, Any]:
+def _head(turn: ClientTurn, created: int) -> dict[str, Any]:
     return {"model": turn.model, "created_at": _at(created)}
 
 

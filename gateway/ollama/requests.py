@@ -1,4 +1,4 @@
-"""Parses Ollama's requests to `/api/chat` and `/api/generate` into `Turn`s. Pure."""
+"""Parses Ollama's requests to `/api/chat` and `/api/generate` into `ClientTurn`s. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 from gateway.form import Loading
 from gateway.openai import common as openai
-from gateway.turn import Fault, Turn, Whole, as_whole, check, decoded, prefilled, refused
+from gateway.turn import ClientTurn, Fault, Whole, as_whole, check, decoded, prefilled, refused
 from turnkeep_client.content_blocks import Warned, other_text
 from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
@@ -61,14 +61,14 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     max_output_tokens: Whole | None = None
 
 
-class Chat(_Request, frozen=True, kw_only=True):
+class ChatBody(_Request, frozen=True, kw_only=True):
     """A request to `/api/chat`."""
 
     messages: list[_Said] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class Generate(_Request, frozen=True, kw_only=True):
+class GenerateBody(_Request, frozen=True, kw_only=True):
     """A request to `/api/generate`."""
 
     prompt: str = ""
@@ -90,12 +90,12 @@ class _Empty(Struct, frozen=True):
 
 
 _EMPTY: Final = msgspec.json.Decoder(_Empty)
-_CHAT: Final = msgspec.json.Decoder(Chat, dec_hook=as_whole)
-_GENERATE: Final = msgspec.json.Decoder(Generate, dec_hook=as_whole)
+_CHAT: Final = msgspec.json.Decoder(ChatBody, dec_hook=as_whole)
+_GENERATE: Final = msgspec.json.Decoder(GenerateBody, dec_hook=as_whole)
 
 
-def chat(body: bytes) -> Turn:
-    """Parse a request to `/api/chat` into a `Turn`. Raises `Fault`."""
+def chat(body: bytes) -> ClientTurn:
+    """Parse a request to `/api/chat` into a `ClientTurn`. Raises `Fault`."""
     asked, warnings = openai.request(_CHAT, body, ("n",))
     warnings = [one for one in warnings if one.where not in _HARMLESS]
     if not asked.messages:
@@ -107,7 +107,7 @@ def chat(body: bytes) -> Turn:
     return _turn(asked, options, warnings, messages=messages)
 
 
-def generate(body: bytes) -> Turn:
+def generate(body: bytes) -> ClientTurn:
     """Parse a request to `/api/generate`: one message, or with `raw` a rendered prompt. Raises `Fault`."""
     asked, warnings = openai.request(_GENERATE, body, ("n",))
     warnings = [one for one in warnings if one.where not in _HARMLESS]
@@ -124,9 +124,13 @@ def generate(body: bytes) -> Turn:
     return _turn(asked, options, warnings, messages=tuple(_messages(said, warnings)))
 
 
-def _turn(asked: _Request, options: Mapping[str, Any], warnings: Sequence[Warned], **prompt: Any) -> Turn:
+def _turn(
+    asked: _Request, options: Mapping[str, Any], warnings: Sequence[Warned], **prompt: Any
+) -> ClientTurn:
     is_stream = asked.stream is not False
-    turn = Turn(options=options, model=asked.model, stream=is_stream, warnings=tuple(warnings), **prompt)
+    turn = ClientTurn(
+        options=options, model=asked.model, stream=is_stream, warnings=tuple(warnings), **prompt
+    )
     return check(turn, NAMES)
 
 

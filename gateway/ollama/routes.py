@@ -14,10 +14,10 @@ from . import answers, requests
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from gateway.turn import Turn
+    from gateway.turn import ClientTurn
 
 
-def _form(name: str, read: Callable[[bytes], Turn], words: answers.Words) -> Form:
+def _form(name: str, read: Callable[[bytes], ClientTurn], words: answers.Words) -> Form:
     return Form(
         *(f"ollama.{name}", read, words.whole, words.events, answers.error, requests.NAMES, answers.NDJSON),
         loading=requests.loading,
@@ -39,9 +39,9 @@ DIALECT: Final = Dialect(
     answers.error,
     "/api/",
     [
-        Route("/api/chat", ["POST"], Handlers.answer, _CHAT, "Ollama's chat", requests.Chat),
-        Route("/api/generate", ["POST"], Handlers.answer, _PROMPT, "Ollama's answer", requests.Generate),
-        Route("/api/embed", ["POST"], Handlers.ask, _EMBED, "Ollama's embeddings", embeddings.Embed),
+        Route("/api/chat", ["POST"], Handlers.answer, _CHAT, "Ollama's chat", requests.ChatBody),
+        Route("/api/generate", ["POST"], Handlers.answer, _PROMPT, "Ollama's answer", requests.GenerateBody),
+        Route("/api/embed", ["POST"], Handlers.ask, _EMBED, "Ollama's embeddings", embeddings.EmbedBody),
         Route("/api/tags", ["GET"], Handlers.models, answers.tags, "The models, as Ollama lists them"),
         Route("/api/ps", ["GET"], Handlers.models, answers.running, _LOADED),
         Route("/api/show", ["POST"], Handlers.model, answers.shown, "One model, as Ollama describes it"),

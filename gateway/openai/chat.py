@@ -1,4 +1,4 @@
-"""Translates OpenAI's `/v1/chat/completions`: requests into `Turn`s, results into answers. Pure."""
+"""Translates OpenAI's `/v1/chat/completions`: requests into `ClientTurn`s, results into answers. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from gateway.turn import Turn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
+from gateway.turn import ClientTurn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
@@ -108,8 +108,8 @@ _SENT: Final = msgspec.json.Decoder(_Sent)
 
 
 @parts_checked()
-def read(body: bytes) -> Turn:
-    """Parse a request's body into a `Turn`. Raises `Fault`."""
+def read(body: bytes) -> ClientTurn:
+    """Parse a request's body into a `ClientTurn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
@@ -131,7 +131,7 @@ def read(body: bytes) -> Turn:
         for number, one in enumerate(asked.messages)
     ]
     messages, options = prefilled(said, options)
-    turn = Turn(
+    turn = ClientTurn(
         messages=messages,
         options=options,
         n=1 if asked.n is None else int(asked.n),
@@ -226,7 +226,7 @@ def _call(given: _Call, index: int, where: str) -> ToolCall:
     return ToolCall(id=call_id, function=Function(called.name, arguments or "{}"))
 
 
-def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
+def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     """Return the JSON body of the response to a request without `stream`."""
     choices = []
     for index, result in enumerate(results):
@@ -250,10 +250,10 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     }
 
 
-class Events(openai.Stream):
+class ChatEvents(openai.Stream):
     """Encodes the events of one streamed response."""
 
-    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
+    def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:
         head = _head("chat.completion.chunk", turn, answer_id, created)
         super().__init__(head, include_usage=turn.include_usage)
 
@@ -282,7 +282,7 @@ class Events(openai.Stream):
         return self.choice(index, {"delta": {}}, None, openai.finish_reason(result))
 
 
-def _head(kind: str, turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
+def _head(kind: str, turn: ClientTurn, answer_id: str, created: int) -> dict[str, Any]:
     return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": created, "model": turn.model}
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway.turn import MOST_ANSWERS, Turn, Whole, as_whole, check, refused
+from gateway.turn import MOST_ANSWERS, ClientTurn, Whole, as_whole, check, refused
 
 from . import common as openai
 
@@ -32,8 +32,8 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
 DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
-def read(body: bytes) -> Turn:
-    """Parse a request's body into a `Turn`. Raises `Fault`."""
+def read(body: bytes) -> ClientTurn:
+    """Parse a request's body into a `ClientTurn`. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body)
     openai.refuse(asked, ("suffix", "echo"))
     num_answers = 1 if asked.n is None else int(asked.n)
@@ -47,7 +47,7 @@ def read(body: bytes) -> Turn:
     if asked.logprobs is not None:
         options |= {"logprobs": True, "top_logprobs": int(asked.logprobs)}
     streamed = asked.stream_options
-    turn = Turn(
+    turn = ClientTurn(
         text=text,
         tokens=tokens,
         options=options,
@@ -77,7 +77,7 @@ def prompts(given: Any, most: int, param: str) -> tuple[str | tuple[int, ...], .
     return tuple(found)
 
 
-def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
+def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     """Return the JSON body of the response to a request without `stream`."""
     choices = [
         {
@@ -94,10 +94,10 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     }
 
 
-class Events(openai.Stream):
+class CompletionEvents(openai.Stream):
     """Encodes the events of one streamed response."""
 
-    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
+    def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:
         super().__init__(
             _head(turn, answer_id, created),
             include_usage=turn.include_usage,
@@ -118,7 +118,7 @@ class Events(openai.Stream):
         return self.choice(index, {"text": ""}, None, openai.finish_reason(result))
 
 
-def _head(turn: Turn, answer_id: str, created: int) -> dict[str, Any]:
+def _head(turn: ClientTurn, answer_id: str, created: int) -> dict[str, Any]:
     return {
         "id": f"cmpl-{answer_id}",
         "object": "text_completion",

@@ -26,7 +26,7 @@ _MOST_INPUTS: Final = 2048
 _TIMEOUT_S: Final = 600.0
 
 
-class Asked(Struct, frozen=True, kw_only=True):
+class EmbeddingsBody(Struct, frozen=True, kw_only=True):
     """A request to `/v1/embeddings`."""
 
     input: Any
@@ -37,7 +37,7 @@ class Asked(Struct, frozen=True, kw_only=True):
     truncate_prompt_tokens: Whole | None = None
 
 
-class Embed(Struct, frozen=True, kw_only=True):
+class EmbedBody(Struct, frozen=True, kw_only=True):
     """A request to `/api/embed`."""
 
     model: str
@@ -46,8 +46,8 @@ class Embed(Struct, frozen=True, kw_only=True):
     truncate: bool | None = None
 
 
-_ASKED: Final = msgspec.json.Decoder(Asked, dec_hook=as_whole)
-_EMBED: Final = msgspec.json.Decoder(Embed, dec_hook=as_whole)
+_ASKED: Final = msgspec.json.Decoder(EmbeddingsBody, dec_hook=as_whole)
+_EMBED: Final = msgspec.json.Decoder(EmbedBody, dec_hook=as_whole)
 
 
 async def embeddings(client: Client, body: bytes) -> tuple[dict[str, Any], int]:

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: translates its requests into `Turn`s, and results into its answers."""
+"""OpenAI's Responses API: translates its requests into `ClientTurn`s, and results into its answers."""

@@ -17,7 +17,7 @@ from turnkeep_client.messages import Generated
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.turn import Fault, Turn
+    from gateway.turn import ClientTurn, Fault
     from turnkeep_client.messages import Called, Chunk, Failed, TokenLogprob
 
 #: The status of an answer by its `finish_reason`; otherwise it is `completed`.
@@ -39,7 +39,7 @@ _PIECE: Final = re.compile(r"[\0-\u07ff]{4}|[\0-\u07ff]{0,3}[\u0800-\U0010ffff]"
 _FIRST: Final = re.compile(r".", re.DOTALL)
 
 
-def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
+def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     """Return the JSON body of the response to a request without `stream`."""
     (result,) = results
     output = []
@@ -54,7 +54,9 @@ def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]
     return _response(turn, answer_id, created, output, result)
 
 
-def described(turn: Turn, answer_id: str, created: int, result: Generated | Failed | None) -> dict[str, Any]:
+def described(
+    turn: ClientTurn, answer_id: str, created: int, result: Generated | Failed | None
+) -> dict[str, Any]:
     """Return the JSON body for an answer with a result, a failure or, while it runs, neither."""
     if isinstance(result, Generated):
         return whole(turn, answer_id, created, [result])
@@ -77,14 +79,14 @@ class _Begun:
     num_told: int = 0
 
 
-class Events(form.Events):
+class ResponseEvents(form.Events):
     """Encodes the events of one streamed response.
 
     The events and their numbers depend only on the answer, not on its division into chunks: reasoning and
     text are always split at the same characters (`_PIECE`), and calls come last.
     """
 
-    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
+    def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:
         self._turn = turn
         self._id = answer_id
         self._created = created
@@ -251,7 +253,7 @@ def _item_status(result: Generated) -> str:
     return "incomplete" if result.finish_reason in _STATUSES else "completed"
 
 
-def _reasoning(turn: Turn, item_id: str, text: str) -> dict[str, Any]:
+def _reasoning(turn: ClientTurn, item_id: str, text: str) -> dict[str, Any]:
     item = {"id": item_id, "type": "reasoning", "summary": []}
     parts = [{"type": "reasoning_text", "text": text}]
     sealed = {"encrypted_content": signature([text])} if turn.asked.get("encrypted") else {}
@@ -263,14 +265,14 @@ def _message(item_id: str, text: str, tokens: Sequence[TokenLogprob], status: st
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
 
 
-def _kind(turn: Turn, name: str) -> dict[str, str]:
+def _kind(turn: ClientTurn, name: str) -> dict[str, str]:
     """Return the fields in which a call of this tool differs from a function call; empty if in none."""
     found: dict[str, str] = turn.asked.get("kinds", {}).get(name, {})
     return found
 
 
 def _call(  # each is a field of the item
-    turn: Turn, key: str, call_id: str, name: str, arguments: str, status: str = "completed"
+    turn: ClientTurn, key: str, call_id: str, name: str, arguments: str, status: str = "completed"
 ) -> dict[str, Any]:
     kind = dict(_kind(turn, name))
     called = {"call_id": call_id, "name": name, "status": status}
@@ -287,7 +289,7 @@ def _input(arguments: str) -> str:
 
 
 def _response(
-    turn: Turn,
+    turn: ClientTurn,
     answer_id: str,
     created: int,
     output: Sequence[dict[str, Any]],

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway.turn import Turn, decoded, refused
+from gateway.turn import ClientTurn, decoded, refused
 
 from . import requests
 from .answers import usage_of
@@ -31,8 +31,8 @@ _ASKED: Final = (
 )
 
 
-def read(body: bytes) -> Turn:
-    """Parse a request into a `Turn` whose last message asks for a summary. Raises `Fault`."""
+def read(body: bytes) -> ClientTurn:
+    """Parse a request into a `ClientTurn` whose last message asks for a summary. Raises `Fault`."""
     given = {name: value for name, value in decoded(_BODY, body).items() if value is not None}
     said = given.get("input") or []
     if not said and not given.get("previous_response_id"):
@@ -43,7 +43,7 @@ def read(body: bytes) -> Turn:
     return requests.read(msgspec.json.encode({"max_output_tokens": _MOST_TOKENS} | given | fixed))
 
 
-def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
+def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     """Return the JSON body with the compacted conversation: all messages of the user, then the summary."""
     (result,) = results
     users = [one for one in (turn.messages or ())[:-1] if one.role == "user"]

@@ -16,7 +16,7 @@ from turnkeep_client.messages import Function, Message, ToolCall, encode
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gateway.recorded import Recorded
+    from gateway.logged_answers import LoggedAnswer
     from turnkeep_client.content_blocks import Warned
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
@@ -132,7 +132,7 @@ def _opened(given: Any) -> str | None:
         return None
 
 
-def page(answer: Recorded, query: Mapping[str, str]) -> dict[str, Any]:
+def page(answer: LoggedAnswer, query: Mapping[str, str]) -> dict[str, Any]:
     """Return a page of the items before an answer; `query` has order, limit and `after`. Raises `Fault`."""
     begun = int(bool(answer.turn.asked.get("instructions")))
     said = (answer.turn.messages or ())[begun:]

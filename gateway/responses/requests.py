@@ -1,4 +1,4 @@
-"""Parses requests to `/v1/responses` into `Turn`s. Pure.
+"""Parses requests to `/v1/responses` into `ClientTurn`s. Pure.
 
 `items` converts the conversation in a request, `answers` writes the answer.
 """
@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.logged_answers import RESPONSES
 from gateway.openai import common as openai
-from gateway.recorded import RESPONSES
-from gateway.turn import Turn, Whole, as_whole, check, parts_checked, refused
+from gateway.turn import ClientTurn, Whole, as_whole, check, parts_checked, refused
 from turnkeep_client.content_blocks import Warned
 from turnkeep_client.messages import OPTIONS, Message
 
@@ -107,8 +107,8 @@ def referred(body: bytes) -> set[str]:
 
 
 @parts_checked()
-def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
-    """Parse a request into a `Turn`; `known` maps ids to the items that the request names. Raises `Fault`."""
+def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> ClientTurn:
+    """Parse a request; `known` maps ids to the items that the request names. Raises `Fault`."""
     asked, warnings = openai.request(DECODER, body, ("max_tokens", "n"))
     openai.refuse(asked, _REFUSED)
     given = asked.input
@@ -135,7 +135,7 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> Turn:
     }
     if asked.background and asked.store is False:
         raise refused("an answer in the background needs store: true", "background")
-    turn = Turn(
+    turn = ClientTurn(
         messages=(*first, *said),
         options=options,
         model=asked.model,

@@ -13,11 +13,11 @@ from . import answers, compacting, items, requests
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gateway.recorded import Recorded
-    from gateway.turn import Turn
+    from gateway.logged_answers import LoggedAnswer
+    from gateway.turn import ClientTurn
 
 
-def _read(body: bytes, named: Mapping[str, Recorded]) -> Turn:
+def _read(body: bytes, named: Mapping[str, LoggedAnswer]) -> ClientTurn:
     """Parse a request that refers to items of the answers `named`."""
     bodies = (
         answers.described(one.turn, answer_id, one.note.created, one.result)
@@ -30,7 +30,7 @@ def _read(body: bytes, named: Mapping[str, Recorded]) -> Turn:
 _PATH: Final = "/v1/responses"
 _KIND: Final = requests.DECODER.type
 _RESPONSES: Final = Form(
-    *(requests.NAME, requests.read, answers.whole, answers.Events, openai.error, requests.NAMES),
+    *(requests.NAME, requests.read, answers.whole, answers.ResponseEvents, openai.error, requests.NAMES),
     object=AnswerObject(answers.described, requests.referred, _read),
     counted={"object": "response.input_tokens"},
 )

@@ -13,8 +13,8 @@ from turnkeep_client.subjects import SessionKey
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Stored
 
     from .sessions import SessionRow
 

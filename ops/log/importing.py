@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
-from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.errors import LastSequenceError, TurnkeepError
 from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER
 from turnkeep_client.messages import Close, Closed, decode_request, decode_result
-from turnkeep_client.stream import LastSequenceError, Unsent
+from turnkeep_client.stream import Unsent
 
 from .copies import HEADERS, CopyError
 

@@ -34,8 +34,8 @@ from turnkeep_client.subjects import SessionKey
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Stored
     from turnkeep_client.messages import Request
 
 T = TypeVar("T")

@@ -41,8 +41,8 @@ from .sessions import is_named
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from turnkeep_client.calls import Stored
     from turnkeep_client.client import Client
+    from turnkeep_client.log import Stored
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
 
@@ -55,7 +55,7 @@ _FITTING: Final[Mapping[type[Request], type[Result]]] = {
 }
 #: The codes of failures that depend on the session's state, and thus come after all earlier requests.
 _REFUSALS: Final = {"history_diverged", "invalid_request", "position_conflict", "unknown_session"}
-#: The index of the tokens in a fork's base (`worker/sessions/checkpoint`), and a base's most unpacked bytes.
+#: The index of the tokens in a fork's base (`worker/sessions/attachments`), and a base's most unpacked bytes.
 _TOKENS: Final = 5
 _MAX_BYTES: Final = 256 * 2**20
 

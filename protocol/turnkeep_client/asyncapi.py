@@ -10,7 +10,7 @@ import argparse
 import sys
 from inspect import cleandoc
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args
 
 import msgspec
 from msgspec import Struct
@@ -19,58 +19,39 @@ from .errors import RETRYABLE
 from .messages import (
     VERSION,
     Append,
-    Appended,
-    Cancelled,
-    CancelRequest,
     Chunk,
-    Close,
-    Closed,
-    Counted,
-    CountRequest,
+    ControlReply,
+    ControlRequest,
     DeadLetter,
-    Embedded,
-    EmbedRequest,
     Failed,
     GatewayMetrics,
     Generate,
     Generated,
-    InfoRequest,
-    LoadRequest,
+    KnownResult,
     Metrics,
-    MetricsRequest,
-    Open,
-    Opened,
-    Reranked,
-    RerankRequest,
-    Rewind,
-    Rewound,
+    Request,
+    ServeRequest,
     Serving,
-    SessionInfo,
-    UnloadRequest,
 )
 from .subjects import ID_RULE, SessionKey, Subjects
 
-REQUESTS: Final = (Open, Append, Generate, Rewind, Close)
-RESULTS: Final = (Opened, Appended, Generated, Rewound, Closed, Failed)
-CONTROLS: Final = (
-    InfoRequest,
-    MetricsRequest,
-    CancelRequest,
-    CountRequest,
-    EmbedRequest,
-    RerankRequest,
-)
-CONTROL_REPLIES: Final = (
-    SessionInfo,
-    Metrics,
-    Cancelled,
-    Counted,
-    Embedded,
-    Reranked,
-    Failed,
-)
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-SERVES: Final = (LoadRequest, UnloadRequest)
+REQUESTS: Final = get_args(Request)
+RESULTS: Final = get_args(KnownResult)
+CONTROLS: Final = get_args(ControlRequest)
+CONTROL_REPLIES: Final = get_args(ControlReply)
+SERVES: Final = get_args(ServeRequest)
+#: All types of messages with a JSON object.
+_KINDS: Final = tuple(
+    dict.fromkeys(
+        (
+            *(*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES),
+            *(*SERVES, Serving, DeadLetter, Metrics, GatewayMetrics),
+        )
+    )
+)
 
 _END: Final = "EndOfTokens"
 _KEY: Final = SessionKey("{tenant}", "{session}")
@@ -172,19 +153,25 @@ def render() -> str:
     return yaml.dump(document(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the document; with `--check FILE` only return 1 if FILE differs from it."""
-    parser = argparse.ArgumentParser(prog="python -m turnkeep_client.asyncapi", description=main.__doc__)
-    parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE is not the document")
+def written(module: str, render: Callable[[], str], arguments: list[str] | None = None) -> int:
+    """Print what `render` returns; with the argument `--check FILE` only return 1 if FILE differs from it.
+
+    `module` is the name under which a user calls it, for texts.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=written.__doc__)
+    parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE is another text")
     checked: Path | None = parser.parse_args(arguments).check
     if checked is None:
         sys.stdout.write(render())
     elif not checked.is_file() or checked.read_text(encoding="utf-8") != render():
-        sys.stderr.write(
-            f"{checked} is not current: write it with python -m turnkeep_client.asyncapi > {checked}\n"
-        )
+        sys.stderr.write(f"{checked} is not current: write it with python -m {module} > {checked}\n")
         return 1
     return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the document; with `--check FILE` only return 1 if FILE differs from it."""
+    return written("turnkeep_client.asyncapi", render, arguments)
 
 
 _Kind = type[Struct] | str
@@ -213,14 +200,8 @@ def _selection(channel: str, kinds: tuple[_Kind, ...]) -> dict[str, Any]:
 
 
 def _messages() -> dict[str, Any]:
-    kinds = dict.fromkeys(
-        (
-            *(*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES),
-            *(*SERVES, Serving, DeadLetter, Metrics, GatewayMetrics),
-        )
-    )
     messages: dict[str, Any] = {}
-    for kind in kinds:
+    for kind in _KINDS:
         messages[kind.__name__] = {
             "title": kind.__name__,
             "summary": cleandoc(kind.__doc__ or "").partition("\n")[0],
@@ -240,11 +221,7 @@ def _messages() -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    kinds = (
-        *(*REQUESTS, *RESULTS, Chunk, *CONTROLS, *CONTROL_REPLIES),
-        *(*SERVES, Serving, DeadLetter, Metrics, GatewayMetrics),
-    )
-    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    _, schemas = msgspec.json.schema_components(_KINDS, ref_template="#/components/schemas/{name}")
     for schema in schemas.values():
         if "description" in schema:
             schema["description"] = cleandoc(schema["description"])

@@ -1,7 +1,7 @@
 """Publishes requests and waits for their results.
 
-Reaches NATS through a `Wire`, so this module depends on no NATS library. Starts no tasks: a call makes
-progress only while its caller awaits it, so an abandoned call leaves nothing running.
+Starts no tasks: a call makes progress only while its caller awaits it, so an abandoned call leaves nothing
+running.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 from math import inf, isinf
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -25,7 +25,8 @@ from .messages import ControlReply, Failed, Request, Result, UnknownResult, deco
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
 
-    from .subjects import SessionKey, Subjects
+    from .subjects import SessionKey
+    from .wire import NatsWire
 
 #: Time without an event after which a waiting call reads the log; doubles up to the second value.
 FIRST_POLL_S: Final = 2.0
@@ -36,54 +37,6 @@ DOUBT_S: Final = 1.0
 MOST_LAG_S: Final = 30.0
 
 
-class Stored(NamedTuple):
-    """One message that a JetStream stream has stored."""
-
-    seq: int
-    body: bytes
-    headers: Mapping[str, str]
-
-
-class Wire(Protocol):
-    """The NATS operations that `Call` needs. If closed, all but `read`, `lacks` raise `ClientClosedError`."""
-
-    subjects: Subjects
-    #: Number of reconnections. Subscriptions miss messages published while disconnected.
-    epoch: int
-    closed: bool
-    #: Events that are set on every reconnection and on close.
-    watchers: set[asyncio.Event]
-
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is up; if not, the client is reconnecting, or closed."""
-
-    @property
-    def why_closed(self) -> str:
-        """A sentence that says which side closed the connection, and why."""
-
-    async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Publish `body`, again if needed, until the log has stored it; return its stream sequence."""
-
-    async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Send one core NATS request and return the reply. Raises `NoAnswerError` if none comes in time."""
-
-    async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
-        """Return the messages of `subject` in `stream` from `seq` on, in order; stop at any error."""
-
-    async def read_all(self, stream: str, subject: str, start: int = 1, end: float = inf) -> list[Stored]:
-        """Return all messages of `subject` from `start` to before `end`. Raises `NoWorkerError`."""
-
-    async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
-        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
-
-        With `is_old` the message was stored so long ago that a replica without it must have removed it.
-        """
-
-    async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        """Subscribe: call `on_body` for every message. Await the returned function to unsubscribe."""
-
-
 class _Named(Struct):
     seq: int | None = None
     id: str | None = None
@@ -92,7 +45,7 @@ class _Named(Struct):
 class _ResultFeed:
     """Receives one session's results, by subscription or from the log, for all calls that wait for them."""
 
-    def __init__(self, wire: Wire, key: SessionKey) -> None:
+    def __init__(self, wire: NatsWire, key: SessionKey) -> None:
         self.users = 0
         self.opening = asyncio.Lock()
         self.stop: Callable[[], Awaitable[None]] | None = None
@@ -162,7 +115,7 @@ class _ResultFeed:
 class ResultFeeds:
     """Holds subscriptions to results (`out`): one for each session that some caller waits for."""
 
-    def __init__(self, wire: Wire, timeout_s: float) -> None:
+    def __init__(self, wire: NatsWire, timeout_s: float) -> None:
         """`timeout_s` is the default timeout of calls."""
         self.timeout_s = timeout_s
         self._wire = wire
@@ -196,7 +149,7 @@ class Call:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: NatsWire,
         feeds: ResultFeeds,
         key: SessionKey,
         request: Request,

@@ -52,10 +52,12 @@ if TYPE_CHECKING:
     )
     from typing import Self, Unpack
 
-    from .calls import Stored
+    from .log import Stored
+    from .messages import ControlRequest
     from .sampling import Sampling
 
 
+_T = TypeVar("_T")
 _Input = TypeVar("_Input", str, str | tuple[int, ...])
 
 DEFAULT_URL: Final = "nats://127.0.0.1:4222"
@@ -197,13 +199,9 @@ class Client:
         For `input_tokens` see `EmbedRequest`. A long list is sent as several requests, each with the timeout
         `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
-        subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
-        parts: list[Embedded] = []
         given = [one if isinstance(one, str) else tuple(one) for one in inputs]
-        for some in _divided(given):
-            body = encode(EmbedRequest(inputs=some, dimensions=dimensions, input_tokens=input_tokens))
-            reply = await self._wire.ask(subject, body, timeout_s)
-            parts.append(expect(Embedded, decode_control_reply(reply)))
+        asked = [EmbedRequest(some, dimensions, input_tokens) for some in _divided(given)]
+        parts = [await self._control(Embedded, one, timeout_s) for one in asked]
         return Embedded(
             vectors=tuple(vector for part in parts for vector in part.vectors),
             tokens=tuple(num for part in parts for num in part.tokens),
@@ -224,12 +222,8 @@ class Client:
         For the options see `RerankRequest`. A long list is sent as several requests, each with the timeout
         `timeout_s`. Raises `RequestFailedError`, and `NoWorkerError` if no worker answers in time.
         """
-        subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
-        parts: list[Reranked] = []
-        for some in _divided(documents):
-            asked = RerankRequest(query, some, instruction, document_tokens)
-            reply = await self._wire.ask(subject, encode(asked), timeout_s)
-            parts.append(expect(Reranked, decode_control_reply(reply)))
+        asked = [RerankRequest(query, some, instruction, document_tokens) for some in _divided(documents)]
+        parts = [await self._control(Reranked, one, timeout_s) for one in asked]
         return Reranked(
             scores=tuple(score for part in parts for score in part.scores),
             tokens=tuple(num for part in parts for num in part.tokens),
@@ -261,12 +255,12 @@ class Client:
         `last` is the last one, `asked` the last request if it may be without a result. Raises
         `NoWorkerError`.
         """
-        log, subject = self._wire.subjects.log_stream, self._wire.subjects.of(key, "out")
-        found, end, num_entries = [last], last.seq, wire.READ_BATCH
-        while end > 1 and not is_enough(asked, found):
-            start = max(1, end - num_entries)
-            found = await self._wire.read_all(log, subject, start, end) + found
-            end, num_entries = start, 4 * num_entries
+        found = [last]
+        if not is_enough(asked, found):
+            async for piece in self._backwards(self._wire.subjects.of(key, "out"), last.seq):
+                found = piece + found
+                if is_enough(asked, found):
+                    break
         return found
 
     async def log(self, session: str | None = None) -> list[Entry]:
@@ -276,9 +270,7 @@ class Client:
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
         subjects = self._wire.subjects
-        stored = await self._wire.read_all(subjects.log_stream, subjects.log(key))
-        found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
-        return [one for one in found if one is not None]
+        return self._entries(await self._wire.read_all(subjects.log_stream, subjects.log(key)))
 
     async def log_backwards(self, session: str, end: int | None = None) -> AsyncIterator[list[Entry]]:
         """Yield a session's log in pieces, the newest piece first; each piece is in log order.
@@ -289,13 +281,20 @@ class Client:
         key, subjects = session_key(self.tenant, session), self._wire.subjects
         if end is None:
             end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
+        async for stored in self._backwards(subjects.log(key), end):
+            yield self._entries(stored)
+
+    async def _backwards(self, subject: str, end: int) -> AsyncIterator[list[Stored]]:
+        """Yield the log's messages of a subject before the sequence `end`, the newest piece first."""
         num_entries = wire.READ_BATCH
         while end > 1:
             start = max(1, end - num_entries)
-            stored = await self._wire.read_all(subjects.log_stream, subjects.log(key), start, end)
-            found = (entry(subjects, one.seq, one.body, one.headers) for one in stored)
-            yield [one for one in found if one is not None]
+            yield await self._wire.read_all(self._wire.subjects.log_stream, subject, start, end)
             end, num_entries = start, 4 * num_entries
+
+    def _entries(self, stored: Sequence[Stored]) -> list[Entry]:
+        found = (entry(self._wire.subjects, one.seq, one.body, one.headers) for one in stored)
+        return [one for one in found if one is not None]
 
     @property
     def subjects(self) -> Subjects:
@@ -328,10 +327,12 @@ class Client:
 
     async def worker_metrics(self) -> Metrics:
         """Ask the worker for its current metrics. Raises `NoWorkerError`."""
+        return await self._control(Metrics, MetricsRequest(), min(self._control_timeout_s, METRICS_S))
+
+    async def _control(self, kind: type[_T], request: ControlRequest, timeout_s: float) -> _T:
+        """Return the answer, of the type `kind`, to a request that is about no session."""
         subject = self._wire.subjects.of(SessionKey(self.tenant, "any"), "ctl")
-        timeout_s = min(self._control_timeout_s, METRICS_S)
-        reply = await self._wire.ask(subject, encode(MetricsRequest()), timeout_s)
-        return expect(Metrics, decode_control_reply(reply))
+        return expect(kind, decode_control_reply(await self._wire.ask(subject, encode(request), timeout_s)))
 
     async def load(self, model: str | None = None) -> str:
         """Load the prefix's model, or make another `model` of the worker's machine the prefix's.

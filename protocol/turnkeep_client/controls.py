@@ -20,9 +20,11 @@ from .requests import (  # noqa: TC001  # msgspec reads the annotations
 )
 
 
-class InfoRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="info", omit_defaults=True
-):
+class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", omit_defaults=True):
+    pass
+
+
+class InfoRequest(_Control, frozen=True, tag="info"):
     """Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
 
     With `snapshot` the answer also names the last stored snapshot of the session's KV.
@@ -33,19 +35,17 @@ class InfoRequest(
     snapshot: bool = False
 
 
-class MetricsRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="metrics"):
+class MetricsRequest(_Control, frozen=True, tag="metrics"):
     """Ask for the worker's metrics (on the `ctl` of any session, which need not exist)."""
 
 
-class CancelRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="cancel"):
+class CancelRequest(_Control, frozen=True, tag="cancel"):
     """Stop a waiting or running request of the session (on `ctl`)."""
 
     id: Id
 
 
-class CountRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="count", omit_defaults=True
-):
+class CountRequest(_Control, frozen=True, tag="count"):
     """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
 
     For a session that does not exist, count the tokens that it would begin with. `tools` that differ from
@@ -61,9 +61,7 @@ class CountRequest(
     chat_template_kwargs: Variables | None = None
 
 
-class EmbedRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="embed", omit_defaults=True
-):
+class EmbedRequest(_Control, frozen=True, tag="embed"):
     """Embed each of the `inputs`, texts or lists of token ids (on the `ctl` of any session).
 
     Vectors are truncated to `dimensions` numbers. With `input_tokens` only the first tokens of each input are
@@ -76,9 +74,7 @@ class EmbedRequest(
     input_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
-class RerankRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="rerank", omit_defaults=True
-):
+class RerankRequest(_Control, frozen=True, tag="rerank"):
     """Score how well each of the `documents` answers the `query` (on the `ctl` of any session).
 
     The `instruction` describes the task; by default, to find passages that answer a web search. With
@@ -92,9 +88,7 @@ class RerankRequest(
     document_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
 
-class LoadRequest(
-    Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="load", omit_defaults=True
-):
+class LoadRequest(_Control, frozen=True, tag="load"):
     """Load the model of the prefix, or make another `model` of this machine the prefix's (on `_serve`).
 
     Sessions go on with it. Answered once the model was checked; then its worker starts.
@@ -103,7 +97,7 @@ class LoadRequest(
     model: Text | None = None
 
 
-class UnloadRequest(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type", tag="unload"):
+class UnloadRequest(_Control, frozen=True, tag="unload"):
     """Unload the model of the prefix (on `_serve`). Its next request loads it again."""
 
 

@@ -43,6 +43,10 @@ class FieldError(ValueError):
         self.field = field
 
 
+#: The `code` of a `StreamError` of a direct get that matches too many subjects.
+TOO_MANY: Final = 413
+
+
 class TurnkeepError(Exception):
     """Base class of all errors that the protocol and its client raise."""
 
@@ -125,3 +129,15 @@ class AnswerNotParsedError(TurnkeepError):
 
 class StreamBrokenError(TurnkeepError):
     """Chunks of one answer contradict each other or the recorded result."""
+
+
+class StreamError(TurnkeepError):
+    """JetStream refused an operation on the log; the message says why. `code` is JetStream's error code."""
+
+    def __init__(self, message: str, code: int = 0) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class LastSequenceError(StreamError):
+    """Another client has written to the log after the expected last sequence, so nothing was stored."""

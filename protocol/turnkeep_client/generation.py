@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
-from .calls import LAST_POLL_S, Call, Wire, expect
+from .calls import LAST_POLL_S, Call, expect
 from .chunks import Assembly
 from .errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk, decode_request
@@ -18,6 +18,8 @@ from .messages import Cancelled, Chunk, Generated, decode_chunk, decode_request
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
     from typing import Self
+
+    from .wire import NatsWire
 
 #: Pause between two reads of the token stream for missing chunks; doubles up to the second value.
 FIRST_CHUNK_POLL_S: Final = 0.05
@@ -39,7 +41,7 @@ class Generation:
     def __init__(
         self,
         call: Call,
-        wire: Wire,
+        wire: NatsWire,
         cancel: Callable[[str], Awaitable[Cancelled]],
         *,
         is_late: bool = False,
@@ -130,7 +132,7 @@ class _Chunks:
     Earlier and later requests under the same id have their chunks on the same subject.
     """
 
-    def __init__(self, wire: Wire, call: Call, *, is_late: bool) -> None:
+    def __init__(self, wire: NatsWire, call: Call, *, is_late: bool) -> None:
         self.waiting: deque[bytes] = deque(maxlen=MAX_WAITING_CHUNKS)
         self._wire = wire
         self._call = call

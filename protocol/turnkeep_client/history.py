@@ -35,8 +35,8 @@ from .subjects import SessionKey
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .calls import Wire
     from .messages import Request
+    from .wire import NatsWire
 
 _Changing: TypeAlias = Opened | Appended | Generated | Rewound
 _CHANGING: Final = (Opened, Appended, Generated, Rewound)
@@ -120,7 +120,7 @@ class _Placed(NamedTuple):
     end: int
 
 
-async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History:
+async def read_history(wire: NatsWire, key: SessionKey, end: float = inf) -> History:
     """Read a session's history from the log's entries before the sequence `end`. Raises `NoWorkerError`."""
     turns: list[_Placed] = []
     digests: list[tuple[int, str]] = []  # of the tokens up to ascending positions
@@ -147,7 +147,7 @@ async def read_history(wire: Wire, key: SessionKey, end: float = inf) -> History
     return History(turns=tuple(one.turn for one in turns), is_whole=is_whole)
 
 
-async def _parts(wire: Wire, key: SessionKey, end: float) -> list[list[_Exchange]]:
+async def _parts(wire: NatsWire, key: SessionKey, end: float) -> list[list[_Exchange]]:
     """Return a session's exchanges since its last open, then its parent's before that open, and so on."""
     found: dict[SessionKey, list[_Exchange]] = {}
     parts: list[list[_Exchange]] = []
@@ -170,7 +170,7 @@ async def _parts(wire: Wire, key: SessionKey, end: float) -> list[list[_Exchange
                 return [*parts, part]
 
 
-async def _exchanges(wire: Wire, key: SessionKey, end: float) -> list[_Exchange]:
+async def _exchanges(wire: NatsWire, key: SessionKey, end: float) -> list[_Exchange]:
     """Read each request that changed the session, with its result and the result's sequence."""
     subjects = wire.subjects
     stored = await wire.read_all(subjects.log_stream, subjects.of(key, "in"), end=end)

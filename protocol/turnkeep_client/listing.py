@@ -14,7 +14,7 @@ from .messages import Closed, Failed, decode_result
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .calls import Stored
+    from .log import Stored
     from .messages import Result
     from .subjects import SessionKey
 

@@ -42,6 +42,14 @@ ENDED_HEADER: Final = "Turnkeep-Ended"
 SEALED_HEADER: Final = "Turnkeep-Sealed"
 
 
+class Stored(NamedTuple):
+    """One message that a JetStream stream has stored."""
+
+    seq: int
+    body: bytes
+    headers: Mapping[str, str]
+
+
 class Entry(NamedTuple):
     """One message of the log, stored at the server's time `stored`.
 

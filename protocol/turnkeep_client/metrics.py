@@ -98,15 +98,13 @@ class TenantFigures(Struct, frozen=True, kw_only=True):
     """
 
     requests: Annotated[
-        dict[str, dict[str, int]], _counter("Requests with a result, by tenant.", "tenant", "outcome")
+        dict[str, dict[str, int]], _counter("Requests with a result, by tenant.", "outcome")
     ] = {}
-    sessions: Annotated[_ByTenant, _gauge("Sessions with requests that wait or run.", "tenant")] = {}
-    prefilled_tokens: Annotated[_ByTenant, _counter("Prompt tokens that were run, by tenant.", "tenant")] = {}
-    cached_tokens: Annotated[
-        _ByTenant, _counter("Prompt tokens whose KV was reused, by tenant.", "tenant")
-    ] = {}
-    restored_tokens: Annotated[_ByTenant, _counter("Tokens read from disk, by tenant.", "tenant")] = {}
-    generated_tokens: Annotated[_ByTenant, _counter("Tokens of answers, by tenant.", "tenant")] = {}
+    sessions: Annotated[_ByTenant, _gauge("Sessions with requests that wait or run.")] = {}
+    prefilled_tokens: Annotated[_ByTenant, _counter("Prompt tokens that were run, by tenant.")] = {}
+    cached_tokens: Annotated[_ByTenant, _counter("Prompt tokens whose KV was reused, by tenant.")] = {}
+    restored_tokens: Annotated[_ByTenant, _counter("Tokens read from disk, by tenant.")] = {}
+    generated_tokens: Annotated[_ByTenant, _counter("Tokens of answers, by tenant.")] = {}
 
 
 #: What a model makes of texts: answers, embeddings, and scores of how well a document answers a question.

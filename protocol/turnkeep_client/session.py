@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from math import inf
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 from uuid import uuid4
 
 from msgspec import UNSET
 
-from .calls import Call, ResultFeeds, Wire, expect
+from .calls import Call, ResultFeeds, expect
 from .errors import NoWorkerError, RequestFailedError, TurnkeepError
 from .formats import response_format as as_format
 from .generation import STOP_S, Generation
@@ -52,7 +52,10 @@ from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
     from .sampling import Sampling
+    from .wire import NatsWire
 
+#: After this time without a reply a control request is sent once more.
+AGAIN_S: Final = 2.0
 #: Chat messages, as `messages.Message` or as dicts in OpenAI's shape.
 Messages = Sequence[Message | Mapping[str, Any]]
 #: A cache policy, as `messages.CachePolicy` or as a dict of its fields.
@@ -72,7 +75,7 @@ class Session:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: NatsWire,
         feeds: ResultFeeds,
         key: SessionKey,
         control_timeout_s: float,
@@ -109,8 +112,7 @@ class Session:
         """
         asked = self._cache if cache is None and fork_of is None else cache and _fields(cache)
         request = build(Open, request_id, cache=asked, tags=list(tags), **{"from": fork_of})
-        call = self._call(request, timeout_s)
-        opened = expect(Opened, await call)
+        opened = expect(Opened, await self._call(request, timeout_s))
         self._is_begun = True
         return opened
 
@@ -198,7 +200,7 @@ class Session:
     ) -> Rewound:
         """Drop all tokens of the session from `position` on."""
         request = build(Rewind, request_id, position=position, expect_position=expect_position)
-        return expect(Rewound, await self._result_of(request, timeout_s))
+        return expect(Rewound, await self._call(request, timeout_s))
 
     async def fork(
         self,
@@ -268,7 +270,7 @@ class Session:
         With `cancel`, appends and generates without a result are cancelled first, even if no worker runs now.
         """
         request = build(Close, request_id, forget=forget or None, cancel=cancel or None)
-        return expect(Closed, await self._result_of(request, timeout_s))
+        return expect(Closed, await self._call(request, timeout_s))
 
     async def history(self, *, before: float = inf) -> History:
         """Read the conversation from the log, without failed requests and rewound parts.
@@ -313,24 +315,13 @@ class Session:
             tools=tools,
             chat_template_kwargs=chat_template_kwargs,
         )
-        request = CountRequest(
-            messages=asked.messages,
-            text=asked.text,
-            tokens=asked.tokens,
-            special_tokens=asked.special_tokens,
-            raw=asked.raw,
-            tools=asked.tools,
-            chat_template_kwargs=asked.chat_template_kwargs,
-        )
+        request = CountRequest(**{name: getattr(asked, name) for name in CountRequest.__struct_fields__})
         return expect(Counted, await self._control(request))
 
     def _beside(self, name: str) -> Session:
         """Return the session `name` of the same tenant."""
         key = SessionKey(self.key.tenant, check_id("session", name))
         return Session(self._wire, self._feeds, key, self._control_timeout_s)
-
-    async def _result_of(self, request: Request, timeout_s: float | None) -> Any:
-        return await self._call(request, timeout_s)
 
     def _call(
         self,
@@ -384,8 +375,23 @@ class Session:
         return SessionCache(policy=info.policy) if info.cache is UNSET else info.cache
 
     async def _control(self, request: ControlRequest) -> ControlReply:
-        subject = self._wire.subjects.of(self.key, "ctl")
-        return decode_control_reply(await self._wire.ask(subject, encode(request), self._control_timeout_s))
+        """Ask the worker; without a reply ask again after 2, 4, 8 ... s, and return the first reply.
+
+        A worker that was killed keeps its connection until its memory is freed, and loses what it gets then.
+        """
+        subject, patience_s = self._wire.subjects.of(self.key, "ctl"), AGAIN_S
+        loop, asked = asyncio.get_running_loop(), list[asyncio.Task[bytes]]()
+        try:
+            while not (replied := [one for one in asked if one.done()]):
+                call = self._wire.ask(subject, encode(request), self._control_timeout_s)
+                asked.append(loop.create_task(call))
+                await asyncio.wait(asked, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+                patience_s *= 2
+            return decode_control_reply(replied[0].result())
+        finally:
+            for one in asked:
+                one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
 
 def _fields(cache: Cache) -> CachePolicy | dict[str, Any]:

@@ -1,7 +1,8 @@
 """The log's JetStream stream, for operators: list sessions, and read, remove and store entries.
 
 `Client.stored` returns a `LogStream`. Most of its methods need rights on JetStream's API that a tenant's
-client may lack; each method names the rights that it needs.
+client may lack; each method names the rights that it needs. They raise `NoWorkerError`,
+`NotPermittedError` and `StreamError`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
 from uuid import uuid4
 
-from .errors import InvalidMessageError, NoAnswerError, TurnkeepError
+from .errors import (
+    TOO_MANY,
+    InvalidMessageError,
+    LastSequenceError,
+    NoAnswerError,
+    StreamError,
+    TurnkeepError,
+)
 from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from .calls import Stored
+    from .log import Stored
     from .subjects import SessionKind, Subjects
+    from .wire import NatsWire
 
 #: The server answers for at most 1,024 subjects at a time.
 _SUBJECTS_AT_ONCE: Final = 1000
@@ -32,23 +41,9 @@ _SOME_BYTES: Final = 2 * 2**20
 #: Pauses between two reads of a replica that lags behind the leader.
 _LAGS_S: Final = (0.01, 0.05, 0.1, 0.3, 0.5, 1.0)
 _NO_STREAM: Final = 10059
-#: The `code` of a direct get that matches too many subjects.
-TOO_MANY: Final = 413
 _WRONG_LAST_SEQUENCE: Final = 10071
 #: A sequence that no entry will ever have.
 _NEVER: Final = 2**62
-
-
-class StreamError(TurnkeepError):
-    """JetStream refused an operation on the log; the message says why. `code` is JetStream's error code."""
-
-    def __init__(self, message: str, code: int = 0) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class LastSequenceError(StreamError):
-    """Another client has written to the log after the expected last sequence, so nothing was stored."""
 
 
 class Unsent(NamedTuple):
@@ -59,27 +54,10 @@ class Unsent(NamedTuple):
     headers: Mapping[str, str]
 
 
-class Api(Protocol):
-    """The NATS calls of `LogStream`. All raise `NoWorkerError`, all but `send` also `NotPermittedError`."""
-
-    @property
-    def is_clustered(self) -> bool:
-        """Whether the NATS server belongs to a cluster, whose replicas may lag behind."""
-
-    async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Call JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
-
-    async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        """Publish without waiting for an answer."""
-
-    def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield the messages that match a batched direct get, one list per batch. Raises `StreamError`."""
-
-
 class LogStream:
     """Reads and changes the log of one prefix."""
 
-    def __init__(self, api: Api, subjects: Subjects) -> None:
+    def __init__(self, api: NatsWire, subjects: Subjects) -> None:
         self._api = api
         self._subjects = subjects
         self.name = subjects.log_stream

@@ -5,15 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any, Final
 
-from .asyncapi import document
+from .asyncapi import document, written
 
 #: The unions of messages, by the channel of the document that has them.
 _UNIONS: Final = {"Request": "in", "Result": "out", "ControlRequest": "ctl", "ControlReply": "ctlReply"}
@@ -97,17 +95,7 @@ def _name(schema: str) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the types; with `--check FILE` only return 1 if FILE differs from them."""
-    parser = argparse.ArgumentParser(prog="python -m turnkeep_client.typescript", description=main.__doc__)
-    parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE has other types")
-    checked: Path | None = parser.parse_args(arguments).check
-    if checked is None:
-        sys.stdout.write(render())
-    elif not checked.is_file() or checked.read_text(encoding="utf-8") != render():
-        sys.stderr.write(
-            f"{checked} is not current: write it with python -m turnkeep_client.typescript > {checked}\n"
-        )
-        return 1
-    return 0
+    return written("turnkeep_client.typescript", render, arguments)
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ import msgspec
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
-from .calls import Stored
 from .direct import DirectGets, TooManyError
 from .errors import (
+    TOO_MANY,
     ClientClosedError,
     MessageTooLargeError,
     NoAnswerError,
@@ -26,11 +26,12 @@ from .errors import (
     NotPermittedError,
     NoWorkerError,
     RequestFailedError,
+    StreamError,
     TurnkeepError,
 )
+from .log import Stored
 from .nats_client import Nats, is_clustered, refusal, unreachable
 from .redact import redact, shown
-from .stream import TOO_MANY, StreamError
 from .subjects import CONSUMER, Subjects
 
 if TYPE_CHECKING:
@@ -98,15 +99,17 @@ class _UnreachedError(Exception):
 
 
 class NatsWire:
-    """Implements `calls.Wire` with nats-py."""
+    """The client's NATS operations. If closed, all but `read` and `lacks` raise `ClientClosedError`."""
 
     def __init__(self, subjects: Subjects) -> None:
         self.subjects = subjects
+        #: Number of reconnections. Subscriptions miss messages published while disconnected.
         self.epoch = 0
         self.closed = False
         self._is_leaving = False
         self._may_be_refused = True  # until it is connected for the first time
         self._num_to_try = 1  # servers that were not tried yet
+        #: Events that are set on every reconnection and on close.
         self.watchers: set[asyncio.Event] = set()
         self._nats = Nats()
         self._gets = DirectGets(self._nats, timeout_s=READ_S)
@@ -310,7 +313,10 @@ class NatsWire:
         return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
     async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
-        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown."""
+        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
+
+        With `is_old` the message was stored so long ago that a replica without it must have removed it.
+        """
         with contextlib.suppress(NoWorkerError):
             if not await self.read_all(stream, subject, seq, seq + 1):
                 # A replica that lags behind has neither this message nor a later one.

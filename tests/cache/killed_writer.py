@@ -9,6 +9,7 @@ from pathlib import Path
 
 from made_kv import LAYOUT, identity, save_all
 
+from cache.names.tokens import pack
 from cache.store import Store
 
 
@@ -20,9 +21,9 @@ async def main(directory: Path, first: int) -> None:
         for end in range(3, 16, 3):
             save_all(store, "a", [session, *range(end)])
             await asyncio.sleep(0)
-        await store.barrier(5)
+        await store.queue.drained(5)
         if session % 3 == 0:
-            store.forget("a", [session, *range(15)])
+            store.eraser.forget("a", pack([session, *range(15)]))
         print(session, flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,9 +51,9 @@ def cut(tokens: Sequence[int], span: Span) -> tuple[Tensor, ...]:
 
 
 def save_all(store: Store, tenant: str, tokens: Sequence[int]) -> list[bool]:
-    """Save all spans of these tokens that `store.wanted` names; return which of them were accepted."""
-    spans = store.wanted(tenant, tokens)
-    return [store.save(tenant, tokens, span, cut(tokens, span)) for span in spans]
+    """Save all spans of these tokens that `store.kv.wanted` names; return which of them were accepted."""
+    spans = store.kv.wanted(store.kv.chain(tenant), tokens)
+    return [store.kv.save(store.kv.chain(tenant), tokens, span, cut(tokens, span)) for span in spans]
 
 
 def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None:
@@ -65,11 +66,17 @@ def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None
 
 async def num_restored(store: Store, tokens: Sequence[int], tenant: str = "a") -> int:
     """Restore the longest stored prefix of these tokens and check its KV; return its number of tokens."""
-    restored = await store.load(store.match(tenant, tokens))
+    restored = await store.kv.load(store.kv.match(store.kv.chain(tenant), tokens))
     if restored is None:
         return 0
     assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
     return restored.num_tokens
+
+
+async def uploaded(store: Store) -> None:
+    """Wait until the snapshots that are queued for the remote tier are there."""
+    assert store.remote is not None
+    await asyncio.to_thread(store.remote._uploading.submit(lambda: None).result, 5)
 
 
 def assert_sum_rule(store: Store) -> None:
@@ -81,7 +88,7 @@ def assert_sum_rule(store: Store) -> None:
 
 def assert_room_rule(store: Store) -> None:
     """Assert that the stats' held, evictable and free bytes equal sums over all entries of the index."""
-    stats, room = store.stats(), store._room
+    stats, room = store.stats(), store.quota
     entries = {entry.digest: entry for entry in store._index}
     held = set()
     for entry in entries.values():
@@ -95,6 +102,6 @@ def assert_room_rule(store: Store) -> None:
     assert stats.held_bytes == sum(entries[digest].size_bytes for digest in held) + lost
     assert stats.evictable_bytes == sum(e.size_bytes for e in entries.values() if e.digest not in held)
     assert stats.free_bytes + stats.held_bytes + stats.evictable_bytes == stats.capacity_bytes
-    on_disk = stats.stored_bytes + store._writer.free_bytes + store._writer.unlinking_bytes
-    limit = room.max_bytes - store._writer.quarantined_bytes
+    on_disk = stats.stored_bytes + store.queue.free_bytes + store.queue.unlinking_bytes
+    limit = room.max_bytes - store.queue.quarantined_bytes
     assert stats.capacity_bytes == min(limit, on_disk - room.min_free_bytes)

@@ -22,8 +22,9 @@ import structlog
 from made_kv import BLOCK, LAYOUT, assert_sum_rule, identity, num_restored, save_all
 from test_cache_reach import POLICY, save
 
-from cache.index import stored_kv as loading
+from cache.index import stored_kv
 from cache.names.errors import CacheError
+from cache.names.tokens import pack
 from cache.store import Store
 
 COUNT, KILL, TEAR, FAIL, SLOW, HANG = range(6)
@@ -63,14 +64,14 @@ async def live(directory: Path, said) -> None:
     """Save and forget as a worker does; call `said` with a word after each confirmed operation."""
     store = await opened(directory, Clock())
     save_all(store, "a", ONE[:6])
-    await store.barrier(10)
+    await store.queue.drained(10)
     said("one")
     save_all(store, "a", ONE)
     save_all(store, "a", TWO)
-    await store.barrier(10)
+    await store.queue.drained(10)
     said("two")
-    store.forget("a", TWO)
-    await store.barrier(10)
+    store.eraser.forget("a", pack(TWO))
+    await store.queue.drained(10)
     said("forgotten")
     await store.close()
 
@@ -108,17 +109,17 @@ async def survive(directory: Path, n: int, end: int, code: int) -> None:
         store = await opened(directory, clock)
     for tokens in (ONE[:6], ONE, TWO):
         save_all(store, "a", tokens)
-        assert await store.barrier(10)
+        assert await store.queue.drained(10)
         assert_sum_rule(store)
         await num_restored(store, tokens)
         clock.now += 100
-    store.forget("a", TWO)
-    assert store.match("a", TWO[:4]).num_tokens == 0
+    store.eraser.forget("a", pack(TWO))
+    assert store.kv.match(store.kv.chain("a"), TWO[:4]).num_tokens == 0
     assert_sum_rule(store)
     LIBC.faults_disarm()
     clock.now += 100
     save_all(store, "a", ONE)
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     assert await num_restored(store, ONE) == len(ONE)
     assert_sum_rule(store)
     assert await store.close()
@@ -143,20 +144,20 @@ async def touched(base: Path) -> None:
     """Call all methods of a store whose disk takes 50 ms per change; print the disk calls by thread."""
     store = await opened(base / "cache", Clock())
     save_all(store, "a", ONE)
-    await store.barrier(10)
+    await store.queue.drained(10)
     arm(base / "cache", SLOW, 1, FOREVER, delay_us=50_000)
     save_all(store, "a", TWO)
-    store.set_limits(max_bytes=8_000)
+    store.quota.set_limits(max_bytes=8_000, min_free_bytes=0)
     for session in range(3, 9):
         save_all(store, "a", [session, *range(9)])
-    await store.load(store.match("a", ONE))
-    store.release(store.match("a", TWO))
-    store.skip(1)
-    store.forget("a", TWO)
-    await store.erase("a", ONE, 0.01)
+    await store.kv.load(store.kv.match(store.kv.chain("a"), ONE))
+    store.kv.release(store.kv.match(store.kv.chain("a"), TWO))
+    store.queue.skip(1)
+    store.eraser.forget("a", pack(TWO))
+    await store.eraser.erase("a", pack(ONE), 0.01)
     assert_sum_rule(store)
-    await store.clear(0.01)
-    assert await store.barrier(60)
+    await store.eraser.clear(0.01)
+    assert await store.queue.drained(60)
     here, everywhere = LIBC.faults_seen_here(), LIBC.faults_disarm()
     await store.close()
     print(json.dumps({"here": here, "everywhere": everywhere, "evicted": store.stats().evicted}))
@@ -171,9 +172,9 @@ async def hanging(base: Path) -> None:
     store = await opened(base / "cache", Clock())
     for tokens in sessions[:-1]:
         save_all(store, "a", tokens)
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     assert await num_restored(store, sessions[0]) == 10
-    loading.LOAD_S = 1.0
+    stored_kv.LOAD_S = 1.0
     arm(base / "cache" / "snapshots", HANG)
     found = await asyncio.gather(*(num_restored(store, tokens) for tokens in sessions[:5]))
     assert found == [0] * 5
@@ -190,7 +191,7 @@ async def hanging(base: Path) -> None:
     arm(base / "cache" / "snapshots", HANG)
     assert await num_restored(store, sessions[1]) == 0
     save_all(store, "a", sessions[-1])
-    assert await store.barrier(10), "it is no reason to write nothing"
+    assert await store.queue.drained(10), "it is no reason to write nothing"
     assert not await store.close(1.0), "in time, and it says that a thread hangs"
     assert_sum_rule(store)
     print(json.dumps({"stuck": stuck}))
@@ -211,7 +212,7 @@ async def powerless(base: Path) -> None:
         return store
 
     store = await reopened()
-    chain, tokens = store.chain("a", POLICY), ONE * 10
+    chain, tokens = store.kv.chain("a", POLICY), ONE * 10
     for end in range(BLOCK, len(tokens) + 1, BLOCK):
         save(store, LAYOUT.under(POLICY), chain, tokens[:end])
     save_all(store, "a", ONE)
@@ -219,15 +220,15 @@ async def powerless(base: Path) -> None:
     await store.close()
 
     store = await reopened()
-    chain = store.chain("a", POLICY)
-    store.set_limits(max_bytes=20_000)
+    chain = store.kv.chain("a", POLICY)
+    store.quota.set_limits(max_bytes=20_000, min_free_bytes=0)
     while store.stats().free_bytes < 0:
-        await store.barrier(10)
-    await store.barrier(10)
-    assert any(node.is_gap for node in store.match(chain, tokens).nodes)
+        await store.queue.drained(10)
+    await store.queue.drained(10)
+    assert any(node.is_gap for node in store.kv.match(chain, tokens).nodes)
     shutil.copytree(base / "cache", base / "gaps")
     os.truncate(base / "gaps" / log.name, LIBC.faults_synced())
-    assert (await store.erase("a", TWO)).settled
+    assert (await store.eraser.erase("a", pack(TWO))).settled
     print(json.dumps({"kept": LIBC.faults_synced(), "erased": log.stat().st_size}))
     await store.close()
 

@@ -55,9 +55,9 @@ async def restore(folder: Path, num_tokens: int, rounds: int, *, keeps_memory: b
     store = await opened(folder, LAYOUT)
     tokens = tokens_of(1, num_tokens)
     await save(store, tokens)
-    held = store.match(TENANT, tokens)
+    held = store.kv.match(store.kv.chain(TENANT), tokens)
     paths = [folder / "snapshots" / PLAIN.file_name(entry.digest) for entry in held.nodes]
-    store.release(held)
+    store.kv.release(held)
     gib = sum(path.stat().st_size for path in paths) / 2**30
     mx.set_cache_limit(16 << 20)  # as in a worker on a CPU; a larger cache would spare reads new pages
     times: dict[str, list[float]] = {"read": [], "load": [], "restore": []}
@@ -72,7 +72,7 @@ async def restore(folder: Path, num_tokens: int, rounds: int, *, keeps_memory: b
                 kept = [mx.load(str(path), stream=mx.cpu) for path in paths]
                 mx.eval(kept)
             else:
-                restored = await store.load(store.match(TENANT, tokens))
+                restored = await store.kv.load(store.kv.match(store.kv.chain(TENANT), tokens))
                 assert restored is not None
                 assert restored.num_tokens == num_tokens
             times[side].append(time.perf_counter() - began_s)
@@ -88,15 +88,15 @@ async def save(store: Store, tokens: list[int]) -> float:
     """Store a session; return the seconds from the first save until all snapshots are durable."""
     chance = np.random.default_rng(0)
     cuts = []
-    for span in store.wanted(TENANT, tokens):
+    for span in store.kv.wanted(store.kv.chain(TENANT), tokens):
         shape = (1, HEADS, span.num_tokens, DIM)
         arrays = [memoryview(chance.standard_normal(shape, np.float32)).cast("B") for _ in NAMES]
         cut = tuple(Tensor(name, "F32", shape, data) for name, data in zip(NAMES, arrays, strict=True))
         cuts.append((span, cut))
     began_s = time.perf_counter()
     for span, cut in cuts:
-        assert store.save(TENANT, tokens, span, cut)
-    assert await store.barrier(600)
+        assert store.kv.save(store.kv.chain(TENANT), tokens, span, cut)
+    assert await store.queue.drained(600)
     return time.perf_counter() - began_s
 
 
@@ -115,7 +115,7 @@ async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
             figures[f"{name} write"].append(await save(store, tokens))
             give_back_memory()
             began_s = time.perf_counter()
-            restored = await store.load(store.match(TENANT, tokens))
+            restored = await store.kv.load(store.kv.match(store.kv.chain(TENANT), tokens))
             figures[f"{name} restore"].append(time.perf_counter() - began_s)
             assert restored is not None
             assert restored.num_tokens == num_tokens
@@ -140,10 +140,10 @@ async def index(folder: Path, num_blocks: int, rounds: int) -> None:
         assert store.stats().stored == num_blocks
         tokens = as_tokens(tokens_of(0, CHAIN * BLOCK))  # as a session has them
         began_s = time.perf_counter()
-        match = store.match(TENANT, tokens)
+        match = store.kv.match(store.kv.chain(TENANT), tokens)
         match_s.append(1000 * (time.perf_counter() - began_s))
         assert match.num_tokens == min(CHAIN, num_blocks) * BLOCK
-        store.release(match)
+        store.kv.release(match)
         await store.close()
     tell(f"open {num_blocks:,} blocks, s", open_s)
     tell(f"match {CHAIN:,} blocks, ms", match_s)

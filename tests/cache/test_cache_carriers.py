@@ -47,17 +47,17 @@ def cut_paged(tokens, span, more) -> tuple[Tensor, ...]:
 
 
 def save(store, chain, tokens=TOKENS, size=lambda more: more) -> None:
-    for span in store.wanted(chain, tokens):
-        assert store.save(chain, tokens, span, cut_paged(tokens, span, size(carried(span, BLOCK))))
+    for span in store.kv.wanted(chain, tokens):
+        assert store.kv.save(chain, tokens, span, cut_paged(tokens, span, size(carried(span, BLOCK))))
 
 
 @pytest.fixture
 async def stored(open_store):
     """Return a store with a stored session, and the session's chain."""
     store = await open_store(layout=OWN)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     save(store, chain)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     return store, chain
 
 
@@ -98,7 +98,7 @@ async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_aft
 ) -> None:
     """The session ends at, before or after the end of a group, or within a carrier."""
     store, chain = stored
-    match = store.match(chain, TOKENS[:num_tokens])
+    match = store.kv.match(chain, TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens
     spans = {node: Span(node.start, node.end) for node in match.nodes}
     num_carried = max((span.end for span in spans.values() if carried(span, BLOCK)), default=0)
@@ -107,7 +107,7 @@ async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_aft
         is_seen = any(one.start < span.end and span.start < one.end for one in looked_at)
         if not (is_seen or carried(span, BLOCK)):
             file_of(store, node).unlink()
-    assert_restored(await store.load(match, room_tokens=num_tokens + 30), TOKENS[:num_tokens])
+    assert_restored(await store.kv.load(match, capacity_tokens=num_tokens + 30), TOKENS[:num_tokens])
     assert store.stats().rejected == 0
 
 
@@ -120,7 +120,7 @@ async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_aft
 )
 async def test_a_recall_reads_the_kv_of_exactly_these_tokens(stored, wanted: tuple[Span, ...]) -> None:
     store, chain = stored
-    found, arrays = await store.recall(chain, TOKENS, wanted)
+    found, arrays = await store.kv.recall(chain, TOKENS, wanted)
     assert found == wanted
     places = [at for span in wanted for at in range(span.start, span.end)]
     whole = kv(TOKENS)
@@ -135,24 +135,24 @@ async def test_a_restore_rejects_a_carrier_block_only_if_its_carried_sketches_ar
 ) -> None:
     """A restore reads only the carried sketches of this file, so it detects no damage elsewhere in it."""
     store, chain = stored
-    match = store.match(chain, TOKENS)
+    match = store.kv.match(chain, TOKENS)
     path = file_of(store, match.nodes[31])
     header, content = read_header(path), bytearray(path.read_bytes())
     assert len(header.sections) == 4
     content[-sum(one.size_bytes for one in header.sections[section:])] ^= 1
     path.write_bytes(content)
-    restored = await store.load(match)
+    restored = await store.kv.load(match)
     if section < 3:
         assert_restored(restored, TOKENS)
         return
     assert restored is None
     assert store.stats().rejected == 1
-    again = store.match(chain, TOKENS)
+    again = store.kv.match(chain, TOKENS)
     assert again.num_tokens == 2 * GROUP - BLOCK
-    assert_restored(await store.load(again), TOKENS[: again.num_tokens])
+    assert_restored(await store.kv.load(again), TOKENS[: again.num_tokens])
     save(store, chain)
-    assert await store.barrier(5)
-    assert_restored(await store.load(store.match(chain, TOKENS)), TOKENS)
+    assert await store.queue.drained(5)
+    assert_restored(await store.kv.load(store.kv.match(chain, TOKENS)), TOKENS)
     assert_sum_rule(store)
 
 
@@ -161,27 +161,27 @@ async def test_a_restore_rejects_a_carrier_block_only_if_its_carried_sketches_ar
 )
 async def test_a_carrier_block_that_lacks_sketches_of_its_group_is_rejected(open_store, size) -> None:
     store = await open_store(layout=OWN)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     save(store, chain, size=size)
-    assert await store.barrier(5)
-    assert await store.load(store.match(chain, TOKENS)) is None
+    assert await store.queue.drained(5)
+    assert await store.kv.load(store.kv.match(chain, TOKENS)) is None
     assert store.stats().rejected == 1
-    assert store.match(chain, TOKENS).num_tokens == GROUP - BLOCK
+    assert store.kv.match(chain, TOKENS).num_tokens == GROUP - BLOCK
 
 
 async def test_evicting_the_end_of_a_session_leaves_its_beginning_restorable(stored) -> None:
     store, chain = stored
-    match = store.match(chain, TOKENS)
+    match = store.kv.match(chain, TOKENS)
     sizes = [node.size_bytes for node in match.nodes]
-    store.release(match)
-    store.set_limits(max_bytes=sum(sizes[:40]))
+    store.kv.release(match)
+    store.quota.set_limits(max_bytes=sum(sizes[:40]), min_free_bytes=0)
     for _ in range(1000):  # the eviction runs in the background
         if store.stats().stored_bytes <= sum(sizes[:40]):
             break
         await asyncio.sleep(0.01)
-    match = store.match(chain, TOKENS)
+    match = store.kv.match(chain, TOKENS)
     assert 2 * GROUP < match.num_tokens <= 40 * BLOCK
-    assert_restored(await store.load(match), TOKENS[: match.num_tokens])
+    assert_restored(await store.kv.load(match), TOKENS[: match.num_tokens])
 
 
 async def test_sessions_with_a_common_prefix_share_its_carrier_blocks(stored) -> None:
@@ -189,10 +189,10 @@ async def test_sessions_with_a_common_prefix_share_its_carrier_blocks(stored) ->
     other = [*TOKENS[: 2 * GROUP + 7], *TOKENS[:90]]
     num_before = store.stats().accepted
     save(store, chain, other)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().accepted - num_before == len(other) // BLOCK - 2 * 16 - 1 + 1
-    assert_restored(await store.load(store.match(chain, other)), other)
-    assert_restored(await store.load(store.match(chain, TOKENS)), TOKENS)
+    assert_restored(await store.kv.load(store.kv.match(chain, other)), other)
+    assert_restored(await store.kv.load(store.kv.match(chain, TOKENS)), TOKENS)
 
 
 def test_the_file_of_a_carrier_block_passes_verification(tmp_path) -> None:

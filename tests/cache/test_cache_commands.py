@@ -44,7 +44,7 @@ async def filled(open_store, tmp_path):
     await other.close()
     store = await open_store(model="tiny")
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     save_all(store, "a", OTHER)
     await store.close()
     return tmp_path / "cache"
@@ -153,7 +153,7 @@ async def test_files_of_another_format_version_are_skipped_and_kept_until_evicti
     assert "1 of other versions" in turnkeep("verify").stdout
     assert json.loads(turnkeep("ls", "--json").stdout)["other_versions_bytes"] == later.stat().st_size
     store = await open_store(max_bytes=100)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert not later.exists()
     assert store.stats().stored == 0
 

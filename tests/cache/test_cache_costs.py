@@ -36,13 +36,13 @@ def steps(monkeypatch) -> Counter[str]:
 async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
     """Call the store as the engine does for a turn that prefills all of these tokens; return its steps."""
     before = steps.copy()
-    chain = store.chain("a")
-    store.release(store.match(chain, tokens))
-    held = store.hold(chain, tokens)
-    for span in store.wanted(chain, tokens):
-        assert store.save(chain, tokens[: span.end], span, cut(tokens, span))
-    store.release(held)
-    assert await store.barrier(30)
+    chain = store.kv.chain("a")
+    store.kv.release(store.kv.match(chain, tokens))
+    held = store.kv.hold(chain, tokens)
+    for span in store.kv.wanted(chain, tokens):
+        assert store.kv.save(chain, tokens[: span.end], span, cut(tokens, span))
+    store.kv.release(held)
+    assert await store.queue.drained(30)
     return steps - before
 
 
@@ -64,16 +64,16 @@ async def test_saving_one_more_block_takes_the_same_steps_in_a_short_and_a_long_
 ) -> None:
     store = await open_store()
     tokens = list(range(61 * BLOCK))
-    chain, costs = store.chain("a"), []
+    chain, costs = store.kv.chain("a"), []
     for num_blocks in (3, 60):
         save_all(store, "a", tokens[: (num_blocks - 1) * BLOCK])
-        assert await store.barrier(30)
-        store.release(store.hold(chain, tokens[: (num_blocks - 1) * BLOCK]))
+        assert await store.queue.drained(30)
+        store.kv.release(store.kv.hold(chain, tokens[: (num_blocks - 1) * BLOCK]))
         steps.clear()
         span = blocks.Span((num_blocks - 1) * BLOCK, num_blocks * BLOCK)
-        assert store.save(chain, tokens[: span.end], span, cut(tokens, span))
+        assert store.kv.save(chain, tokens[: span.end], span, cut(tokens, span))
         costs.append(steps.copy())
-        await store.barrier(30)
+        await store.queue.drained(30)
     assert costs[0] == costs[1]
 
 
@@ -84,30 +84,30 @@ async def test_eviction_does_not_go_through_all_held_blocks_for_every_evicted_bl
     """The held blocks are the least recently used, so each search for a victim would begin with them."""
     store = await open_store()
     save_all(store, "a", list(range(60 * BLOCK)))
-    assert await store.barrier(30)
+    assert await store.queue.drained(30)
     size = store.stats().stored_bytes // 60
     if is_held:
-        held = store.hold("a", list(range(60 * BLOCK)))
+        held = store.kv.hold(store.kv.chain("a"), list(range(60 * BLOCK)))
     seen = []
     for name in ("heappop", "heapreplace"):
         taken = getattr(heapq, name)
         monkeypatch.setattr(heapq, name, lambda *args, taken=taken: seen.append(args) or taken(*args))
-    store.set_limits(max_bytes=70 * size)
+    store.quota.set_limits(max_bytes=70 * size, min_free_bytes=0)
     for session in range(1000, 1100):
         save_all(store, "b", [session] * BLOCK)
-        assert await store.barrier(30)
+        assert await store.queue.drained(30)
     stats = store.stats()
     assert stats.evicted >= 85
     assert (stats.held_bytes > 0) == is_held
     assert len(seen) <= 2 * stats.evicted + 60
     if is_held:
-        found = store.match("a", list(range(60 * BLOCK)))
+        found = store.kv.match(store.kv.chain("a"), list(range(60 * BLOCK)))
         assert found.num_tokens == 60 * BLOCK
-        store.release(found)
-        store.release(held)
-        store.set_limits(max_bytes=0)
+        store.kv.release(found)
+        store.kv.release(held)
+        store.quota.set_limits(max_bytes=0, min_free_bytes=0)
         while store.stats().stored:
-            assert await store.barrier(30)
+            assert await store.queue.drained(30)
 
 
 async def test_a_chain_does_not_return_cached_block_names_for_other_tokens(open_store) -> None:

@@ -134,8 +134,8 @@ async def test_a_file_with_a_crafted_header_is_not_imported_and_keeps_no_store_f
     for _ in range(2):  # first without an index row of the file, then with the index written meanwhile
         store = await open_store()
         save_all(store, "a", TOKENS)
-        assert await store.barrier(5)
-        assert_is_kv_of((await store.load(store.match("a", TOKENS))).tensors, TOKENS)
+        assert await store.queue.drained(5)
+        assert_is_kv_of((await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))).tensors, TOKENS)
         assert await store.close()
         for command in (["ls"], ["verify"]):
             found = CliRunner().invoke(main, ["cache", *command, "--dir", str(tmp_path / "cache")])
@@ -157,7 +157,7 @@ async def test_a_file_with_more_tokens_than_a_block_may_have_is_neither_imported
     ]
     (tmp_path / "cache" / "snapshots" / file).write_bytes(content)
     store = await open_store()
-    assert (await store.erase("a", MANY)).settled
+    assert (await store.eraser.erase("a", pack(MANY))).settled
     assert await store.close()
     assert not [path for path in (tmp_path / "cache").rglob("*.safetensors") if path.name == file]
 
@@ -204,7 +204,7 @@ async def test_opening_a_store_repairs_an_index_that_has_rows_of_crafted_files(
     (tmp_path / "cache" / "snapshots" / f"{row.digest.hex()}.safetensors").write_bytes(b"x" * 9)
     store = await open_store()
     save_all(store, "a", TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().stored == 1
 
 
@@ -231,8 +231,8 @@ async def test_a_directory_pipe_or_link_in_the_place_of_a_snapshot_does_not_bloc
     store = await open_store()
     assert store.stats().stored == 0
     save_all(store, "a", TOKENS)
-    assert await store.barrier(5)
-    assert_is_kv_of((await store.load(store.match("a", TOKENS))).tensors, TOKENS)
+    assert await store.queue.drained(5)
+    assert_is_kv_of((await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))).tensors, TOKENS)
 
 
 JSON = st.recursive(
@@ -332,8 +332,9 @@ async def test_a_file_with_a_forged_huge_shape_is_rejected_without_allocating_me
     """The file has some hundred bytes, and its header claims a million heads of size zero."""
     store = await open_store()
     save_all(store, "a", TOKENS)
-    assert await store.barrier(5)
-    assert (await store.load(store.match("a", TOKENS))) is not None, "all that it takes has been imported"
+    assert await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS)
+    assert await store.kv.load(match) is not None, "all that it takes has been imported"
     tensors = tuple(
         Tensor(f"0.{part}", "F32", (1, 1 << 20, BLOCK, 0), memoryview(b"")) for part in ("keys", "values")
     )
@@ -341,7 +342,7 @@ async def test_a_file_with_a_forged_huge_shape_is_rejected_without_allocating_me
     snapshot_format.write(snapshot_format.encode(NAME, identity(), tensors), path)
     tracemalloc.start()
     try:
-        assert await store.load(store.match("a", TOKENS)) is None
+        assert await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS)) is None
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

@@ -21,6 +21,7 @@ from made_kv import assert_sum_rule, num_restored, save_all
 from test_cache_reach import POLICY
 
 from cache.admin import survey
+from cache.names.tokens import pack
 
 HERE = Path(__file__).parent
 ONE, TWO = [1, *range(9)], [2, *range(9)]
@@ -81,7 +82,7 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_b
             assert two in (0, 4, 8, 10), life
         assert two == 0 or "forgotten" not in said, life
         save_all(store, "a", ONE)
-        assert await store.barrier(10)
+        assert await store.queue.drained(10)
         assert await num_restored(store, ONE) == 10, life
         assert_sum_rule(store)
         await store.close()
@@ -115,7 +116,7 @@ async def test_confirmed_evictions_and_erasures_survive_a_power_failure(
     """ErasureProgress tokens do not reappear in SQLite's log either."""
     found = run(faulty_disk, "powerless", base)
     store = await open_store(directory=base / "gaps")
-    assert store.match(store.chain("a", POLICY), ONE * 10).num_tokens == 100
+    assert store.kv.match(store.kv.chain("a", POLICY), ONE * 10).num_tokens == 100
     await store.close()
     assert found == {"kept": 0, "erased": 0}, "the log's deleted pages do not come back"
 
@@ -126,16 +127,16 @@ async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snap
     now = 0.0
     store = await open_store(monotonic=lambda: now)
     save_all(store, "a", ONE)
-    await store.barrier(5)
+    await store.queue.drained(5)
     shutil.rmtree(tmp_path / "cache")
-    match = store.match("a", ONE)
-    assert await store.load(match) is None
+    match = store.kv.match(store.kv.chain("a"), ONE)
+    assert await store.kv.load(match) is None
     save_all(store, "a", TWO)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().failed + sum(store.stats().dropped.values()) == 3
     assert_sum_rule(store)
-    store.forget("a", ONE)
-    assert await store.clear()
+    store.eraser.forget("a", pack(ONE))
+    assert await store.eraser.clear()
     assert_sum_rule(store)
     assert await store.close()
 
@@ -154,11 +155,11 @@ async def test_a_store_on_a_full_disk_starts_and_serves_its_stored_snapshots(ope
                 break
     store = await open_store(directory=disk / "cache", model="tiny")
     assert await num_restored(store, ONE) == 10
-    held = store.hold("a", ONE)
+    held = store.kv.hold(store.kv.chain("a"), ONE)
     save_all(store, "a", TWO)
     assert store.stats().dropped == {"disk_limit": 1, "no_parent": 2}
     assert await num_restored(store, ONE) == 10, "in use, it does not give way to newer ones"
-    store.release(held)
+    store.kv.release(held)
     assert_sum_rule(store)
     await store.close()
     (disk / "of another process").unlink()
@@ -171,7 +172,7 @@ async def test_a_clock_that_jumps_back_does_not_change_the_order_of_use(open_sto
     wall = 2e9
     store = await open_store(clock=lambda: wall)
     save_all(store, "a", ONE[:4])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes
     wall -= 1e6
     save_all(store, "a", TWO[:4])
@@ -179,11 +180,11 @@ async def test_a_clock_that_jumps_back_does_not_change_the_order_of_use(open_sto
     wall -= 1e6
     store = await open_store(clock=lambda: wall, max_bytes=2 * size)
     save_all(store, "a", [3, 1, 2, 3])
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert [await num_restored(store, [first, *ONE[1:4]]) for first in (1, 2)] == [0, 4]
     await store.close()
     store = await open_store(clock=lambda: wall, max_bytes=size)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await num_restored(store, [3, 1, 2, 3]) == 0, "the second one was used last"
     assert await num_restored(store, TWO[:4]) == 4
 
@@ -193,7 +194,7 @@ async def test_files_with_flipped_bits_are_never_restored(open_store, tmp_path) 
     store = await open_store()
     for _ in range(40):
         save_all(store, "a", ONE)
-        await store.barrier(5)
+        await store.queue.drained(5)
         path = chance.choice(sorted((tmp_path / "cache" / "snapshots").iterdir()))
         whole = bytearray(path.read_bytes())
         whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)

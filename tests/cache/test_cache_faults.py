@@ -24,7 +24,7 @@ from structlog.testing import capture_logs
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
-from cache.disk.read_threads import ReadThreads
+from cache.disk.io_threads import IoThreads
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.snapshot import Tensor
@@ -57,7 +57,7 @@ def fill(path) -> None:
 
 
 async def restored(store, tenant, tokens) -> int:
-    found = await store.load(store.match(tenant, tokens))
+    found = await store.kv.load(store.kv.match(store.kv.chain(tenant), tokens))
     if found is None:
         return 0
     assert_is_kv_of(found.tensors, tokens[: found.num_tokens])
@@ -76,20 +76,20 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
 
     store = await open_store(directory=small_disk / "cache", monotonic=clock)
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     monkeypatch.setattr(snapshot_format, "write", held)
     save_all(store, "b", TOKENS)
     fill(small_disk / "of another process")
     with capture_logs() as logs:
         gate.set()
-        assert await store.barrier(5)
+        assert await store.queue.drained(5)
         stats = store.stats()
         assert (stats.durable, stats.in_flight) == (3, 0)
         assert stats.failed + stats.dropped.get("disk_error", 0) == 3
         assert_sum_rule(store)
         assert list((small_disk / "cache" / "tmp").iterdir()) == []
 
-        assert (store.room(), store.spare(), store._writer.paused) == (0, 0, True)
+        assert (store.queue.vacant_bytes(), store.queue.spare_bytes(), store.queue.paused) == (0, 0, True)
         assert await restored(store, "a", TOKENS) == 10, "what is stored is still served"
     failing = [log for log in logs if log["event"] == "snapshot_writes_failing"]
     assert [log["code"] for log in failing] == ["ENOSPC"]
@@ -98,7 +98,7 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
     clock.now += 1.1
     with capture_logs() as logs:
         assert save_all(store, "b", TOKENS) == [True, True, True]
-        assert await store.barrier(5)
+        assert await store.queue.drained(5)
     assert [log["event"] for log in logs] == ["snapshot_writes_recovered"]
     assert await restored(store, "b", TOKENS) == 10
 
@@ -111,7 +111,7 @@ async def test_the_cache_evicts_before_it_writes_so_that_the_required_free_space
     store = await open_store(directory=small_disk / "cache", min_free_bytes=free)
     for session in range(250):
         save_all(store, "a", [session, *range(11)])
-        await store.barrier(5)
+        await store.queue.drained(5)
     stats = store.stats()
     assert (stats.failed, stats.dropped) == (0, {})
     assert stats.evicted > 0
@@ -133,9 +133,9 @@ async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_l
     with capture_logs() as logs:
         for session in range(9):
             assert save_all(store, "a", [session, 1]) == [True]
-            await store.barrier(5)
+            await store.queue.drained(5)
             before = clock.now
-            while store.room() == 0:
+            while store.queue.vacant_bytes() == 0:
                 assert save_all(store, "a", [session, 2]) == [False]
                 clock.now += 0.5
             pauses.append(clock.now - before)
@@ -161,7 +161,7 @@ async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_w
     monkeypatch.setattr(snapshot_format, "write", fail)
     for session in range(20):
         save_all(store, "a", [session, 1])
-    await store.barrier(5)
+    await store.queue.drained(5)
     failed = len(tried)
     assert failed in (1, 2), (
         "the one that failed, and the one that was under way when that became known, if any"
@@ -176,12 +176,12 @@ async def test_saves_offered_while_the_writer_is_paused_are_dropped_and_counted(
     store = await open_store(monotonic=Clock())
     fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EDQUOT, "quota")))
-    spans = store.wanted("a", TOKENS[:10])
+    spans = store.kv.wanted(store.kv.chain("a"), TOKENS[:10])
     save_all(store, "a", [1, 2])
-    await store.barrier(5)
+    await store.queue.drained(5)
     monkeypatch.setattr(os, "fsync", fsync)
-    assert not store.save("a", TOKENS, spans[0], cut(TOKENS, spans[0]))
-    store.skip(2)
+    assert not store.kv.save(store.kv.chain("a"), TOKENS, spans[0], cut(TOKENS, spans[0]))
+    store.queue.skip(2)
     assert store.stats().dropped == {"disk_error": 3}
     assert_sum_rule(store)
 
@@ -201,7 +201,7 @@ async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_aft
 
     monkeypatch.setattr(os, "fsync", noted)
     save_all(store, "a", TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     files = [nth_file(tmp_path, n).stem for n in range(3)]
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
@@ -218,7 +218,7 @@ async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tm
 
     monkeypatch.setattr(os, "fsync", fail_for_directories)
     save_all(store, "a", [1, 2])
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert (store.stats().failed, store.stats().stored) == (1, 0)
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
@@ -229,12 +229,12 @@ async def test_an_unexpected_exception_in_a_write_does_not_end_the_writer(open_s
     write = snapshot_format.write
     monkeypatch.setattr(snapshot_format, "write", lambda *_: 1 / 0)
     save_all(store, "a", [1, 2])
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert store.stats().failed == 1
     monkeypatch.setattr(snapshot_format, "write", write)
     clock.now += 2
     save_all(store, "a", [1, 2])
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await restored(store, "a", [1, 2]) == 2
 
 
@@ -244,7 +244,7 @@ async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_re
     store, gate = await open_store(monotonic=Clock()), threading.Event()
     save_all(store, "a", TOKENS)
     save_all(store, "b", TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
 
     def fail(*_) -> None:
         assert gate.wait(10)
@@ -252,23 +252,23 @@ async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_re
 
     with monkeypatch.context() as patched, capture_logs() as logs:
         patched.setattr(Folder, "remove", fail)
-        store.forget("a", TOKENS)
+        store.eraser.forget("a", pack(TOKENS))
         assert all(save_all(store, "c", TOKENS)), "queued behind it"
         gate.set()
-        assert await store.barrier(5)
-        assert not (await store.erase("a", TOKENS)).settled
+        assert await store.queue.drained(5)
+        assert not (await store.eraser.erase("a", pack(TOKENS))).settled
     assert [log["event"] for log in logs] == ["snapshot_writer_failed"]
     stats = store.stats()
     # The event loop drops the snapshots that still wait when it learns of the first failure.
     assert (stats.durable, stats.failed + sum(stats.dropped.values()), stats.in_flight) == (6, 3, 0)
     assert stats.failed
     span = Span(0, BLOCK)
-    assert (store.room(), store.spare(), store._writer.paused) == (0, 0, True)
-    assert not store.save("c", TOKENS, span, cut(TOKENS, span))
+    assert (store.queue.vacant_bytes(), store.queue.spare_bytes(), store.queue.paused) == (0, 0, True)
+    assert not store.kv.save(store.kv.chain("c"), TOKENS, span, cut(TOKENS, span))
     assert store.stats().dropped["disk_error"] == stats.dropped.get("disk_error", 0) + 1
     assert_sum_rule(store)
     assert await restored(store, "b", TOKENS) == 10, "what is stored is still served"
-    store.forget("b", TOKENS)
+    store.eraser.forget("b", pack(TOKENS))
     assert await store.close(), "the thread ends as ever"
     assert await restored(await open_store(), "b", TOKENS) == 0
 
@@ -287,7 +287,7 @@ async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
         monkeypatch.setattr(Catalog, change, fail)
     with capture_logs() as logs:
         save_all(store, "a", TOKENS)
-        await store.barrier(5)
+        await store.queue.drained(5)
         assert await restored(store, "a", TOKENS) == 10
         await store.close()
     assert [log["event"] for log in logs] == ["index_not_written"]
@@ -305,7 +305,7 @@ async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
         for name, array in zip(names, whole, strict=True)
     )
     alive = [weakref.ref(array) for array in whole]
-    assert store.save("a", [1, 2], Span(0, 2), tensors)
+    assert store.kv.save(store.kv.chain("a"), [1, 2], Span(0, 2), tensors)
     del whole, tensors
     for _ in range(1000):
         if not store.stats().in_flight:
@@ -344,7 +344,7 @@ async def test_a_damaged_or_missing_file_ends_the_restored_prefix_before_it(
 ) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     path = nth_file(tmp_path, n)
     damage(path)
     with capture_logs() as logs:
@@ -352,13 +352,13 @@ async def test_a_damaged_or_missing_file_ends_the_restored_prefix_before_it(
     assert [log["event"] for log in logs] == ["snapshot_quarantined"]
     assert store.stats().rejected == 1
     assert store.stats().stored == n, "what continued it is gone too"
-    assert store.match("a", TOKENS).num_tokens == left
-    await store.barrier(5)
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == left
+    await store.queue.drained(5)
     assert not path.exists()
     assert (tmp_path / "cache" / "quarantine" / path.name).exists() == (damage is not remove)
 
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await restored(store, "a", TOKENS) == 10
     assert_sum_rule(store)
 
@@ -394,7 +394,7 @@ async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file
     """The files are undamaged, and moving them to quarantine would lose the whole session's KV."""
     store = await open_store()
     save_all(store, "a", TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert await restored(store, "a", TOKENS) == len(TOKENS), "and all that it takes has been imported"
     with capture_logs() as logs, no_files_left():
         assert await restored(store, "a", TOKENS) == 0
@@ -436,15 +436,15 @@ async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be
         assert "index_not_written" in [log["event"] for log in logs]
         assert await restored(store, "a", TOKENS) == 10
         assert store.stats().stored == 6
-        assert store.forget("a", TOKENS) == 6, "the other model's files too"
-        assert await store.barrier(5)
+        assert store.eraser.forget("a", pack(TOKENS)) == 6, "the other model's files too"
+        assert await store.queue.drained(5)
         assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
 async def test_concurrent_loads_count_a_damaged_file_once(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     flip(nth_file(tmp_path, 1))
     assert await asyncio.gather(*(restored(store, "a", TOKENS) for _ in range(4))) == [4] * 4
     assert store.stats().rejected == 1
@@ -455,7 +455,7 @@ async def test_a_damaged_block_drops_the_queued_snapshots_that_continue_it(
 ) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
-    await store.barrier(5)
+    await store.queue.drained(5)
     flip(nth_file(tmp_path, 0))
     gate, write = threading.Event(), snapshot_format.write
 
@@ -467,7 +467,7 @@ async def test_a_damaged_block_drops_the_queued_snapshots_that_continue_it(
     save_all(store, "a", TOKENS)
     assert await restored(store, "a", TOKENS[:4]) == 0
     gate.set()
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert store.stats().dropped == {"no_parent": 2}
     assert store.stats().stored == 0
     assert_sum_rule(store)
@@ -480,7 +480,7 @@ async def test_the_quarantine_keeps_a_limited_number_of_files_which_count_toward
     sessions = [[session, 1] for session in range(QUARANTINE_FILES + 4)]
     for tokens in sessions:
         save_all(store, "a", tokens)
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes // len(sessions)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         flip(path)
@@ -491,7 +491,7 @@ async def test_the_quarantine_keeps_a_limited_number_of_files_which_count_toward
 
     store = await open_store(max_bytes=(QUARANTINE_FILES + 1) * size + 100)
     assert save_all(store, "a", [1, 2]) == [True]
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert save_all(store, "b", [1, 2]) == [True]
     assert store.stats().evicted == 1
 
@@ -504,18 +504,18 @@ async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_
     sessions = [[session, 1] for session in range(6)]
     for tokens in sessions:
         save_all(store, "a", tokens)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     size = store.stats().stored_bytes // len(sessions)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         flip(path)
     found = await asyncio.gather(*(restored(store, "a", tokens) for tokens in sessions))
     assert found == [0] * 6
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().capacity_bytes == (1 << 30) - 6 * size
     for path in (tmp_path / "cache" / "quarantine").iterdir():
         path.unlink()
     save_all(store, "b", [1, 2])
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().capacity_bytes == 1 << 30
 
 
@@ -524,7 +524,7 @@ async def test_a_cancelled_load_still_counts_the_file_it_quarantined(
 ) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     size = store.stats().stored_bytes
     flip(next((tmp_path / "cache" / "snapshots").iterdir()))
     moved, quarantine = threading.Event(), Folder.quarantine
@@ -534,12 +534,12 @@ async def test_a_cancelled_load_still_counts_the_file_it_quarantined(
         moved.set()
 
     monkeypatch.setattr(Folder, "quarantine", watched)
-    loading = asyncio.ensure_future(store.load(store.match("a", [1, 2])))
+    loading = asyncio.ensure_future(store.kv.load(store.kv.match(store.kv.chain("a"), [1, 2])))
     await asyncio.sleep(0)
     loading.cancel()
     await asyncio.gather(loading, return_exceptions=True)
     assert await asyncio.to_thread(moved.wait, 10)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().capacity_bytes == (1 << 30) - size
 
 
@@ -549,16 +549,16 @@ async def test_a_cache_folder_removed_under_a_running_store_is_created_again(
 ) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     shutil.rmtree(tmp_path / "cache" / room)
     save_all(store, "b", TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert await restored(store, "b", TOKENS) == 10
     assert (store.stats().failed, store.stats().dropped) == (0, {})
     assert await restored(store, "a", TOKENS) == (0 if room == "snapshots" else 10)
     flip(nth_file(tmp_path, 0, tenant="b"))
     assert await restored(store, "b", TOKENS) == 0
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == 1
     assert_sum_rule(store)
 
@@ -581,7 +581,7 @@ async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
     make(path)
     make(tmp_path / "cache" / "tmp" / path.stem)
     save_all(store, "a", TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert (store.stats().failed, store.stats().dropped) == (0, {}), "nothing pauses for it"
     assert await restored(store, "a", TOKENS) == 10
     assert (tmp_path / "cache" / "quarantine" / path.name).is_dir()
@@ -594,13 +594,13 @@ async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
     assert await restored(store, "a", TOKENS) == 10
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
     assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == QUARANTINE_FILES
-    assert await store.clear()
+    assert await store.eraser.clear()
     assert [*(tmp_path / "cache").glob("*/*")] == []
 
 
 async def test_while_a_read_hangs_all_reads_fail_at_once() -> None:
     """Reads behind it would occupy the other threads too."""
-    answers, readers = threading.Event(), ReadThreads(2, lambda: None)
+    answers, readers = threading.Event(), IoThreads("test", 2)
     try:
         for work, limit_s in ((answers.wait, 0.05), (int, 60.0)):
             with pytest.raises(TimeoutError, match="does not answer"):

@@ -43,7 +43,7 @@ async def stored(open_store, *runs: list[int], **settings):
     store = await open_store(**settings)
     for tokens in runs:
         save_all(store, "a", tokens)
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     return store
 
 
@@ -51,10 +51,10 @@ async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tm
     """This includes SQLite's pages and its write-ahead log, which had the tokens."""
     store = await stored(open_store, OTHER, *([*TOKENS, i] for i in range(20)), TOKENS)
     for i in range(20):
-        assert (await store.erase("a", [*TOKENS, i], 10)).settled
-    assert (await store.erase("a", TOKENS, 10)).settled
+        assert (await store.eraser.erase("a", pack([*TOKENS, i]), 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
-    assert store.match("a", OTHER).num_tokens == 10
+    assert store.kv.match(store.kv.chain("a"), OTHER).num_tokens == 10
     await store.close()
     assert traces(tmp_path / "cache", TOKENS) == []
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
@@ -70,12 +70,12 @@ async def test_no_row_of_erased_tokens_is_left_though_a_reader_held_the_index_as
         reader.execute("BEGIN")
         reader.execute("SELECT * FROM snapshot").fetchone()
         store = await open_store()
-        assert (await store.erase("a", TOKENS, 10)).settled
+        assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
         assert traces(tmp_path / "cache", TOKENS) == []
     await store.close()
     assert traces(tmp_path / "cache", TOKENS) == []
     store = await open_store()
-    assert store.match("a", OTHER).num_tokens == 10
+    assert store.kv.match(store.kv.chain("a"), OTHER).num_tokens == 10
 
 
 async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_is_gone(
@@ -85,17 +85,17 @@ async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_
     remove = Folder.remove
 
     def failing(folder, digest) -> None:
-        if digest == store.chain("a").names(as_tokens(TOKENS))[1]:
+        if digest == store.kv.chain("a").names(as_tokens(TOKENS))[1]:
             raise OSError(errno.EIO, "Input/output error")
         remove(folder, digest)
 
     monkeypatch.setattr(Folder, "remove", failing)
-    erased = await store.erase("a", TOKENS, 10)
+    erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (3, False)
-    assert (await store.erase("a", OTHER, 10)).settled, "which is another session's"
-    assert not (await store.erase("a", TOKENS, 10)).settled, "nor is it when asked again"
+    assert (await store.eraser.erase("a", pack(OTHER), 10)).settled, "which is another session's"
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled, "nor is it when asked again"
     monkeypatch.undo()
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
@@ -107,10 +107,10 @@ async def test_a_file_that_could_not_be_removed_is_removed_when_the_note_is_carr
     store, marks = await stored(open_store, TOKENS), Marks.of("a", pack(TOKENS))
     monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
     if was_here:  # else this worker was away while the session was forgotten
-        assert not (await store.erase("a", TOKENS, 10)).settled
-    assert not await store.erase_marked("a", marks)
+        assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
+    assert not await store.eraser.erase_marked("a", marks)
     monkeypatch.undo()
-    assert await store.erase_marked("a", marks)
+    assert await store.eraser.erase_marked("a", marks)
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
@@ -121,12 +121,12 @@ async def test_an_erase_whose_time_runs_out_behind_other_writes_still_removes_qu
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         path.write_bytes(path.read_bytes()[:-1] + b"?")
-    assert await store.load(store.match("a", TOKENS)) is None
+    assert await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS)) is None
     gate.clear()
     save_all(store, "a", OTHER)
-    assert not (await store.erase("a", TOKENS, 0.01)).settled
+    assert not (await store.eraser.erase("a", pack(TOKENS), 0.01)).settled
     gate.set()
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
@@ -135,12 +135,12 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
 ) -> None:
     store = await stored(open_store, TOKENS)
     monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
-    store.set_limits(max_bytes=0)
+    store.quota.set_limits(max_bytes=0, min_free_bytes=0)
     while store.stats().stored:
-        await store.barrier(10)
-    assert not (await store.erase("a", TOKENS, 10)).settled
+        await store.queue.drained(10)
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     monkeypatch.undo()
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
@@ -149,43 +149,43 @@ async def test_a_file_that_an_erase_could_not_remove_blocks_no_later_erase_once_
 ) -> None:
     store = await stored(open_store, TOKENS)
     monkeypatch.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
-    assert not (await store.erase("a", TOKENS, 10)).settled
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     monkeypatch.undo()
     save_all(store, "a", [*TOKENS, 7])
-    assert await store.barrier(10)
-    assert (await store.erase("a", TOKENS[:3], 10)).settled
-    assert store.match("a", [*TOKENS, 7]).num_tokens == 11
+    assert await store.queue.drained(10)
+    assert (await store.eraser.erase("a", pack(TOKENS[:3]), 10)).settled
+    assert store.kv.match(store.kv.chain("a"), [*TOKENS, 7]).num_tokens == 11
 
 
 async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
-    held = store.hold("a", TOKENS[:8])
-    erased = await store.erase("a", TOKENS, 10)
+    held = store.kv.hold(store.kv.chain("a"), TOKENS[:8])
+    erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (3, False)
-    store.release(held)
-    erased = await store.erase("a", TOKENS, 10)
+    store.kv.release(held)
+    erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (0, True)
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
 async def test_an_erase_that_keeps_only_shared_snapshots_is_confirmed(open_store) -> None:
     store = await stored(open_store, TOKENS, [*TOKENS[:8], 7, 8])
-    assert (await store.erase("a", TOKENS, 10)).settled
-    assert store.match("a", [*TOKENS[:8], 7, 8]).num_tokens == 10
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
+    assert store.kv.match(store.kv.chain("a"), [*TOKENS[:8], 7, 8]).num_tokens == 10
 
 
 async def test_an_erase_keeps_the_snapshots_of_first_tokens_that_are_marked_as_shared(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)
-    assert await store.erase("a", TOKENS, 10, shared=9) == ErasureResult(1, settled=True)
-    found = store.match("a", TOKENS)
-    store.release(found)
+    assert await store.eraser.erase("a", pack(TOKENS), 10, shared=9) == ErasureResult(1, settled=True)
+    found = store.kv.match(store.kv.chain("a"), TOKENS)
+    store.kv.release(found)
     assert found.num_tokens == 8
     assert not traces(tmp_path / "cache", TOKENS[8:])
-    assert await store.erase("a", TOKENS[:9], 10) == ErasureResult(2, settled=True)
+    assert await store.eraser.erase("a", pack(TOKENS[:9]), 10) == ErasureResult(2, settled=True)
     assert not traces(tmp_path / "cache", TOKENS)
 
 
@@ -198,12 +198,12 @@ async def test_an_erase_removes_the_quarantined_copies_of_its_tokens_and_no_othe
         content[-1] ^= 1
         path.write_bytes(content)
     for tokens in (TOKENS, OTHER):
-        assert await store.load(store.match("a", tokens)) is None
+        assert await store.kv.load(store.kv.match(store.kv.chain("a"), tokens)) is None
     quarantine = tmp_path / "cache" / "quarantine"
     assert len(list(quarantine.iterdir())) == 2
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     room_before = store.stats().capacity_bytes
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
     (kept,) = quarantine.iterdir()
     assert read_name(kept).tokens == pack(OTHER[:4]), "another session's copy is left to be looked at"
@@ -218,9 +218,9 @@ async def test_an_erase_removes_a_quarantined_file_whose_header_cannot_be_read(o
         if read_name(path).tokens == pack(TOKENS[:4])
     )
     first.write_bytes(first.read_bytes().replace(b'"start":"0"', b'"start":"x"'))
-    assert await store.load(store.match("a", TOKENS)) is None
+    assert await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS)) is None
     (tmp_path / "cache" / "quarantine" / "folder").mkdir()
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
@@ -231,12 +231,12 @@ async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantin
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         *content, last = path.read_bytes()
         path.write_bytes(bytes([*content, last ^ 1]))
-    match = store.match("a", TOKENS)
-    assert not (await store.erase("a", TOKENS, 10)).settled
-    assert await store.load(match) is None
-    assert await store.barrier(10)
+    match = store.kv.match(store.kv.chain("a"), TOKENS)
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
+    assert await store.kv.load(match) is None
+    assert await store.queue.drained(10)
     assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
-    assert (await store.erase("a", [1], 10)).settled
+    assert (await store.eraser.erase("a", pack([1]), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
@@ -252,7 +252,7 @@ async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_set
             path.unlink()
     store = await open_store()
     assert store.stats().stored == 4 * 6 + 2
-    erased = await store.erase("a", TOKENS, 10)
+    erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (13, True)
     assert traces(tmp_path / "cache", TOKENS) == []
     assert store.stats().stored == 13
@@ -261,9 +261,9 @@ async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_set
 async def test_an_erase_leaves_the_copies_of_another_tenant(open_store) -> None:
     store = await stored(open_store, TOKENS)
     save_all(store, "b", TOKENS)
-    assert await store.barrier(10)
-    assert (await store.erase("a", TOKENS, 10)).settled
-    assert store.match("b", TOKENS).num_tokens == 10
+    assert await store.queue.drained(10)
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
+    assert store.kv.match(store.kv.chain("b"), TOKENS).num_tokens == 10
 
 
 def test_erase_marks_differ_by_tenant_and_depend_on_all_tokens_before_them() -> None:
@@ -285,7 +285,7 @@ async def test_an_erase_is_not_confirmed_while_files_of_an_unknown_format_versio
     for path in (tmp_path / "cache").glob("index.sqlite*"):
         path.unlink()
     store = await open_store()
-    assert not (await store.erase("a", TOKENS, 10)).settled
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
 
 
 async def test_an_erase_syncs_the_directory_after_it_removed_the_last_file(
@@ -301,7 +301,7 @@ async def test_an_erase_syncs_the_directory_after_it_removed_the_last_file(
 
     monkeypatch.setattr(os, "fsync", syncing)
     monkeypatch.setattr(Folder, "remove", lambda *args: (happened.append("remove"), remove(*args)))
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert [what for what in happened if what != "other"] == ["remove"] * 3 + ["sync"]
 
 
@@ -315,7 +315,7 @@ async def test_an_erase_is_not_confirmed_if_the_directory_cannot_be_synced(open_
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", failing)
-    assert not (await store.erase("a", TOKENS, 10)).settled
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
 
 
 @pytest.mark.parametrize("code", [0, errno.ENOTSUP, errno.EIO])
@@ -336,12 +336,12 @@ async def test_on_macos_an_erase_syncs_with_f_fullfsync_so_that_the_drives_cache
     store = await stored(open_store, TOKENS)
     assert synced == []
     monkeypatch.setattr(os, "fsync", lambda fd: (fsynced.append(os.fstat(fd).st_ino), fsync(fd)))
-    assert (await store.erase("a", TOKENS, 10)).settled == (code != errno.EIO)
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled == (code != errno.EIO)
     if code != errno.EIO:
         names = ["snapshots", "tmp", "quarantine", "index.sqlite-wal"]
         assert synced == [(tmp_path / "cache" / name).stat().st_ino for name in names]
         assert fsynced == (synced if code else []), "where the file system has no such command"
-    assert store._catalog._db.execute("PRAGMA fullfsync").fetchone() == (1,), "for SQLite's own syncs"
+    assert store._opened.catalog._db.execute("PRAGMA fullfsync").fetchone() == (1,), "for SQLite's own syncs"
 
 
 async def test_an_erase_is_not_confirmed_if_the_index_could_not_remove_its_rows(
@@ -353,16 +353,16 @@ async def test_an_erase_is_not_confirmed_if_the_index_could_not_remove_its_rows(
         raise sqlite3.OperationalError("database or disk is full")
 
     monkeypatch.setattr(Catalog, "remove", failing)
-    assert not (await store.erase("a", TOKENS, 10)).settled
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     monkeypatch.undo()
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
 async def test_an_erase_removes_unfinished_files_of_interrupted_writes(open_store, tmp_path) -> None:
     store = await stored(open_store, OTHER)
     (tmp_path / "cache" / "tmp" / "left").write_bytes(pack(TOKENS))
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
@@ -370,11 +370,14 @@ async def test_a_chain_of_more_than_a_thousand_blocks_is_erased_completely(open_
     tokens = list(range(1100 * 2))
     store = await open_store(identity=identity(block_tokens=2))
     for start in range(0, len(tokens), 2):
-        assert store.save(
-            "a", tokens, Span(start, start + 2), cut(tokens[: start + 2], Span(start, start + 2))
+        assert store.kv.save(
+            store.kv.chain("a"),
+            tokens,
+            Span(start, start + 2),
+            cut(tokens[: start + 2], Span(start, start + 2)),
         )
-    assert await store.barrier(60)
-    assert (await store.erase("a", tokens, 60)).num_snapshots == 1100
+    assert await store.queue.drained(60)
+    assert (await store.eraser.erase("a", pack(tokens), 60)).num_snapshots == 1100
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
@@ -383,9 +386,9 @@ async def test_clear_returns_false_as_long_as_a_file_cannot_be_removed(
 ) -> None:
     store = await stored(open_store, TOKENS)
     (tmp_path / "cache" / "snapshots" / "folder").mkdir()
-    assert not await store.clear(10)
-    assert not (await store.erase("a", TOKENS, 10)).settled, "whatever it was that stayed"
+    assert not await store.eraser.clear(10)
+    assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled, "whatever it was that stayed"
     (tmp_path / "cache" / "snapshots" / "folder").rmdir()
-    assert await store.clear(10)
-    assert (await store.erase("a", TOKENS, 10)).settled
+    assert await store.eraser.clear(10)
+    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert traces(tmp_path / "cache", TOKENS) == []

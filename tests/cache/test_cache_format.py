@@ -21,7 +21,7 @@ from cache.kv.arrays import Blank
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
-from cache.names.snapshot import Name, Tensor
+from cache.names.snapshot import ModelLayout, Name, Tensor
 from cache.names.tokens import pack
 
 TOKENS = [5, 6, 7, 8]
@@ -40,7 +40,7 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     """Read a file with the functions of a restore; return its arrays."""
     wanted = {"digest": NAME.digest, "start": 0, "identity": IDENTITY.digest(), **changes}
     layout = layout or snapshot_format.peek(path, **wanted)[0]
-    blank = Blank(layout, wanted["start"] + num_tokens)
+    blank = Blank(ModelLayout(layout), wanted["start"] + num_tokens)
     snapshot_format.read(path, **wanted, layout=layout, places=blank.places)
     return blank.arrays()
 
@@ -286,7 +286,7 @@ def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
     identity_digest = IDENTITY.digest()
     one, two = chain_of_two(tmp_path, tokens)
     layout, _ = snapshot_format.peek(**one, identity=identity_digest)
-    blank = Blank(layout, num_read)
+    blank = Blank(ModelLayout(layout), num_read)
     for wanted in (two, one):
         size_bytes = snapshot_format.read(
             **wanted, identity=identity_digest, layout=layout, places=blank.places
@@ -333,7 +333,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_rejected(path, monkeypatch) -> 
     wanted = (NAME.digest, 0, IDENTITY.digest())
     (layout, _), size_bytes = snapshot_format.peek(path, *wanted), path.stat().st_size
     monkeypatch.setattr(os, "readv", late)
-    blank = Blank(layout, BLOCK)
+    blank = Blank(ModelLayout(layout), BLOCK)
     with pytest.raises(DoubtfulSnapshotError, match="shorter than its header says"):
         snapshot_format.read(path, *wanted, layout=layout, places=blank.places)
 

@@ -22,7 +22,7 @@ from cache.index.nodes import Node
 from cache.names.errors import CacheError
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, seen
-from cache.names.tokens import as_tokens
+from cache.names.tokens import as_tokens, pack
 
 LIMITED = LAYOUT.under(POLICY)
 TOKENS = [at * 7 % 50 for at in range(400)]
@@ -33,9 +33,9 @@ FILE = 1600
 async def grown(store, chain, num_tokens, tokens=TOKENS, layout=LIMITED) -> None:
     """Save a session block by block, each when the block before it is on disk."""
     for end in range(BLOCK, num_tokens + 1, BLOCK):
-        for span in store.wanted(chain, tokens[:end]):
-            assert store.save(chain, tokens, span, tensors_of(layout, tokens, span)), "dropped"
-        assert await store.barrier(5)
+        for span in store.kv.wanted(chain, tokens[:end]):
+            assert store.kv.save(chain, tokens, span, tensors_of(layout, tokens, span)), "dropped"
+        assert await store.queue.drained(5)
 
 
 def limited(open_store, num_files, **changes):
@@ -70,72 +70,72 @@ def assert_room_rule(store) -> None:
 async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(open_store) -> None:
     """Every block is saved, those between sinks and window are evicted, and the whole session matches."""
     store = await limited(open_store, 8)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     await grown(store, chain, 400)
     stats = store.stats()
     assert (stats.durable, sum(stats.dropped.values())) == (100, 0)
     assert 6 <= stats.stored <= 11
     assert stats.evicted == 100 - stats.stored
     assert_room_rule(store)
-    match = store.match(chain, TOKENS)
+    match = store.kv.match(chain, TOKENS)
     assert match.num_tokens == 400
-    assert_restored(await store.load(match), LIMITED, TOKENS)
+    assert_restored(await store.kv.load(match), LIMITED, TOKENS)
 
 
 async def test_sinks_of_more_than_one_block_are_not_evicted_while_a_session_needs_them(open_store) -> None:
     """It needs them while it grows, and while a restore of it is pending."""
     policy = Policy(10, 6)
     store = await limited(open_store, 12)
-    chain = store.chain("a", policy)
+    chain = store.kv.chain("a", policy)
     for end in range(BLOCK, 201, BLOCK):
         save(store, LAYOUT.under(policy), chain, TOKENS[:end])
-        assert await store.barrier(5)
-    match = store.match(chain, TOKENS[:200])
+        assert await store.queue.drained(5)
+    match = store.kv.match(chain, TOKENS[:200])
     assert match.num_tokens == 200
     assert any(node.is_gap for node in match.nodes)
     needed = {0, 4, 8, 188, 192, 196}
     assert {node.start for node in gap_rules.needed_by(match.nodes[-1])} == needed
-    store.set_limits(max_bytes=0)
+    store.quota.set_limits(max_bytes=0, min_free_bytes=0)
     for _ in range(20):
-        store._room._shrink()
+        store.quota._shrink()
     assert {node.start for node in store._index if not node.is_gap} == needed
-    assert_restored(await store.load(match), LAYOUT.under(policy), TOKENS[:200])
+    assert_restored(await store.kv.load(match), LAYOUT.under(policy), TOKENS[:200])
 
 
 async def test_a_session_with_evicted_middle_blocks_survives_restarts(open_store) -> None:
     store = await limited(open_store, 8)
-    await grown(store, store.chain("a", POLICY), 200)
+    await grown(store, store.kv.chain("a", POLICY), 200)
     before = {node.digest: (node.size_bytes, node.start) for node in store._index}
     assert await store.close()
     for _ in range(2):
         store = await limited(open_store, 8)
         assert {node.digest: (node.size_bytes, node.start) for node in store._index} == before
-        chain = store.chain("a", POLICY)
-        match = store.match(chain, TOKENS)
+        chain = store.kv.chain("a", POLICY)
+        match = store.kv.match(chain, TOKENS)
         assert match.num_tokens == 200
-        assert_restored(await store.load(match), LIMITED, TOKENS[:200])
+        assert_restored(await store.kv.load(match), LIMITED, TOKENS[:200])
         assert_room_rule(store)
         assert await store.close()
     store = await limited(open_store, 8)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     for end in range(204, 301, BLOCK):
         save(store, LIMITED, chain, TOKENS[:end])
-        assert await store.barrier(5)
-    assert store.match(chain, TOKENS).num_tokens == 300
+        assert await store.queue.drained(5)
+    assert store.kv.match(chain, TOKENS).num_tokens == 300
 
 
 async def test_a_match_of_a_rewound_session_is_the_longest_prefix_that_can_still_be_restored(
     open_store,
 ) -> None:
     store = await limited(open_store, 12)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     await grown(store, chain, 300)
     found = set()
     for end in range(BLOCK, 301, BLOCK):
-        match = store.match(chain, TOKENS[:end])
+        match = store.kv.match(chain, TOKENS[:end])
         assert match.num_tokens == longest(store, chain, TOKENS[:end])
         found.add(match.num_tokens)
-        restored = await store.load(match)
+        restored = await store.kv.load(match)
         if match.num_tokens:
             assert_restored(restored, LIMITED, TOKENS[: match.num_tokens])
     assert 300 in found
@@ -147,24 +147,24 @@ async def test_a_session_rewound_into_evicted_blocks_saves_only_the_blocks_that_
 ) -> None:
     """It prefills these blocks once; after that they can be restored."""
     store = await limited(open_store, 12)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     await grown(store, chain, 300)
-    nodes = store.match(chain, TOKENS[:300]).nodes
+    nodes = store.kv.match(chain, TOKENS[:300]).nodes
     gap = next(node for node in reversed(nodes) if node.is_gap and not nodes[node.start // BLOCK - 1].usable)
     rewound = [*TOKENS[: gap.end], 1, 2, 3]
-    held = store.hold(chain, rewound)
+    held = store.kv.hold(chain, rewound)
     assert held.edges[0] < gap.end, "what is not there is not called stored"
-    wanted = store.wanted(chain, rewound)
+    wanted = store.kv.wanted(chain, rewound)
     assert [span.end for span in wanted][-2:] == [gap.end, len(rewound)]
-    assert store.wanted(chain, TOKENS[:300]) == [], "nobody sees the rest again"
+    assert store.kv.wanted(chain, TOKENS[:300]) == [], "nobody sees the rest again"
     save(store, LIMITED, chain, rewound)
-    assert await store.barrier(5)
-    store.release(held)
+    assert await store.queue.drained(5)
+    store.kv.release(held)
     assert_room_rule(store)
-    match = store.match(chain, rewound)
+    match = store.kv.match(chain, rewound)
     assert match.num_tokens == len(rewound)
-    assert_restored(await store.load(match), LIMITED, rewound)
-    assert store.match(chain, TOKENS[:300]).num_tokens == 300
+    assert_restored(await store.kv.load(match), LIMITED, rewound)
+    assert store.kv.match(chain, TOKENS[:300]).num_tokens == 300
     for node in store._index:
         is_there(store, node)
 
@@ -174,7 +174,7 @@ async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blo
 ) -> None:
     """The blocks after it stay on disk, and the failed write leaves no file."""
     store = await limited(open_store, 12)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     await grown(store, chain, 300)
     gap = next(node for node in store._index if node.is_gap)
     rewound = TOKENS[: gap.end]
@@ -184,12 +184,12 @@ async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blo
     with monkeypatch.context() as patched:
         patched.setattr(snapshot_format, "write", _fail)
         save(store, LIMITED, chain, rewound)
-        assert await store.barrier(5)
+        assert await store.queue.drained(5)
     assert store.stats().failed >= 1
     assert {node.digest for node in store._index} == nodes
     assert gaps <= {node.digest for node in store._index if node.is_gap}
     assert_room_rule(store)
-    assert store.match(chain, TOKENS[:300]).num_tokens == 300
+    assert store.kv.match(chain, TOKENS[:300]).num_tokens == 300
     for node in store._index:
         is_there(store, node)
 
@@ -197,22 +197,22 @@ async def test_a_failed_write_of_an_evicted_block_leaves_the_index_and_later_blo
 async def test_eviction_keeps_the_blocks_that_a_pending_restore_needs(open_store) -> None:
     """Also if the restore ends in the middle of a session."""
     store = await limited(open_store, 100)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     await grown(store, chain, 200)
-    match = store.match(chain, TOKENS[:120])
-    store.set_limits(max_bytes=0)
+    match = store.kv.match(chain, TOKENS[:120])
+    store.quota.set_limits(max_bytes=0, min_free_bytes=0)
     for _ in range(200):
         if store.stats().evictable_bytes == 0:
             break
-        store._room._shrink()
+        store.quota._shrink()
     assert_room_rule(store)
     kept = [node for node in store._index if not node.is_gap]
     assert {node.start for node in kept} == {0, 108, 112, 116}
-    assert_restored(await store.load(match), LIMITED, TOKENS[:120])
+    assert_restored(await store.kv.load(match), LIMITED, TOKENS[:120])
     for _ in range(200):
-        store._room._shrink()
+        store.quota._shrink()
     assert (store.stats().stored, len(store._index)) == (0, 0)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert await store.close()
     store = await limited(open_store, 8)
     assert len(store._index) == 0
@@ -220,39 +220,39 @@ async def test_eviction_keeps_the_blocks_that_a_pending_restore_needs(open_store
 
 async def test_eviction_keeps_the_windows_of_both_branches_of_a_session(open_store) -> None:
     store = await limited(open_store, 100)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     await grown(store, chain, 200)
     other = [*TOKENS[:80], 1, 2, 3, 4]
     save(store, LIMITED, chain, other)
-    assert await store.barrier(5)
-    store.set_limits(max_bytes=14 * FILE)
+    assert await store.queue.drained(5)
+    store.quota.set_limits(max_bytes=14 * FILE, min_free_bytes=0)
     for _ in range(20):
-        store._room._shrink()
+        store.quota._shrink()
     for tokens in (other, TOKENS[:200]):
-        match = store.match(chain, tokens)
+        match = store.kv.match(chain, tokens)
         assert match.num_tokens == len(tokens)
-        assert_restored(await store.load(match), LIMITED, tokens)
+        assert_restored(await store.kv.load(match), LIMITED, tokens)
 
 
 async def test_eviction_removes_no_middle_blocks_of_sessions_under_full(open_store) -> None:
     store = await limited(open_store, 60)
-    chain = store.chain("a", POLICY)
+    chain = store.kv.chain("a", POLICY)
     await grown(store, chain, 200)
-    save(store, LAYOUT, "a", TOKENS[:40])
-    assert await store.barrier(5)
-    store.set_limits(max_bytes=20 * FILE)
+    save(store, LAYOUT, store.kv.chain("a"), TOKENS[:40])
+    assert await store.queue.drained(5)
+    store.quota.set_limits(max_bytes=20 * FILE, min_free_bytes=0)
     for _ in range(20):
-        store._room._shrink()
-    nodes = store.match(chain, TOKENS[:200]).nodes
+        store.quota._shrink()
+    nodes = store.kv.match(chain, TOKENS[:200]).nodes
     assert len(nodes) == 50
     assert any(node.is_gap for node in nodes)
-    assert not any(node.is_gap for node in store.match("a", TOKENS[:40]).nodes)
+    assert not any(node.is_gap for node in store.kv.match(store.kv.chain("a"), TOKENS[:40]).nodes)
 
 
 async def test_erasing_a_session_with_evicted_blocks_removes_all_of_its_index_rows(open_store) -> None:
     store = await limited(open_store, 8)
-    await grown(store, store.chain("a", POLICY), 200)
-    forgotten = await store.erase("a", TOKENS[:200])
+    await grown(store, store.kv.chain("a", POLICY), 200)
+    forgotten = await store.eraser.erase("a", pack(TOKENS[:200]))
     assert forgotten.settled
     assert len(store._index) == 0
     catalog = store._folder.catalog
@@ -266,17 +266,17 @@ async def test_an_evicted_block_whose_file_still_exists_is_used_again_after_the_
 ) -> None:
     """Its index row says that it is evicted, but the start finds the file and uses it."""
     store = await limited(open_store, 8)
-    await grown(store, store.chain("a", POLICY), 100)
+    await grown(store, store.kv.chain("a", POLICY), 100)
     gap = next(node for node in store._index if node.is_gap)
     path = store._folder.path(gap.digest)
     assert not path.exists()
     assert await store.close()
     rich = await open_store(path.parent.parent.parent / "other")
-    await grown(rich, rich.chain("a", POLICY), 100)
+    await grown(rich, rich.kv.chain("a", POLICY), 100)
     path.write_bytes(rich._folder.path(gap.digest).read_bytes())
     store = await limited(open_store, 12)
     assert not store._index.get(gap.digest).is_gap
-    assert store.match(store.chain("a", POLICY), TOKENS).num_tokens == 100
+    assert store.kv.match(store.kv.chain("a", POLICY), TOKENS).num_tokens == 100
     assert store.stats().rejected == 0
 
 
@@ -291,14 +291,14 @@ async def test_a_crash_right_after_a_middle_block_s_file_is_removed_leaves_the_e
         lives.append(tmp_path / str(len(lives)))
         shutil.copytree(tmp_path / "cache", lives[-1])
 
-    await grown(store, store.chain("a", POLICY), 32)
+    await grown(store, store.kv.chain("a", POLICY), 32)
     with monkeypatch.context() as patched:
         patched.setattr(Folder, "remove", copied)
-        await grown(store, store.chain("a", POLICY), 48)
+        await grown(store, store.kv.chain("a", POLICY), 48)
     assert len(lives) >= 2
     for directory in lives:
         store = await limited(open_store, 8, directory=directory)
-        found = store.match(store.chain("a", POLICY), TOKENS).num_tokens
+        found = store.kv.match(store.kv.chain("a", POLICY), TOKENS).num_tokens
         assert found >= 36, directory.name
 
 
@@ -311,8 +311,8 @@ async def test_finding_the_blocks_that_a_session_needs_does_not_visit_the_blocks
     monkeypatch.setattr(Node, "chain", lambda self: (seen.append(node) or node for node in chain(self)))
     costs = []
     for num_tokens in (100, 300):
-        await grown(store, store.chain("a", POLICY), num_tokens)
-        held = store.hold(store.chain("a", POLICY), TOKENS[:num_tokens])
+        await grown(store, store.kv.chain("a", POLICY), num_tokens)
+        held = store.kv.hold(store.kv.chain("a", POLICY), TOKENS[:num_tokens])
         slow = [
             node
             for node in chain(held.last)
@@ -323,7 +323,7 @@ async def test_finding_the_blocks_that_a_session_needs_does_not_visit_the_blocks
         seen.clear()
         assert store.stats().held_bytes > 0
         costs.append(len(seen))
-        store.release(held)
+        store.kv.release(held)
     assert costs[0] == costs[1]
 
 
@@ -332,26 +332,26 @@ async def test_after_the_loss_of_the_index_the_blocks_before_the_first_evicted_o
 ) -> None:
     """Later blocks cannot be found, since only the index had the evicted block's name."""
     store = await limited(open_store, 8)
-    await grown(store, store.chain("a", POLICY), 200)
+    await grown(store, store.kv.chain("a", POLICY), 200)
     num_before = next(i for i, node in enumerate(sorted(store._index, key=lambda n: n.start)) if node.is_gap)
     assert await store.close()
     store._folder.catalog.unlink()
     store = await limited(open_store, 8)
     assert store.stats().stored == num_before
-    assert store.match(store.chain("a", POLICY), TOKENS).num_tokens == num_before * BLOCK
+    assert store.kv.match(store.kv.chain("a", POLICY), TOKENS).num_tokens == num_before * BLOCK
 
 
 async def test_a_chain_with_evicted_blocks_is_listed_with_its_files_and_can_be_pruned(
     open_store, tmp_path
 ) -> None:
     store = await limited(open_store, 8)
-    await grown(store, store.chain("a", POLICY), 200)
+    await grown(store, store.kv.chain("a", POLICY), 200)
     stored, stored_bytes = store.stats().stored, store.stats().stored_bytes
     assert await store.close()
     found = survey.inspect(tmp_path / "cache")
     (chain,) = found.chains
     assert (chain.num_tokens, chain.num_files, chain.size_bytes) == (200, stored, stored_bytes)
-    assert [(one.num_files, one.size_bytes) for one in found.usage] == [(stored, stored_bytes)]
+    assert [(one.num_files, one.size_bytes) for one in found.models] == [(stored, stored_bytes)]
     pruned = pruning.prune(
         tmp_path / "cache", model=chain.model.identity, older_than_s=None, to_bytes=0, now_s=0
     )
@@ -363,8 +363,8 @@ async def test_a_chain_with_evicted_blocks_is_exported_up_to_the_first_evicted_b
     open_store, tmp_path
 ) -> None:
     store = await limited(open_store, 8)
-    await grown(store, store.chain("a", POLICY), 200)
-    nodes = store.match(store.chain("a", POLICY), TOKENS).nodes
+    await grown(store, store.kv.chain("a", POLICY), 200)
+    nodes = store.kv.match(store.kv.chain("a", POLICY), TOKENS).nodes
     num_before = next(i for i, node in enumerate(nodes) if node.is_gap)
     assert await store.close()
     with pytest.raises(CacheError, match="it is no file"):
@@ -391,30 +391,30 @@ class Sessions:
         self.store = await self.open()
         acts = [self.grow] * 6 + [self.rewind] * 2 + [self.hold, self.release, self.forget]
         for _ in range(num_steps):
-            self.chain = self.store.chain("a", self.policy)
+            self.chain = self.store.kv.chain("a", self.policy)
             await self.chance.choice([*acts, self.restart])()
             await self.check()
         for held in self.held:
-            self.store.release(held)
+            self.store.kv.release(held)
         assert self.store.stats().held_bytes == 0
-        while self.store._removal.evict(1 << 40, 32):
+        while self.store._remover.evict(1 << 40, 32):
             pass
         assert (len(self.store._index), self.store.stats().stored_bytes) == (0, 0)
 
     async def grow(self) -> None:
         tokens = self.chance.choice(self.tokens)
         longer = tokens + [self.chance.randrange(3) for _ in range(self.chance.randrange(1, 6 * BLOCK))]
-        hold = self.store.hold(self.chain, longer)
+        hold = self.store.kv.hold(self.chain, longer)
         fails = self.chance.random() < 0.1
         write = snapshot_format.write
-        for span in self.store.wanted(self.chain, longer):
+        for span in self.store.kv.wanted(self.chain, longer):
             snapshot_format.write = _fail if fails and self.chance.random() < 0.5 else write
-            self.store._writer._resume()  # or nothing would be saved for a second
-            self.store.save(self.chain, longer, span, tensors_of(self.layout, longer, span))
-            await self.store.barrier(5)
+            self.store.queue._resume()  # or nothing would be saved for a second
+            self.store.kv.save(self.chain, longer, span, tensors_of(self.layout, longer, span))
+            await self.store.queue.drained(5)
         snapshot_format.write = write
-        self.store._writer._resume()
-        self.store.release(hold)
+        self.store.queue._resume()
+        self.store.kv.release(hold)
         self.tokens.append(longer)
 
     async def rewind(self) -> None:
@@ -422,37 +422,37 @@ class Sessions:
         self.tokens.append(tokens[: self.chance.randrange(1, len(tokens) + 1)])
 
     async def hold(self) -> None:
-        self.held.append(self.store.match(self.chain, self.chance.choice(self.tokens)))
+        self.held.append(self.store.kv.match(self.chain, self.chance.choice(self.tokens)))
 
     async def release(self) -> None:
         if self.held:
             match = self.held.pop(0)
-            restored = await self.store.load(match)
+            restored = await self.store.kv.load(match)
             if restored is not None:
                 assert restored.num_tokens == match.num_tokens
 
     async def forget(self) -> None:
         if self.chance.random() < 0.3:
-            await self.store.erase("a", self.chance.choice(self.tokens))
+            await self.store.eraser.erase("a", pack(self.chance.choice(self.tokens)))
 
     async def restart(self) -> None:
         self.held = []
         assert await self.store.close()
         self.store = await self.open()
-        self.chain = self.store.chain("a", self.policy)
+        self.chain = self.store.kv.chain("a", self.policy)
 
     async def settle(self) -> None:
-        assert await self.store.barrier(5)
-        while self.store._behind:
-            self.store._room._shrink()
-            assert await self.store.barrier(5)
+        assert await self.store.queue.drained(5)
+        while self.store.quota._window_eviction:
+            self.store.quota._shrink()
+            assert await self.store.queue.drained(5)
 
     async def check(self) -> None:
         await self.settle()
         store, tokens = self.store, self.chance.choice(self.tokens)
-        match = store.match(self.chain, tokens)
+        match = store.kv.match(self.chain, tokens)
         assert match.num_tokens >= longest(store, self.chain, tokens)
-        restored = await store.load(match)
+        restored = await store.kv.load(match)
         if match.num_tokens:
             assert_restored(restored, self.layout, tokens[: match.num_tokens])
         await self.settle()
@@ -479,8 +479,8 @@ async def test_a_session_of_a_model_with_only_window_layers_may_exceed_the_disk_
 ) -> None:
     """If one layer saw all tokens, no block could be evicted from the middle."""
     store = await limited(open_store, 8, layout=ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4))
-    await grown(store, "a", 200)
-    match = store.match("a", TOKENS)
+    await grown(store, store.kv.chain("a"), 200)
+    match = store.kv.match(store.kv.chain("a"), TOKENS)
     assert match.num_tokens == 200
-    assert_restored(await store.load(match), LIMITED, TOKENS[:200])
-    assert store.chain("a").policy == FULL
+    assert_restored(await store.kv.load(match), LIMITED, TOKENS[:200])
+    assert store.kv.chain("a").policy == FULL

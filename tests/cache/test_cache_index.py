@@ -133,7 +133,7 @@ async def stored_once(open_store) -> None:
 async def assert_finds_everything(open_store) -> None:
     store = await open_store()
     assert store.stats().stored == 3
-    restored = await store.load(store.match("a", TOKENS))
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))
     assert_is_kv_of(restored.tensors, TOKENS)
     await store.close()
 
@@ -177,8 +177,8 @@ async def test_an_index_row_with_wrong_tokens_is_not_used_for_a_match(
             db.execute("UPDATE snapshot SET proof = NULL")
     db.close()
     store = await open_store()
-    assert store.match("a", [*TOKENS[:8], 8, 7]).num_tokens == 9
-    assert store.match("a", TOKENS).num_tokens == 10
+    assert store.kv.match(store.kv.chain("a"), [*TOKENS[:8], 8, 7]).num_tokens == 9
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 10
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ async def test_a_truncated_file_is_detected_when_it_is_read_and_not_restored(ope
     path = tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     store = await open_store()
-    restored = await store.load(store.match("a", TOKENS))
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))
     assert restored.num_tokens == BLOCK
     assert (store.stats().rejected, store.stats().stored) == (1, 1)
 
@@ -326,15 +326,16 @@ async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None
     store = await open_store(clock=lambda: 1000.0)
     for tenant in ("a", "b", "c"):
         save_all(store, tenant, [1, 2])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes // 3
-    store.release(store.match("a", [1, 2]))
+    store.kv.release(store.kv.match(store.kv.chain("a"), [1, 2]))
     await store.close()
 
     store = await open_store(clock=lambda: 10.0, max_bytes=3 * size + 50)
-    store.release(store.match("c", [1, 2]))
+    store.kv.release(store.kv.match(store.kv.chain("c"), [1, 2]))
     save_all(store, "d", [1, 2])
-    assert {tenant: store.match(tenant, [1, 2]).num_tokens for tenant in "abc"} == {"a": 2, "b": 0, "c": 2}
+    left = {tenant: store.kv.find(store.kv.chain(tenant), [1, 2]).num_tokens for tenant in "abc"}
+    assert left == {"a": 2, "b": 0, "c": 2}
 
 
 async def test_after_a_restart_a_prefix_still_has_the_last_use_of_its_evicted_leaf(open_store) -> None:
@@ -342,16 +343,16 @@ async def test_after_a_restart_a_prefix_still_has_the_last_use_of_its_evicted_le
     store = await open_store(clock=lambda: 1000.0)
     save_all(store, "old", [1, 2, 3, 4])
     save_all(store, "new", [1, 2, 3, 4])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes // 2
     save_all(store, "old", [1, 2, 3, 4, 5])
-    await store.barrier(5)
-    leaf = store.match("old", [1, 2, 3, 4, 5])
-    store.release(leaf)
-    store._removal.discard([leaf.nodes[-1]])
+    await store.queue.drained(5)
+    leaf = store.kv.match(store.kv.chain("old"), [1, 2, 3, 4, 5])
+    store.kv.release(leaf)
+    store._remover.discard([leaf.nodes[-1]])
     await store.close()
 
     store = await open_store(max_bytes=2 * size + 50)
     assert save_all(store, "newest", [1, 2, 3, 4]) == [True]
-    assert store.match("old", [1, 2, 3, 4]).num_tokens == 4
-    assert store.match("new", [1, 2, 3, 4]).num_tokens == 0
+    assert store.kv.match(store.kv.chain("old"), [1, 2, 3, 4]).num_tokens == 4
+    assert store.kv.match(store.kv.chain("new"), [1, 2, 3, 4]).num_tokens == 0

@@ -41,7 +41,7 @@ async def test_a_process_killed_while_it_writes_leaves_only_valid_files(open_sto
         assert list((tmp_path / "cache" / "tmp").iterdir()) == []
         survivor = last if last % 3 else last - 1
         tokens = [survivor, *range(15)]
-        restored = await store.load(store.match("a", tokens))
+        restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
         assert restored.num_tokens == 16, "what a barrier has confirmed is there"
         assert_is_kv_of(restored.tensors, tokens)
         await store.close()

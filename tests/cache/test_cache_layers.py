@@ -94,12 +94,12 @@ async def test_a_restored_session_continues_with_bit_identical_logits(model, ope
     tokens = prompt(position)
     caches = make_prompt_cache(model)
     logits = prefill(model, caches, tokens)
-    for span in store.wanted("a", tokens[:position]):
-        assert store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
+    for span in store.kv.wanted(store.kv.chain("a"), tokens[:position]):
+        assert store.kv.save(store.kv.chain("a"), tokens, span, layers.cut(caches, span.start, span.end))
     expected = decode(model, caches, logits, 20)
 
-    assert await store.barrier(5)
-    restored = await store.load(store.match("a", tokens))
+    assert await store.queue.drained(5)
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
     assert restored.num_tokens == position
     assert decode(model, rebuilt(model, restored), logits, 20) == expected
 
@@ -110,11 +110,11 @@ async def test_attention_never_reads_the_unused_memory_behind_a_restored_session
     tokens = prompt(3 * BLOCK + 1)
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens)
-    for span in store.wanted("a", tokens):
-        assert store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
+    for span in store.kv.wanted(store.kv.chain("a"), tokens):
+        assert store.kv.save(store.kv.chain("a"), tokens, span, layers.cut(caches, span.start, span.end))
     expected = decode(model, caches, prefill(model, caches, [*tokens, 9, 9]), 20)
-    await store.barrier(5)
-    restored = await store.load(store.match("a", tokens))
+    await store.queue.drained(5)
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
     for array in restored.tensors.values():
         assert array.shape[2] > len(tokens)
         np.array(array, copy=False)[:, :, len(tokens) :] = np.nan
@@ -130,12 +130,12 @@ async def test_a_prompt_continued_from_a_snapshot_at_a_block_boundary_gives_iden
     tokens = prompt(5 * BLOCK + 3)
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[: 2 * BLOCK])
-    for span in store.wanted("a", tokens[: 2 * BLOCK]):
-        store.save("a", tokens, span, layers.cut(caches, span.start, span.end))
+    for span in store.kv.wanted(store.kv.chain("a"), tokens[: 2 * BLOCK]):
+        store.kv.save(store.kv.chain("a"), tokens, span, layers.cut(caches, span.start, span.end))
     expected = decode(model, caches, prefill(model, caches, tokens), 5)
 
-    await store.barrier(5)
-    restored = await store.load(store.match("a", tokens))
+    await store.queue.drained(5)
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
     assert restored.num_tokens == 2 * BLOCK
     again = rebuilt(model, restored)
     assert decode(model, again, prefill(model, again, tokens), 5) == expected
@@ -259,6 +259,7 @@ async def test_snapshots_are_written_while_the_device_thread_keeps_running(model
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
     rows = [prompt(64)[i:] + prompt(64)[:i] for i in range(4)]
     cuts: list = []
+    chain = store.kv.chain("a")
 
     def device() -> None:
         mx.random.seed(7)
@@ -271,15 +272,15 @@ async def test_snapshots_are_written_while_the_device_thread_keeps_running(model
                 cuts.append((tokens, Span(end - BLOCK, end), layers.cut(caches, end - BLOCK, end)))
                 if len(cuts) % 8 == 0:
                     for args in cuts[-8:]:
-                        loop.call_soon_threadsafe(store.save, "a", *args)
+                        loop.call_soon_threadsafe(store.kv.save, chain, *args)
 
     loop = asyncio.get_running_loop()
     thread = threading.Thread(target=device)
     thread.start()
     await asyncio.to_thread(thread.join)
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     for tokens in rows:
-        restored = await store.load(store.match("a", tokens))
+        restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
         assert restored.num_tokens == 64
         expected = make_prompt_cache(model)
         prefill(model, expected, tokens)

@@ -77,7 +77,7 @@ class Driven(RuleBasedStateMachine):
         return self.loop.run_until_complete(work)
 
     def settle(self) -> None:
-        assert self.run(self.store.barrier(10))
+        assert self.run(self.store.queue.drained(10))
 
     def files(self) -> set[str]:
         found = map(self.codec.digest_in, (self.directory / "snapshots").iterdir())
@@ -126,7 +126,7 @@ class Driven(RuleBasedStateMachine):
         self.run(asyncio.sleep(some_time / 1000))
 
     def load(self, tenant, tokens, match) -> int:
-        restored = self.run(self.store.load(match))
+        restored = self.run(self.store.kv.load(match))
         if restored is None:
             return 0
         assert restored.num_tokens <= len(tokens)
@@ -192,7 +192,7 @@ class Faithful(Driven):
     @rule(tenant=TENANTS, tokens=TOKENS)
     def take_a_turn(self, tenant, tokens) -> None:
         before = set(self.store._index)
-        wanted = self.store.wanted(tenant, tokens)
+        wanted = self.store.kv.wanted(self.store.kv.chain(tenant), tokens)
         assert save_all(self.store, tenant, tokens) == [True] * len(wanted)
         new = [self.node(tenant, entry) for entry in set(self.store._index) - before]
         assert sorted((cuts[-1], held) for _, cuts, held in new) == [
@@ -208,7 +208,7 @@ class Faithful(Driven):
     def restore(self, tenant, tokens) -> None:
         self.settle()
         self.take_stock()
-        match = self.store.match(tenant, tokens)
+        match = self.store.kv.match(self.store.kv.chain(tenant), tokens)
         num_tokens = self.longest((tenant, (), ()), tokens)
         assert match.num_tokens == num_tokens
         # If two snapshots share equally many tokens, either may be used, but it must be stored.
@@ -234,7 +234,7 @@ class Faithful(Driven):
                 gone.add(node)
         self.nodes -= gone
         self.bad -= gone
-        assert self.store.forget(tenant, tokens) == len(gone)
+        assert self.store.eraser.forget(tenant, pack(tokens)) == len(gone)
 
     @precondition(lambda self: self.nodes)
     @rule(data=st.data())
@@ -299,11 +299,11 @@ class Cramped(Driven):
         stats = self.store.stats()
         self.used_bytes = max(self.used_bytes, stats.stored_bytes + stats.in_flight_bytes)
         self.max_bytes = max_bytes
-        self.store.set_limits(max_bytes=max_bytes)
+        self.store.quota.set_limits(max_bytes=max_bytes, min_free_bytes=0)
 
     @rule()
     def clear(self) -> None:
-        assert self.run(self.store.clear(10))
+        assert self.run(self.store.eraser.clear(10))
         assert self.store.stats().stored == 0
         self.lost = {id(match) for *_, match in self.held}
 
@@ -314,7 +314,7 @@ class Cramped(Driven):
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def hold(self, tenant, tokens) -> None:
-        self.held.append((tenant, tokens, self.store.match(tenant, tokens)))
+        self.held.append((tenant, tokens, self.store.kv.match(self.store.kv.chain(tenant), tokens)))
 
     @precondition(lambda self: self.held)
     @rule(load=st.booleans())
@@ -322,7 +322,7 @@ class Cramped(Driven):
         """Release or load a held match; a load must succeed whatever was evicted since the match."""
         tenant, tokens, match = self.held.pop()
         if not load:
-            self.store.release(match)
+            self.store.kv.release(match)
             return
         if id(match) in self.lost:  # its snapshots were cleared, and may be saved again
             self.load(tenant, tokens, match)
@@ -333,7 +333,7 @@ class Cramped(Driven):
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def forget(self, tenant, tokens) -> None:
-        self.store.forget(tenant, tokens)
+        self.store.eraser.forget(tenant, pack(tokens))
 
     @rule()
     def turn_the_disk_off_or_on(self) -> None:

@@ -11,6 +11,8 @@ import pytest
 from made_kv import assert_sum_rule, num_restored, save_all
 from structlog.testing import capture_logs
 
+from cache.names.tokens import pack
+
 ONE, TWO, THREE = ([session, *range(9)] for session in (1, 2, 3))
 
 
@@ -43,7 +45,7 @@ def trigger_error(device) -> None:
 
 async def saved(store, tokens) -> None:
     save_all(store, "a", tokens)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert_sum_rule(store)
 
 
@@ -52,7 +54,7 @@ async def failing(store, tokens) -> list[str]:
     with capture_logs() as logs:
         await saved(store, tokens)
     assert await num_restored(store, tokens) < len(tokens)
-    assert store.room() == 0, "it pauses"
+    assert store.queue.vacant_bytes() == 0, "it pauses"
     return [log["code"] for log in logs if log["event"] == "snapshot_writes_failing"]
 
 
@@ -70,13 +72,13 @@ async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writab
         (directory / "tmp" / "x").touch()
     assert await failing(store, TWO) == ["EROFS"]
     assert await num_restored(store, ONE) == 10, "what is stored is still served"
-    assert not (await store.erase("a", ONE[:4])).num_snapshots, "others continue it"
+    assert not (await store.eraser.erase("a", pack(ONE[:4]))).num_snapshots, "others continue it"
     clock.now += 1.1
     assert await failing(store, TWO) == [], "one line for an episode"
 
     read_only(directory, False)
     clock.now += 1.1
-    assert store.room() == 0, "the second pause is longer"
+    assert store.queue.vacant_bytes() == 0, "the second pause is longer"
     clock.now += 1.0
     with capture_logs() as logs:
         await saved(store, TWO)
@@ -106,9 +108,9 @@ async def test_snapshots_that_an_erase_could_not_remove_from_a_read_only_disk_ar
     await saved(store, ONE)
     read_only(directory, True)
     with capture_logs() as logs:
-        await store.erase("a", ONE)
+        await store.eraser.erase("a", pack(ONE))
     assert [log["event"] for log in logs].count("snapshot_not_removed") == 3
-    assert store.match("a", ONE).num_tokens == 0, "here it is gone"
+    assert store.kv.match(store.kv.chain("a"), ONE).num_tokens == 0, "here it is gone"
     assert_sum_rule(store)
     await store.close()
     read_only(directory, False)

@@ -54,7 +54,7 @@ def take(directory: Path, source: Path) -> archive.Transfer:
 async def test_other_users_have_no_access_to_any_file_of_a_cache(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert (tmp_path / "cache" / "index.sqlite-wal").exists()
     assert open_to_others(tmp_path / "cache") == []
 
@@ -69,7 +69,7 @@ async def test_opening_a_store_removes_other_users_access_to_its_files(open_stor
     store = await open_store()
     assert open_to_others(filled) == ["notes.txt"]
     assert stat.S_IMODE(outside.stat().st_mode) == 0o644, "no link is followed"
-    assert store.match("a", TOKENS).num_tokens == 10
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 10
     await store.close()
     filled.chmod(0o700)
     (filled / "quarantine").chmod(0o755)

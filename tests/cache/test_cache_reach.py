@@ -16,6 +16,7 @@ from cache.kv import layers
 from cache.names.blocks import Span
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, TensorBuffers, seen
+from cache.names.tokens import pack
 
 POLICY = Policy(2, 6)
 #: Layer 0 sees all tokens, layer 1 its sinks and a window.
@@ -32,8 +33,8 @@ def tensors_of(layout: ModelLayout, tokens, span):
 
 
 def save(store, layout, chain, tokens) -> None:
-    for span in store.wanted(chain, tokens):
-        assert store.save(chain, tokens, span, tensors_of(layout, tokens, span))
+    for span in store.kv.wanted(chain, tokens):
+        assert store.kv.save(chain, tokens, span, tensors_of(layout, tokens, span))
 
 
 def assert_restored(restored, layout, tokens) -> None:
@@ -70,18 +71,18 @@ def test_a_restore_buffer_gives_the_offset_of_each_part_of_a_span_or_none_if_it_
 async def test_a_restore_gives_each_layer_exactly_its_visible_tokens(open_store, layout, num_tokens) -> None:
     """The restored prefix ends at, before and after ends of blocks, sinks and windows, or within a file."""
     store = await open_store(layout=layout)
-    save(store, layout, "a", TOKENS)
-    assert await store.barrier(5)
-    match = store.match("a", TOKENS[:num_tokens])
+    save(store, layout, store.kv.chain("a"), TOKENS)
+    assert await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens
-    assert_restored(await store.load(match, room_tokens=300), layout, TOKENS[:num_tokens])
+    assert_restored(await store.kv.load(match, capacity_tokens=300), layout, TOKENS[:num_tokens])
 
 
 async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_store) -> None:
     store = await open_store(layout=HYBRID)
-    save(store, HYBRID, "a", TOKENS)
-    assert await store.barrier(5)
-    match = store.match("a", TOKENS[:40])
+    save(store, HYBRID, store.kv.chain("a"), TOKENS)
+    assert await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS[:40])
     sections = [read_header(file_of(store, node)).sections for node in match.nodes]
     heads = [
         node.size_bytes - sum(one.size_bytes for one in found)
@@ -91,23 +92,23 @@ async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_
     limited = [0, 8, 9]  # tokens 0 and 1, and 34 to 39
     expected = sum(heads) + sum(found[0].size_bytes for found in sections)
     expected += sum(sections[i][1].size_bytes for i in limited)
-    assert (await store.load(match)).size_bytes == expected
+    assert (await store.kv.load(match)).size_bytes == expected
 
 
 async def test_a_sink_window_restore_reads_the_same_number_of_bytes_at_any_length(open_store) -> None:
     """The files of blocks in the middle are not opened, so they may be missing."""
     store = await open_store()
-    chain, layout = store.chain("a", POLICY), LAYOUT.under(POLICY)
+    chain, layout = store.kv.chain("a", POLICY), LAYOUT.under(POLICY)
     save(store, layout, chain, TOKENS)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     sizes = []
     for num_tokens in (20, 40):
-        match = store.match(chain, TOKENS[:num_tokens])
+        match = store.kv.match(chain, TOKENS[:num_tokens])
         needed = [match.nodes[0], *match.nodes[-2:]]
         hidden = [file_of(store, node) for node in match.nodes if node not in needed]
         for path in hidden:
             path.rename(path.with_suffix(".hidden"))
-        restored = await store.load(match)
+        restored = await store.kv.load(match)
         assert_restored(restored, layout, TOKENS[:num_tokens])
         assert restored.size_bytes == sum(node.size_bytes for node in needed)
         sizes.append(restored.size_bytes)
@@ -123,16 +124,16 @@ async def test_damage_in_a_file_section_that_is_read_drops_the_file_and_all_late
 ) -> None:
     """The prefix before that file has another window, so a new match is needed for it."""
     store = await open_store(layout=HYBRID)
-    save(store, HYBRID, "a", TOKENS[:40])
-    assert await store.barrier(5)
-    match = store.match("a", TOKENS[:40])
+    save(store, HYBRID, store.kv.chain("a"), TOKENS[:40])
+    assert await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS[:40])
     flip(file_of(store, match.nodes[node]), section)
-    assert await store.load(match) is None
+    assert await store.kv.load(match) is None
     assert store.stats().rejected == 1
-    again = store.match("a", TOKENS[:40])
+    again = store.kv.match(store.kv.chain("a"), TOKENS[:40])
     assert again.num_tokens == num_left
     if num_left:
-        assert_restored(await store.load(again), HYBRID, TOKENS[:num_left])
+        assert_restored(await store.kv.load(again), HYBRID, TOKENS[:num_left])
     assert_sum_rule(store)
 
 
@@ -140,14 +141,14 @@ async def test_damage_in_a_file_section_is_detected_only_by_a_restore_that_reads
     open_store,
 ) -> None:
     store = await open_store(layout=HYBRID)
-    save(store, HYBRID, "a", TOKENS[:40])
-    assert await store.barrier(5)
-    match = store.match("a", TOKENS[:40])
+    save(store, HYBRID, store.kv.chain("a"), TOKENS[:40])
+    assert await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS[:40])
     flip(file_of(store, match.nodes[3]), 1)
-    assert_restored(await store.load(match), HYBRID, TOKENS[:40])
-    rewound = store.match("a", TOKENS[:16])
-    assert await store.load(rewound) is None
-    assert store.match("a", TOKENS[:40]).num_tokens == 12
+    assert_restored(await store.kv.load(match), HYBRID, TOKENS[:40])
+    rewound = store.kv.match(store.kv.chain("a"), TOKENS[:16])
+    assert await store.kv.load(rewound) is None
+    assert store.kv.match(store.kv.chain("a"), TOKENS[:40]).num_tokens == 12
 
 
 def flip(path, section) -> None:
@@ -161,10 +162,10 @@ def flip(path, section) -> None:
 async def test_a_file_with_the_sections_of_another_layout_is_rejected(open_store) -> None:
     """The tensors are the same, but the file is divided into other sections."""
     store = await open_store()
-    save(store, LAYOUT, "a", TOKENS[:8])
+    save(store, LAYOUT, store.kv.chain("a"), TOKENS[:8])
     assert await store.close()
     store = await open_store(layout=HYBRID)
-    assert await store.load(store.match("a", TOKENS[:8])) is None
+    assert await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS[:8])) is None
     assert store.stats().rejected == 1
 
 
@@ -172,14 +173,14 @@ async def test_a_snapshot_with_limited_layers_and_a_state_restores_both(open_sto
     states = (("state.2.numbers", "I64", (2,)),)
     layout = ModelLayout(LAYOUT.kv, states, reaches=HYBRID.reaches)
     store = await open_store(layout=layout)
-    for span in store.wanted("a", TOKENS[:24]):
+    for span in store.kv.wanted(store.kv.chain("a"), TOKENS[:24]):
         data = memoryview(np.array([span.end, 1], np.int64)).cast("B")
         state = replace(cut(TOKENS, span)[0], name="state.2.numbers", dtype="I64", shape=(2,), data=data)
-        assert store.save("a", TOKENS, span, (*tensors_of(layout, TOKENS, span), state))
-    assert await store.barrier(5)
-    match = store.match("a", TOKENS)
+        assert store.kv.save(store.kv.chain("a"), TOKENS, span, (*tensors_of(layout, TOKENS, span), state))
+    assert await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS)
     assert match.num_tokens == 24
-    restored = await store.load(match)
+    restored = await store.kv.load(match)
     assert np.array(restored.tensors.pop("state.2.numbers")).tolist() == [24, 1]
     assert_restored(restored, layout, TOKENS[:24])
 
@@ -188,26 +189,26 @@ async def test_cache_policies_share_no_snapshots_and_an_erase_removes_those_of_a
     open_store,
 ) -> None:
     store = await open_store()
-    chains = [store.chain("a"), store.chain("a", POLICY), store.chain("a", Policy(2, 7))]
+    chains = [store.kv.chain("a"), store.kv.chain("a", POLICY), store.kv.chain("a", Policy(2, 7))]
     for chain in chains:
-        assert store.match(chain, TOKENS).num_tokens == 0
+        assert store.kv.match(chain, TOKENS).num_tokens == 0
         save(store, LAYOUT.under(chain.policy), chain, TOKENS)
     assert await store.close()
     store = await open_store()
     assert store.stats().stored == 3 * 11
-    forgotten = await store.erase("a", TOKENS)
+    forgotten = await store.eraser.erase("a", pack(TOKENS))
     assert (forgotten.num_snapshots, forgotten.settled) == (3 * 11, True)
-    assert not any(store.match(chain, TOKENS).num_tokens for chain in chains)
+    assert not any(store.kv.match(chain, TOKENS).num_tokens for chain in chains)
 
 
 async def test_saving_kv_of_another_policy_raises_an_error(open_store) -> None:
     """Such KV has other values, and would give wrong answers under the name of this policy."""
     store = await open_store()
-    chain, span = store.chain("a", POLICY), Span(0, BLOCK)
+    chain, span = store.kv.chain("a", POLICY), Span(0, BLOCK)
     with pytest.raises(ValueError, match="another policy"):
-        store.save(chain, TOKENS, span, cut(TOKENS, span))
+        store.kv.save(chain, TOKENS, span, cut(TOKENS, span))
     with pytest.raises(ValueError, match="another policy"):
-        store.save("a", TOKENS, span, tensors_of(LAYOUT.under(POLICY), TOKENS, span))
+        store.kv.save(store.kv.chain("a"), TOKENS, span, tensors_of(LAYOUT.under(POLICY), TOKENS, span))
     assert store.stats().accepted == 0
 
 
@@ -218,12 +219,12 @@ async def test_ring_and_plain_caches_are_saved_to_files_and_restored_bit_by_bit(
     sample = run(layers.make(model, rings=True), 1)
     base = layers.layout(sample, lambda given=FULL: layers.make(model, given, rings=True))
     store = await open_store(layout=base, identity=identity(caches=layers.describe(sample)))
-    chain = store.chain("a", policy)
+    chain = store.kv.chain("a", policy)
     caches = run(layers.make(model, policy, rings=True), 37)
-    for span in store.wanted(chain, TOKENS[:37]):
-        assert store.save(chain, TOKENS, span, layers.cut(caches, span.start, span.end))
-    assert await store.barrier(5)
-    restored = await store.load(store.match(chain, TOKENS))
+    for span in store.kv.wanted(chain, TOKENS[:37]):
+        assert store.kv.save(chain, TOKENS, span, layers.cut(caches, span.start, span.end))
+    assert await store.queue.drained(5)
+    restored = await store.kv.load(store.kv.match(chain, TOKENS))
     again = layers.rebuild(restored.tensors, layers.make(model, policy, rings=True), restored.num_tokens)
     for one, other in zip(caches, again, strict=True):
         assert one.offset == other.offset == 37

@@ -6,14 +6,13 @@ import asyncio
 import errno
 import os
 import shutil
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, save_all, uploaded
 from test_cache_reach import assert_restored, save
 
 from cache.disk import tier as tier_module
@@ -56,16 +55,16 @@ def open_two(
 async def put(store: Store, tokens: list[int], tenant: str = "a") -> None:
     """Save the KV of some tokens, and wait until it is uploaded to the tier."""
     save_all(store, tenant, tokens)
-    await store.barrier(5)
-    assert await store.barrier_remote(5)
+    await store.queue.drained(5)
+    await uploaded(store)
 
 
 async def fetched(store: Store, tokens: list[int], tenant: str = "a") -> int:
     """Fetch the snapshots of some tokens from the tier; return how many tokens a restore then gives."""
-    found = await store.find_remote(store.chain(tenant), tokens)
+    found = await store.kv.find_remote(store.kv.chain(tenant), tokens)
     if found is not None:
-        await store.fetch(found)
-    restored = await store.load(store.match(tenant, tokens))
+        await store.remote.fetch(found)
+    restored = await store.kv.load(store.kv.match(store.kv.chain(tenant), tokens))
     assert_sum_rule(store)
     if restored is None:
         return 0
@@ -83,17 +82,17 @@ async def test_a_store_restores_blocks_and_tail_that_another_store_put_in_the_sh
 ) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
-    assert two.match("a", TOKENS).num_tokens == 0
+    assert two.kv.match(two.kv.chain("a"), TOKENS).num_tokens == 0
     assert await fetched(two, TOKENS) == 10
     assert two.stats().stored == 3
-    assert (await two.find_remote(two.chain("a"), TOKENS)) is None, "it has all of it now"
+    assert (await two.kv.find_remote(two.kv.chain("a"), TOKENS)) is None, "it has all of it now"
 
 
 async def test_a_store_fetches_from_the_tier_only_the_blocks_it_lacks(open_two: Any) -> None:
     one, two = await open_two()
     await put(two, TOKENS[:4])
     await put(one, TOKENS)
-    found = await two.find_remote(two.chain("a"), TOKENS)
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
     assert found is not None
     assert (len(found.links), found.num_tokens) == (2, 10)
 
@@ -130,7 +129,7 @@ async def test_an_erase_by_one_store_removes_the_snapshots_from_the_shared_tier(
 ) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
-    assert (await two.erase("a", TOKENS)).settled
+    assert (await two.eraser.erase("a", pack(TOKENS))).settled
     assert in_tier(tmp_path) == []
     assert await fetched(two, TOKENS) == 0
 
@@ -144,11 +143,11 @@ async def test_an_erase_is_confirmed_only_if_the_tier_s_directories_could_be_syn
     synced: list[Path] = []
     monkeypatch.setattr(tier_module, "sync", lambda path, **_: synced.append(path))
     folders = {path.parent for path in in_tier(tmp_path)}
-    assert (await one.erase("a", TOKENS)).settled
+    assert (await one.eraser.erase("a", pack(TOKENS))).settled
     assert folders <= {*synced}
     await put(one, TOKENS)
     monkeypatch.setattr(tier_module, "sync", lambda *_, **__: os.fsync(-1))
-    assert not (await one.erase("a", TOKENS)).settled
+    assert not (await one.eraser.erase("a", pack(TOKENS))).settled
 
 
 async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two: Any, tmp_path: Path) -> None:
@@ -156,7 +155,7 @@ async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two:
     await put(one, TOKENS)
     other = [*TOKENS[:8], 77, 78]
     await put(two, other)
-    assert (await one.erase("a", TOKENS)).settled
+    assert (await one.eraser.erase("a", pack(TOKENS))).settled
     assert len(in_tier(tmp_path)) == 3, "two blocks and the other tail"
     assert await fetched(one, other) == 10
 
@@ -166,7 +165,7 @@ async def test_an_erase_keeps_the_tier_block_of_first_tokens_that_are_marked_as_
 ) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
-    assert (await one.erase("a", TOKENS, shared=4)).settled
+    assert (await one.eraser.erase("a", pack(TOKENS), shared=4)).settled
     assert len(in_tier(tmp_path)) == 1
 
 
@@ -176,7 +175,7 @@ async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too
     one = await open_store(tmp_path / "one", tier=tier)
     await put(one, TOKENS)
     two = await open_store(tmp_path / "two", tier=tier, identity=identity(block_tokens=8))
-    assert (await two.erase("a", TOKENS)).settled
+    assert (await two.eraser.erase("a", pack(TOKENS))).settled
     assert in_tier(tmp_path) == []
 
 
@@ -190,7 +189,7 @@ async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier(open_two:
         path.write_bytes(content)
     assert await fetched(two, TOKENS) == 0
     assert two.stats().rejected == 1
-    await two.barrier_remote(5)
+    await uploaded(two)
     assert len(in_tier(tmp_path)) == 2, "the first block; what continues it ages"
 
 
@@ -227,7 +226,7 @@ async def test_a_fetch_ends_before_the_first_block_that_the_tier_lacks(
 ) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
-    names = one.chain("a").names(as_tokens(TOKENS))
+    names = one.kv.chain("a").names(as_tokens(TOKENS))
     tier.remove([Key(names[1].hex(), PLAIN.file_name(names[2]))])
     assert await fetched(two, TOKENS) == 4
 
@@ -242,8 +241,8 @@ async def test_a_tier_whose_directory_was_removed_does_not_stop_local_saves_and_
     (tmp_path / "tier").rmdir()
     (tmp_path / "tier").write_text("no directory any more")
     save_all(two, "a", [5, 6, 7, 8])
-    await two.barrier(5)
-    assert await two.barrier_remote(5)
+    await two.queue.drained(5)
+    await uploaded(two)
     assert two.stats().remote_failed == 1
     assert await fetched(two, TOKENS) == 0
     assert await fetched(two, [5, 6, 7, 8]) == 4
@@ -283,7 +282,7 @@ async def test_an_erase_in_a_full_tier_still_removes_the_snapshots_of_other_mode
     two = await open_store(tmp_path / "two", tier=tight, identity=identity(block_tokens=8))
     assert in_tier(tmp_path)
     for tenant in "abcd":
-        assert (await two.erase(tenant, TOKENS)).settled
+        assert (await two.eraser.erase(tenant, pack(TOKENS))).settled
     assert in_tier(tmp_path) == []
 
 
@@ -326,7 +325,7 @@ async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any
     tier = SharedDirectory(tmp_path / "tier", key, max_bytes=1 << 30, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=tier, codec=key)
     await put(one, TOKENS)
-    names = one.chain("a").names(as_tokens(TOKENS))
+    names = one.kv.chain("a").names(as_tokens(TOKENS))
     assert not any(name.hex() in str(path) for name in names for path in in_tier(tmp_path))
     two = await open_store(tmp_path / "two", tier=tier, codec=key)
     assert await fetched(two, TOKENS) == 10
@@ -339,14 +338,14 @@ async def test_an_erase_also_removes_snapshots_of_a_policy_that_this_store_never
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
-    chain = one.chain("a", Policy(4, 8))
-    for span in one.wanted(chain, TOKENS[:10]):
+    chain = one.kv.chain("a", Policy(4, 8))
+    for span in one.kv.wanted(chain, TOKENS[:10]):
         tensors = tuple(replace(tensor, reach=chain.policy) for tensor in cut(TOKENS, span))
-        assert one.save(chain, TOKENS, span, tensors)
-    await one.barrier(5)
-    await one.barrier_remote(5)
+        assert one.kv.save(chain, TOKENS, span, tensors)
+    await one.queue.drained(5)
+    await uploaded(one)
     assert in_tier(tmp_path)
-    assert (await two.erase("a", TOKENS)).settled
+    assert (await two.eraser.erase("a", pack(TOKENS))).settled
     assert in_tier(tmp_path) == []
 
 
@@ -374,19 +373,19 @@ async def windowed(open_store: Any, tmp_path: Path, tier: Tier, num_tokens: int 
     """Return two stores; the first has uploaded a sink-window session of `num_tokens` tokens to the tier."""
     tokens, sees = LONG[:num_tokens], LAYOUT.under(WINDOW)
     one = await open_store(tmp_path / "one", tier=tier)
-    save(one, sees, one.chain("a", WINDOW), tokens)
-    await one.barrier(5)
-    assert await one.barrier_remote(5)
+    save(one, sees, one.kv.chain("a", WINDOW), tokens)
+    await one.queue.drained(5)
+    await uploaded(one)
     return one, await open_store(tmp_path / "two", tier=tier)
 
 
 async def taken_over(store: Store, tokens: list[int]) -> None:
     """Fetch the blocks that a sink-window session needs, restore the session, and check its KV."""
-    chain = store.chain("a", WINDOW)
-    found = await store.find_remote(chain, tokens)
+    chain = store.kv.chain("a", WINDOW)
+    found = await store.kv.find_remote(chain, tokens)
     assert found is not None
-    await store.fetch(found)
-    assert_restored(await store.load(store.match(chain, tokens)), LAYOUT.under(WINDOW), tokens)
+    await store.remote.fetch(found)
+    assert_restored(await store.kv.load(store.kv.match(chain, tokens)), LAYOUT.under(WINDOW), tokens)
 
 
 async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
@@ -398,15 +397,15 @@ async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
     assert starts(two) == [0, 92, 96, 100], "of 26: sinks, window and tail"
     assert len(watched.gotten) == 4
     assert two.stats().stored == 4
-    assert await two.find_remote(two.chain("a", WINDOW), LONG[:101]) is None
+    assert await two.kv.find_remote(two.kv.chain("a", WINDOW), LONG[:101]) is None
     for _ in range(2):  # the index still has the other blocks' names after a restart
         await two.close()
         two = await open_store(tmp_path / "two")
-        chain = two.chain("a", WINDOW)
-        assert two.match(chain, LONG[:101]).num_tokens == 101
+        chain = two.kv.chain("a", WINDOW)
+        assert two.kv.match(chain, LONG[:101]).num_tokens == 101
     save(two, LAYOUT.under(WINDOW), chain, LONG[:120])
-    await two.barrier(5)
-    assert two.match(chain, LONG[:120]).num_tokens == 120
+    await two.queue.drained(5)
+    assert two.kv.match(chain, LONG[:120]).num_tokens == 120
 
 
 async def test_blocks_that_a_rewound_session_sees_again_are_fetched_later(
@@ -423,7 +422,7 @@ async def test_an_erase_also_removes_the_blocks_that_a_fetch_left_out(
 ) -> None:
     _, two = await windowed(open_store, tmp_path, tier)
     await taken_over(two, LONG[:101])
-    assert (await two.erase("a", LONG[:101])).settled
+    assert (await two.eraser.erase("a", pack(LONG[:101]))).settled
     assert in_tier(tmp_path) == []
     assert len(two._index) == 0
 
@@ -432,10 +431,10 @@ async def test_an_erase_during_a_fetch_of_a_sink_window_session_leaves_no_blocks
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     _, two = await windowed(open_store, tmp_path, tier)
-    found = await two.find_remote(two.chain("a", WINDOW), LONG[:101])
-    fetch = asyncio.create_task(two.fetch(found))
+    found = await two.kv.find_remote(two.kv.chain("a", WINDOW), LONG[:101])
+    fetch = asyncio.create_task(two.remote.fetch(found))
     await asyncio.sleep(0)
-    assert (await two.erase("a", LONG[:101])).settled
+    assert (await two.eraser.erase("a", pack(LONG[:101]))).settled
     await fetch
     assert len(two._index) == 0
 
@@ -443,14 +442,14 @@ async def test_an_erase_during_a_fetch_of_a_sink_window_session_leaves_no_blocks
 async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_path: Path) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
-    found = await two.find_remote(two.chain("a"), TOKENS)
-    fetch = asyncio.create_task(two.fetch(found))
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
+    fetch = asyncio.create_task(two.remote.fetch(found))
     await asyncio.sleep(0)
     fetch.cancel()
     with pytest.raises(asyncio.CancelledError):
         await fetch
     await asyncio.sleep(0.2)
-    await two.barrier_remote(5)
+    await uploaded(two)
     assert not list((tmp_path / "two" / "tmp").iterdir())
     assert await fetched(two, TOKENS) == 10
 
@@ -458,25 +457,25 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
 async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(open_two: Any) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
-    found = await two.find_remote(two.chain("a"), TOKENS)
-    remote = two._remote
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
+    remote = two.remote
     got = remote._got
 
     async def forget_then(*links: Any) -> Any:
         arrived = await got(*links)
-        two.forget("a", TOKENS)
+        two.eraser.forget("a", pack(TOKENS))
         return arrived
 
     remote._got = forget_then
-    await two.fetch(found)
-    assert two.match("a", TOKENS).num_tokens == 0
+    await two.remote.fetch(found)
+    assert two.kv.match(two.kv.chain("a"), TOKENS).num_tokens == 0
 
 
 async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS)
-    assert not (await one.erase("a", TOKENS, timeout_s=0.0)).settled
-    await one.barrier_remote(5)
+    assert not (await one.eraser.erase("a", pack(TOKENS), timeout_s=0.0)).settled
+    await uploaded(one)
     assert in_tier(tmp_path) == []
 
 
@@ -492,22 +491,9 @@ async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_the_note_i
 
     monkeypatch.setattr(tier, "contains", fails)
     marks = Marks.of("a", pack(TOKENS))
-    assert not (await one.erase("a", TOKENS)).settled
-    assert not await one.erase_marked("a", marks)
+    assert not (await one.eraser.erase("a", pack(TOKENS))).settled
+    assert not await one.eraser.erase_marked("a", marks)
     monkeypatch.undo()
     assert in_tier(tmp_path)
-    assert await one.erase_marked("a", marks)
+    assert await one.eraser.erase_marked("a", marks)
     assert in_tier(tmp_path) == []
-
-
-async def test_uploads_go_on_after_a_wait_for_them_has_timed_out(
-    open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one, _ = await open_two()
-    go_on, upload = threading.Event(), tier.put
-    monkeypatch.setattr(tier, "put", lambda *args: (go_on.wait(10), upload(*args)))
-    save_all(one, "a", TOKENS)
-    await one.barrier(5)
-    assert not await one.barrier_remote(0.1)
-    go_on.set()
-    assert await one.barrier_remote(5)

@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
 from cache.index.quota import EVICT_LIMIT
+from cache.names.tokens import pack
 
 TOKENS = list(range(10))
 
@@ -25,15 +26,15 @@ def files(tmp_path) -> int:
 async def fill(store, num_sessions, first=100) -> None:
     for session in range(first, first + num_sessions):
         save_all(store, "z", [session, *range(7)])
-        await store.barrier(5)
+        await store.queue.drained(5)
 
 
 async def size_of_a_block(open_store) -> int:
     store = await open_store()
     save_all(store, "size", TOKENS[:4])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes
-    store.forget("size", TOKENS[:4])
+    store.eraser.forget("size", pack(TOKENS[:4]))
     await store.close()
     return size
 
@@ -42,9 +43,9 @@ async def test_saves_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk
     size = await size_of_a_block(open_store)
     store = await open_store(max_bytes=4 * size)
     save_all(store, "a", TOKENS[:8])
-    await store.barrier(5)
-    store.hold("a", TOKENS[:8])
-    store.set_limits(max_bytes=int(1.5 * size))
+    await store.queue.drained(5)
+    store.kv.hold(store.kv.chain("a"), TOKENS[:8])
+    store.quota.set_limits(max_bytes=int(1.5 * size), min_free_bytes=0)
     assert save_all(store, "b", TOKENS[:4]) == [False]
     stats = store.stats()
     assert stats.dropped == {"disk_limit": 1}
@@ -58,8 +59,8 @@ async def test_snapshots_that_a_turn_held_are_evicted_after_snapshots_not_used_s
     store = await open_store()
     for session in range(3):
         save_all(store, "a", [session, 1])
-    await store.barrier(5)
-    store.release(store.hold("a", [0, 1, 5]))
+    await store.queue.drained(5)
+    store.kv.release(store.kv.hold(store.kv.chain("a"), [0, 1, 5]))
     size = store.stats().stored_bytes // 3
     await store.close()
     store = await open_store(max_bytes=2 * size + size // 2)
@@ -70,9 +71,9 @@ async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_s
     store = await open_store()
     for session in range(100):
         save_all(store, "a", [session, 1])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes // 100
-    store.set_limits(max_bytes=5 * size + 50)
+    store.quota.set_limits(max_bytes=5 * size + 50, min_free_bytes=0)
     assert store.stats().stored == 100, "the caller does not wait for it"
     assert store.stats().free_bytes < 0
     seen = [100]
@@ -86,13 +87,13 @@ async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_s
         EVICT_LIMIT,
         95 - 2 * EVICT_LIMIT,
     ]
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert files(tmp_path) == 5
-    assert store.match("a", [99, 1]).num_tokens == 2
+    assert store.kv.match(store.kv.chain("a"), [99, 1]).num_tokens == 2
 
-    store.set_limits(max_bytes=50 * size)
+    store.quota.set_limits(max_bytes=50 * size, min_free_bytes=0)
     save_all(store, "b", [1, 1])
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert files(tmp_path) == 6, "raised, it holds more again"
 
 
@@ -100,13 +101,13 @@ async def test_the_required_free_space_can_be_changed_while_the_store_runs(open_
     store = await open_store()
     for session in range(5):
         save_all(store, "a", [session, 1])
-    await store.barrier(5)
-    store.set_limits(min_free_bytes=1 << 60)
+    await store.queue.drained(5)
+    store.quota.set_limits(max_bytes=1 << 30, min_free_bytes=1 << 60)
     await asyncio.sleep(0.05)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert files(tmp_path) == store.stats().stored == 0
     assert save_all(store, "a", [1, 1]) == [False]
-    store.set_limits(min_free_bytes=0)
+    store.quota.set_limits(max_bytes=1 << 30, min_free_bytes=0)
     assert save_all(store, "a", [1, 1]) == [True]
 
 
@@ -118,17 +119,17 @@ async def test_evictions_that_free_nothing_stop_until_space_is_free(open_store, 
     await fill(store, 60)
     before = store.stats().stored
     with capture_logs() as logs:
-        store.set_limits(min_free_bytes=free + 1)
+        store.quota.set_limits(max_bytes=1 << 30, min_free_bytes=free + 1)
         for session in range(100):
             assert save_all(store, "a", [session, *range(7)])[0] is False or session == 0
-            await store.barrier(5)
+            await store.queue.drained(5)
     assert [log["event"] for log in logs if log["log_level"] == "warning"] == ["eviction_freed_nothing"]
     assert 0 < before - store.stats().stored <= EVICT_LIMIT
     assert_sum_rule(store)
 
     free += 1 << 21  # the file system has dropped its snapshot
     save_all(store, "b", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert save_all(store, "b", TOKENS)[0]
     assert_sum_rule(store)
 
@@ -137,7 +138,8 @@ async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_fre
     store = await open_store()
     assert save_all(store, "a", TOKENS[:4]) == [True]
     size = store.stats().in_flight_bytes
-    store.set_limits(min_free_bytes=store._writer.free_bytes - int(1.5 * size))
+    min_free_bytes = store.queue.free_bytes - int(1.5 * size)
+    store.quota.set_limits(max_bytes=1 << 30, min_free_bytes=min_free_bytes)
     assert save_all(store, "b", TOKENS[:4]) == [False]
     gate.set()
 
@@ -146,15 +148,15 @@ async def test_snapshots_above_a_lowered_limit_are_evicted_once_nothing_uses_the
     """The limit was lowered while nothing could be evicted, and applies later."""
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
-    store.set_limits(max_bytes=10)
+    store.quota.set_limits(max_bytes=10, min_free_bytes=0)
     await asyncio.sleep(0.05)
     assert store.stats().in_flight == 1
     gate.set()
-    await store.barrier(5)
-    match = store.match("a", TOKENS[:4])
+    await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS[:4])
     await asyncio.sleep(0.05)
     assert store.stats().stored == len(match.nodes)
-    store.release(match)
+    store.kv.release(match)
     await asyncio.sleep(0.05)
     assert store.stats().stored == 0
     assert_sum_rule(store)
@@ -168,23 +170,23 @@ async def test_clear_removes_all_snapshots_and_quarantined_files(open_store, tmp
     for tenant in "ab":
         save_all(store, tenant, TOKENS)
     (tmp_path / "cache" / "quarantine" / "doubtful").write_bytes(b"x" * 1000)
-    assert await store.clear()
+    assert await store.eraser.clear()
     stats = store.stats()
     assert (files(tmp_path), stats.stored, stats.stored_bytes) == (0, 0, 0)
     assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
     assert_sum_rule(store)
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await num_restored(store, TOKENS) == 10
 
 
 async def test_a_load_whose_snapshots_were_cleared_restores_nothing(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
-    match = store.match("a", TOKENS)
-    assert await store.clear()
-    assert await store.load(match) is None
+    await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS)
+    assert await store.eraser.clear()
+    assert await store.kv.load(match) is None
     assert store.stats().held_bytes == 0
     assert_sum_rule(store)
 
@@ -213,17 +215,17 @@ async def test_erase_and_clear_return_in_time_while_the_disk_hangs_and_the_files
     started = time.monotonic()
     asked = () if deadline_s > 1 else (deadline_s,)  # the longer deadlines are the defaults
     if what == "erase":
-        settled = (await store.erase("a", TOKENS, *asked)).settled
+        settled = (await store.eraser.erase("a", pack(TOKENS), *asked)).settled
     else:
-        settled = await store.clear(*asked)
+        settled = await store.eraser.clear(*asked)
     took_s = time.monotonic() - started
     assert not settled
     assert deadline_s <= took_s < deadline_s + 0.5
-    assert store.match("a", TOKENS).num_tokens == 0
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0
     assert_sum_rule(store)
     save_all(store, "b", TOKENS)  # queued after it, and not to be removed
     go_on.set()
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().cancelled == 3
     assert await num_restored(store, TOKENS) == 0
     assert await num_restored(store, TOKENS, "b") == 10
@@ -237,7 +239,7 @@ async def test_erasing_tokens_that_were_never_saved_is_confirmed_and_changes_not
     open_store, tmp_path
 ) -> None:
     store = await open_store()
-    erased = await store.erase("a", TOKENS)
+    erased = await store.eraser.erase("a", pack(TOKENS))
     assert (erased.num_snapshots, erased.settled, files(tmp_path)) == (0, True, 0)
     assert store.stats().accepted == 0
 

@@ -57,7 +57,7 @@ async def filled(open_store: Callable[..., Any], *runs: Iterable[int], **setting
     store: Store = await open_store(**settings)
     for tokens in runs:
         save_all(store, "a", list(tokens))
-        assert await store.barrier(10)
+        assert await store.queue.drained(10)
     return store
 
 
@@ -76,13 +76,13 @@ async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_f
 async def test_a_reopened_encrypted_cache_still_has_its_snapshots_and_order_of_use(open_store) -> None:
     other = [TOKENS[1], *TOKENS]
     store = await filled(open_store, TOKENS, other, codec=KEY)
-    store.release(store.match("a", TOKENS))
+    store.kv.release(store.kv.match(store.kv.chain("a"), TOKENS))
     used = [node.digest for node in store._index]
     await store.close()
     store = await open_store(codec=KEY)
     assert [node.digest for node in store._index] == used
     assert (await num_restored(store, TOKENS), await num_restored(store, other)) == (10, 11)
-    assert (await store.erase("a", other, 10)).settled
+    assert (await store.eraser.erase("a", pack(other), 10)).settled
     await store.close()
     store = await open_store(codec=KEY)
     assert await num_restored(store, other) == 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv
+from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv, uploaded
 
 from cache.disk import format as snapshot_format
 from cache.disk.codec import PLAIN
@@ -32,13 +32,13 @@ def save(store, tokens, end, *, resumable=True, only_state=False) -> bool:
     """Save the span that ends at `end`: a full block, or a tail."""
     span = Span((end - 1) // BLOCK * BLOCK, end)
     tensors = () if only_state else cut(tokens, span)
-    return store.save("a", tokens, span, (*tensors, *([state(end)] if resumable else [])))
+    return store.kv.save(store.kv.chain("a"), tokens, span, (*tensors, *([state(end)] if resumable else [])))
 
 
 async def restored(store, tokens) -> int:
     """Restore the longest prefix of these tokens, check KV and state, and return its number of tokens."""
-    match = store.match("a", tokens)
-    found = await store.load(match)
+    match = store.kv.match(store.kv.chain("a"), tokens)
+    found = await store.kv.load(match)
     if found is None:
         return 0
     ends = np.array(found.tensors.pop("state.2.0.numbers"))
@@ -54,13 +54,13 @@ async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_s
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 11):
         assert save(store, TOKENS, end)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     expected = {3: 0, 4: 4, 7: 4, 8: 8, 10: 8, 11: 11, 14: 11}
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
     other = [*TOKENS[:10], 99, *TOKENS[11:]]
     assert await restored(store, other) == 8, "a tail that goes on differently"
-    assert store.wanted("a", TOKENS[:10]) == [Span(8, 10)], "its state is worth a file"
-    assert store.wanted("a", TOKENS[:11]) == []
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:10]) == [Span(8, 10)], "its state is worth a file"
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:11]) == []
 
 
 async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(open_store) -> None:
@@ -69,8 +69,8 @@ async def test_a_match_for_a_stateful_model_picks_the_longest_of_several_tails(o
     many = [[*TOKENS[:num], *rest] for num in (3, 5, 9) for rest in ([], [1], [98], [98, 99])]
     for tokens in many:
         whole = (*cut(tokens, Span(0, len(tokens))), state(len(tokens)))
-        store.save("a", tokens, Span(0, len(tokens)), whole)
-        assert await store.barrier(5)
+        store.kv.save(store.kv.chain("a"), tokens, Span(0, len(tokens)), whole)
+        assert await store.queue.drained(5)
     # A tail is removed when a longer one that begins with it is stored: at most a block is prefilled again.
     expected = {4: 0, 8: 0, 9: 0, 10: 0}
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
@@ -87,13 +87,13 @@ async def test_later_states_can_be_restored_once_a_missing_block_is_saved_even_w
     save(store, TOKENS, 4)
     assert not save(store, TOKENS, 12)
     assert store.stats().dropped == {"no_parent": 1}
-    assert store.wanted("a", TOKENS[:14]) == [Span(4, 8), Span(8, 12), Span(12, 14)]
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:14]) == [Span(4, 8), Span(8, 12), Span(12, 14)]
     assert save(store, TOKENS, 8, resumable=False)
     assert save(store, TOKENS, 12)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     expected = {4: 4, 8: 4, 11: 4, 12: 12, 14: 12}
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
-    assert store.wanted("a", TOKENS[:14]) == [Span(12, 14)]
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:14]) == [Span(12, 14)]
     assert_sum_rule(store)
 
 
@@ -146,7 +146,7 @@ async def test_a_damaged_state_is_a_miss_and_the_next_restore_uses_the_state_bef
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 12):
         save(store, TOKENS, end)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     flip(file_of(tmp_path, TOKENS, 12), -1)
     flip(file_of(tmp_path, TOKENS, 4), -1)  # this state is read only by a restore that ends there
     assert await restored(store, TOKENS) == 0
@@ -156,7 +156,7 @@ async def test_a_damaged_state_is_a_miss_and_the_next_restore_uses_the_state_bef
     assert await restored(store, TOKENS) == 0
     assert await restored(store, TOKENS) == 0
     assert store.stats().rejected == 3
-    assert store.match("a", TOKENS).num_tokens == 0
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0
 
 
 async def test_a_tail_is_removed_only_once_a_later_state_is_stored(open_store) -> None:
@@ -164,14 +164,14 @@ async def test_a_tail_is_removed_only_once_a_later_state_is_stored(open_store) -
     save(store, TOKENS, 6)
     save(store, TOKENS, 4)
     save(store, TOKENS, 6)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     save(store, TOKENS, 8, resumable=False)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert await restored(store, TOKENS) == 6
     other = await open_store(layout=STATEFUL, directory=store._folder.path(b"").parent.parent / "other")
     for end in (4, 6, 8):
         save(other, TOKENS, end)
-    assert await other.barrier(5)
+    assert await other.queue.drained(5)
     assert await restored(other, TOKENS[:7]) == 4
     assert other.stats().stored == 2
 
@@ -186,7 +186,7 @@ def write(path, end: int, tensors, *, resumable=True) -> Name:
 def load(path, name: Name, *, state: bool = True):
     wanted = (path, name.digest, 0, IDENTITY.digest())
     layout, states = snapshot_format.peek(*wanted)
-    blank = Blank(layout, name.num_tokens, states if state else ())
+    blank = Blank(ModelLayout(layout), name.num_tokens, states if state else ())
     snapshot_format.read(
         *wanted,
         layout=layout,
@@ -284,10 +284,10 @@ async def test_a_store_resumes_at_a_state_that_another_store_put_in_the_shared_t
     one = await open_store(tmp_path / "one", layout=STATEFUL, tier=tier)
     for end, resumable in ((4, False), (8, True), (11, True)):
         assert save(one, TOKENS, end, resumable=resumable)
-    assert await one.barrier(5)
-    assert await one.barrier_remote(5)
+    assert await one.queue.drained(5)
+    await uploaded(one)
     two = await open_store(tmp_path / "two", layout=STATEFUL, tier=tier)
-    found = await two.find_remote(two.chain("a"), TOKENS)
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
     assert found is not None
-    await two.fetch(found)
+    await two.remote.fetch(found)
     assert await restored(two, TOKENS) == 11

@@ -28,22 +28,22 @@ def files(tmp_path) -> int:
 
 async def test_queued_snapshots_are_dropped_to_free_memory_while_the_disk_hangs(open_store, gate) -> None:
     store = await open_store()
-    spans = store.wanted("a", TOKENS)
+    spans = store.kv.wanted(store.kv.chain("a"), TOKENS)
     tensors = [cut(TOKENS, span) for span in spans]
     held = [weakref.ref(part[0].data) for part in tensors]
     for span in spans:
-        assert store.save("a", TOKENS, span, tensors.pop(0))
+        assert store.kv.save(store.kv.chain("a"), TOKENS, span, tensors.pop(0))
     await asyncio.sleep(0.1)
-    store.free_memory()
+    store.queue.free_memory()
     await asyncio.sleep(0.1)
     assert [alive() is None for alive in held] == [False, True, True], "the first is being written"
     assert_sum_rule(store)
     gate.set()
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     assert_sum_rule(store)
     assert (store.stats().durable, store.stats().dropped) == (1, {"memory": 2})
     assert save_all(store, "a", TOKENS) == [True, True], "and are saved when they come again"
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     assert await num_restored(store, TOKENS) == 10
 
 
@@ -76,24 +76,24 @@ async def test_saved_snapshots_are_restored_by_a_reopened_store(open_store) -> N
 async def test_a_match_finds_the_longest_stored_prefix_exact_to_the_token(open_store, tokens, found) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await num_restored(store, tokens) == found
 
 
 async def test_a_block_is_not_matched_for_fewer_than_a_quarter_of_its_tokens(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=16))
     save_all(store, "a", list(range(16)))
-    await store.barrier(5)
-    assert store.match("a", [0, 1, 2, 99]).num_tokens == 0
-    assert store.match("a", [0, 1, 2, 3, 99]).num_tokens == 4
+    await store.queue.drained(5)
+    assert store.kv.match(store.kv.chain("a"), [0, 1, 2, 99]).num_tokens == 0
+    assert store.kv.match(store.kv.chain("a"), [0, 1, 2, 3, 99]).num_tokens == 4
 
 
 async def test_a_tenant_does_not_find_the_snapshots_of_another_tenant(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
-    assert store.match("b", TOKENS).num_tokens == 0
-    assert store.wanted("b", TOKENS[:10]) == [Span(0, 4), Span(4, 8), Span(8, 10)]
+    await store.queue.drained(5)
+    assert store.kv.match(store.kv.chain("b"), TOKENS).num_tokens == 0
+    assert store.kv.wanted(store.kv.chain("b"), TOKENS[:10]) == [Span(0, 4), Span(4, 8), Span(8, 10)]
 
 
 async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(open_store) -> None:
@@ -101,7 +101,7 @@ async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(op
     save_all(store, "a", TOKENS)
     await store.close()
     other = await open_store(identity=identity(weights="other"))
-    assert other.match("a", TOKENS).num_tokens == 0
+    assert other.kv.match(other.kv.chain("a"), TOKENS).num_tokens == 0
     assert other.stats().stored == 3
     await other.close()
     assert await num_restored(await open_store(), TOKENS) == 10
@@ -109,20 +109,21 @@ async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(op
 
 async def test_the_method_wanted_returns_only_spans_that_are_not_yet_stored_or_queued(open_store) -> None:
     store = await open_store()
-    assert store.wanted("a", TOKENS[:10]) == [Span(0, 4), Span(4, 8), Span(8, 10)]
-    assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
-    assert store.wanted("a", TOKENS[:10]) == [Span(4, 8), Span(8, 10)], "what is on its way is not wanted"
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:10]) == [Span(0, 4), Span(4, 8), Span(8, 10)]
+    assert store.kv.save(store.kv.chain("a"), TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
+    left = store.kv.wanted(store.kv.chain("a"), TOKENS[:10])
+    assert left == [Span(4, 8), Span(8, 10)], "what is on its way is not wanted"
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
-    assert store.wanted("a", TOKENS[:10]) == []
-    assert store.wanted("a", TOKENS[:9]) == [], "the tail to 10 holds the tail to 9"
-    assert store.wanted("a", [*TOKENS, 1, 2, 3]) == [Span(8, 12), Span(12, 13)]
+    await store.queue.drained(5)
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:10]) == []
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:9]) == [], "the tail to 10 holds the tail to 9"
+    assert store.kv.wanted(store.kv.chain("a"), [*TOKENS, 1, 2, 3]) == [Span(8, 12), Span(12, 13)]
 
 
 async def test_a_span_whose_earlier_blocks_are_missing_is_not_saved(open_store) -> None:
     """Without the blocks before it, no match could reach the span."""
     store = await open_store()
-    assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
+    assert not store.kv.save(store.kv.chain("a"), TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
     assert store.stats().dropped == {"no_parent": 1}
     assert_sum_rule(store)
 
@@ -130,9 +131,9 @@ async def test_a_span_whose_earlier_blocks_are_missing_is_not_saved(open_store) 
 async def test_saving_the_same_block_again_writes_it_once(open_store) -> None:
     store = await open_store()
     for _ in range(2):
-        assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
-    await store.barrier(5)
-    assert store.save("a", TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
+        assert store.kv.save(store.kv.chain("a"), TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
+    await store.queue.drained(5)
+    assert store.kv.save(store.kv.chain("a"), TOKENS, Span(0, 4), cut(TOKENS, Span(0, 4)))
     assert store.stats().accepted == store.stats().durable == 1
 
 
@@ -142,7 +143,7 @@ async def test_tails_that_a_longer_snapshot_replaces_are_removed_as_a_session_gr
     store = await open_store()
     for end in (1, 2, 3, 5, 6, 7, 9, 10):
         save_all(store, "a", TOKENS[:end])
-        await store.barrier(5)
+        await store.queue.drained(5)
     assert store.stats().stored == files(tmp_path) == 3
     assert store.stats().evicted == 0
     assert await num_restored(store, TOKENS) == 10
@@ -152,9 +153,9 @@ async def test_a_tail_replaced_by_a_longer_one_is_still_found_by_other_sessions(
     """For example a shared system prompt: its tail was removed, but the block that replaced it has it."""
     store = await open_store()
     save_all(store, "a", [1, 2, 3])
-    await store.barrier(5)
+    await store.queue.drained(5)
     save_all(store, "a", [1, 2, 3, 50, 51])
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await num_restored(store, [1, 2, 3, 60, 61]) == 3
 
 
@@ -162,7 +163,7 @@ async def test_branches_of_a_session_share_the_blocks_of_their_common_prefix(ope
     store = await open_store()
     for branch in range(3):
         save_all(store, "a", [*TOKENS[:8], 100 + branch])
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert files(tmp_path) == 2 + 3
     for branch in range(3):
         assert await num_restored(store, [*TOKENS[:8], 100 + branch]) == 9
@@ -171,17 +172,17 @@ async def test_branches_of_a_session_share_the_blocks_of_their_common_prefix(ope
 async def test_a_snapshot_held_by_a_pending_load_is_not_evicted(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes
     await store.close()
 
     store = await open_store(max_bytes=size + 50)
-    match = store.match("a", [1, 2])
+    match = store.kv.match(store.kv.chain("a"), [1, 2])
     assert save_all(store, "b", [1, 2]) == [False]
     assert store.stats().dropped == {"disk_limit": 1}
-    assert (await store.load(match)).num_tokens == 2
+    assert (await store.kv.load(match)).num_tokens == 2
     assert save_all(store, "b", [1, 2]) == [True]
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await num_restored(store, [1, 2]) == 0
     assert await num_restored(store, [1, 2], "b") == 2
     assert store.stats().evicted == 1
@@ -194,7 +195,7 @@ async def test_the_files_on_disk_never_exceed_the_disk_limit_at_any_step(
     """The sizes are measured each time a new file is complete; evicted files must be removed by then."""
     store = await open_store()
     save_all(store, "a", list(range(4)))
-    await store.barrier(5)
+    await store.queue.drained(5)
     limit = 5 * store.stats().stored_bytes + 100
     await store.close()
     used: list[int] = []
@@ -210,7 +211,7 @@ async def test_the_files_on_disk_never_exceed_the_disk_limit_at_any_step(
         save_all(store, "a", [session, *range(11)])
         stats = store.stats()
         assert stats.stored_bytes + stats.in_flight_bytes <= limit
-        await store.barrier(5)
+        await store.queue.drained(5)
         assert await num_restored(store, [session, *range(11)]) == 12, "the newest is there"
     assert len(used) == 36
     assert limit // 2 < max(used) <= limit
@@ -220,11 +221,11 @@ async def test_the_files_on_disk_never_exceed_the_disk_limit_at_any_step(
 async def test_a_snapshot_for_which_only_its_own_prefix_could_be_evicted_is_dropped(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes
     await store.close()
     store = await open_store(max_bytes=size + 100)
-    assert not store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
+    assert not store.kv.save(store.kv.chain("a"), TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
     assert store.stats().dropped == {"disk_limit": 1}
     assert await num_restored(store, TOKENS) == 4
 
@@ -233,13 +234,13 @@ async def test_a_lowered_disk_limit_shrinks_the_cache_at_the_next_start(open_sto
     store = await open_store()
     for session in range(60):
         save_all(store, "a", [session, 1])
-    await store.barrier(5)
+    await store.queue.drained(5)
     size = store.stats().stored_bytes // 60
     await store.close()
     store = await open_store(max_bytes=5 * size + 50)
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().stored == files(tmp_path) == 5
-    assert store.match("a", [59, 1]).num_tokens == 2
+    assert store.kv.match(store.kv.chain("a"), [59, 1]).num_tokens == 2
 
 
 async def test_a_snapshot_too_large_for_the_disk_limit_or_the_queue_is_not_saved(open_store) -> None:
@@ -257,20 +258,20 @@ async def test_a_full_queue_drops_new_snapshots_and_the_later_blocks_of_their_se
     store = await open_store(queue_bytes=3000)
     sizes = []
     for session in range(3):
-        before = store.room()
-        store.save("a", [session] * 4, Span(0, 4), cut([session] * 4, Span(0, 4)))
-        sizes.append(before - store.room())
+        before = store.queue.vacant_bytes()
+        store.kv.save(store.kv.chain("a"), [session] * 4, Span(0, 4), cut([session] * 4, Span(0, 4)))
+        sizes.append(before - store.queue.vacant_bytes())
     assert sizes[0] > 1000, "the test wants a queue of two"
     assert sizes[2] == 0
-    assert store.room() < sizes[0]
+    assert store.queue.vacant_bytes() < sizes[0]
     assert save_all(store, "a", [2] * 10) == [False, False, False]
     assert store.stats().dropped == {"queue_full": 2, "no_parent": 2}
-    store.skip(2)
+    store.queue.skip(2)
     assert store.stats().dropped == {"queue_full": 4, "no_parent": 2}
     assert_sum_rule(store)
     gate.set()
-    assert await store.barrier(5)
-    assert store.room() == 3000
+    assert await store.queue.drained(5)
+    assert store.queue.vacant_bytes() == 3000
     assert_sum_rule(store)
     assert save_all(store, "a", [2] * 4) == [True]
 
@@ -302,7 +303,7 @@ async def test_opening_a_directory_in_use_raises_an_error_that_names_the_other_p
         await open_store()
     holder.kill()
     await holder.communicate()
-    assert await (await open_store()).barrier(5), "a lock does not outlive its process"
+    assert await (await open_store()).queue.drained(5), "a lock does not outlive its process"
 
 
 async def test_forgetting_tokens_removes_their_snapshots_but_not_those_shared_with_others(
@@ -311,14 +312,14 @@ async def test_forgetting_tokens_removes_their_snapshots_but_not_those_shared_wi
     store = await open_store()
     save_all(store, "a", TOKENS)
     save_all(store, "a", [*TOKENS[:6], 99])
-    await store.barrier(5)
-    assert store.forget("a", TOKENS) == 2
-    await store.barrier(5)
+    await store.queue.drained(5)
+    assert store.eraser.forget("a", pack(TOKENS)) == 2
+    await store.queue.drained(5)
     assert files(tmp_path) == 2
     assert await num_restored(store, [*TOKENS[:6], 99]) == 7
-    assert store.forget("a", [*TOKENS[:6], 99]) == 2
-    assert store.forget("a", [*TOKENS[:6], 99]) == 0
-    await store.barrier(5)
+    assert store.eraser.forget("a", pack([*TOKENS[:6], 99])) == 2
+    assert store.eraser.forget("a", pack([*TOKENS[:6], 99])) == 0
+    await store.queue.drained(5)
     assert files(tmp_path) == store.stats().stored == store.stats().stored_bytes == 0
 
 
@@ -333,9 +334,9 @@ async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_a
     for one in (tokens[: length - 5], tokens, branch, longer):
         save_all(store, "a", one)
     save_all(store, "b", tokens)
-    assert await store.erase_marked("a", Marks.of("a", pack(tokens), shared))
+    assert await store.eraser.erase_marked("a", Marks.of("a", pack(tokens), shared))
     assert await num_restored(store, longer) == len(longer)
-    assert await store.erase_marked("a", Marks.of("a", pack(longer), shared))
+    assert await store.eraser.erase_marked("a", Marks.of("a", pack(longer), shared))
     assert await store.close()
     store = await open_store(identity=identity(block_tokens=16))
     assert await num_restored(store, tokens) == max(shared // 16 * 16, 100)
@@ -347,28 +348,28 @@ async def test_erasing_by_the_hashes_of_a_sequence_of_tokens_removes_no_other_se
     store = await open_store()
     save_all(store, "a", TOKENS)
     save_all(store, "a", list(range(50, 250)))
-    assert await store.erase_marked("a", Marks.of("a", pack(TOKENS)))
+    assert await store.eraser.erase_marked("a", Marks.of("a", pack(TOKENS)))
     assert await num_restored(store, TOKENS) == 0
     assert await num_restored(store, list(range(50, 250))) == 200
 
 
 async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(open_store) -> None:
     store = await open_store()
-    assert store.erased_up_to("log") is None
-    store.note_erased(ErasureProgress("log", 5, 1.5))
-    store.note_erased(ErasureProgress("log", 7, 2.5))
+    assert store.eraser.erased_up_to("log") is None
+    store.eraser.note_erased(ErasureProgress("log", 5, 1.5))
+    store.eraser.note_erased(ErasureProgress("log", 7, 2.5))
     assert await store.close()
-    assert (await open_store()).erased_up_to("log") == ErasureProgress("log", 7, 2.5)
+    assert (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5)
 
 
 async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_path, gate) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    assert store.forget("a", TOKENS) == 3
+    assert store.eraser.forget("a", pack(TOKENS)) == 3
     assert_sum_rule(store)
-    assert store.wanted("a", TOKENS[:10]) != []
+    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:10]) != []
     gate.set()
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert (files(tmp_path), store.stats().stored) == (0, 0)
     assert (store.stats().cancelled, store.stats().durable) == (3, 0)
     assert_sum_rule(store)
@@ -390,11 +391,11 @@ async def test_a_file_forgotten_while_it_is_being_renamed_does_not_come_back(
     monkeypatch.setattr(Folder, "place", held)
     save_all(store, "a", [1, 2])
     await asyncio.to_thread(renaming.wait, 10)
-    assert store.forget("a", [1, 2]) == 1
+    assert store.eraser.forget("a", pack([1, 2])) == 1
     if save_again:
         assert save_all(store, "a", [1, 2]) == [True]
     go_on.set()
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
     assert store.stats().cancelled == 1
     assert files(tmp_path) == store.stats().stored == store.stats().durable == int(save_again)
     assert await num_restored(store, [1, 2]) == 2 * save_again
@@ -406,36 +407,36 @@ async def test_a_file_forgotten_while_it_is_being_renamed_does_not_come_back(
 async def test_snapshots_forgotten_during_a_load_are_removed_when_the_load_ends(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
-    await store.barrier(5)
-    one, two = store.match("a", TOKENS), store.match("a", TOKENS[:8])
-    assert store.forget("a", TOKENS) == 3
-    assert store.match("a", TOKENS).num_tokens == 0, "nobody new may use it"
-    assert (await store.load(one)).num_tokens == 10
-    await store.barrier(5)
+    await store.queue.drained(5)
+    one, two = store.kv.match(store.kv.chain("a"), TOKENS), store.kv.match(store.kv.chain("a"), TOKENS[:8])
+    assert store.eraser.forget("a", pack(TOKENS)) == 3
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0, "nobody new may use it"
+    assert (await store.kv.load(one)).num_tokens == 10
+    await store.queue.drained(5)
     assert files(tmp_path) == 2
-    store.release(two)
-    await store.barrier(5)
+    store.kv.release(two)
+    await store.queue.drained(5)
     assert files(tmp_path) == store.stats().stored == 0
 
 
 async def test_a_forgotten_block_stays_if_a_new_snapshot_continues_it(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
-    await store.barrier(5)
-    match = store.match("a", TOKENS[:4])
-    store.forget("a", TOKENS[:4])
-    assert store.save("a", TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
-    store.release(match)
-    await store.barrier(5)
+    await store.queue.drained(5)
+    match = store.kv.match(store.kv.chain("a"), TOKENS[:4])
+    store.eraser.forget("a", pack(TOKENS[:4]))
+    assert store.kv.save(store.kv.chain("a"), TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
+    store.kv.release(match)
+    await store.queue.drained(5)
     assert await num_restored(store, TOKENS) == 8
 
 
 async def test_a_barrier_returns_false_when_its_timeout_passes(open_store, gate) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
-    assert not await store.barrier(0.05)
+    assert not await store.queue.drained(0.05)
     gate.set()
-    assert await store.barrier(5)
+    assert await store.queue.drained(5)
 
 
 async def test_closing_with_a_short_timeout_cancels_queued_snapshots(open_store, gate) -> None:
@@ -464,11 +465,11 @@ async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
     store = await open_store()
     save_all(store, "a", [1, 2])
     assert await asyncio.to_thread(entered.wait, 10)
-    assert store.forget("a", [1, 2]) == 1
+    assert store.eraser.forget("a", pack([1, 2])) == 1
     save_all(store, "a", [1, 2])
-    store.free_memory()
+    store.queue.free_memory()
     gate.set()
-    assert await store.barrier(10)
+    assert await store.queue.drained(10)
     assert store.stats().stored == 0
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
     assert_sum_rule(store)
@@ -481,19 +482,19 @@ async def test_a_closed_store_counts_saves_as_dropped_and_restores_nothing(open_
     assert await store.close()
     assert save_all(store, "a", [1, 2]) == [False]
     assert store.stats().dropped == {"closing": 1}
-    assert await asyncio.wait_for(store.load(store.match("a", [3, 4])), 10) is None
+    assert await asyncio.wait_for(store.kv.load(store.kv.match(store.kv.chain("a"), [3, 4])), 10) is None
 
 
 async def test_a_cancelled_load_releases_its_snapshots(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
-    await store.barrier(5)
-    loading = asyncio.ensure_future(store.load(store.match("a", [1, 2])))
+    await store.queue.drained(5)
+    loading = asyncio.ensure_future(store.kv.load(store.kv.match(store.kv.chain("a"), [1, 2])))
     await asyncio.sleep(0)
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    assert store.forget("a", [1, 2]) == 1
+    assert store.eraser.forget("a", pack([1, 2])) == 1
     assert store.stats().stored == 0
 
 
@@ -502,14 +503,14 @@ async def test_concurrent_loads_of_different_sessions_all_succeed(open_store) ->
     sessions = [[i, *range(20)] for i in range(8)]
     for tokens in sessions:
         save_all(store, "a", tokens)
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert await asyncio.gather(*(num_restored(store, tokens) for tokens in sessions)) == [21] * 8
 
 
 async def test_the_file_names_in_the_directory_are_the_digests_of_the_chain(open_store, tmp_path) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:8])
-    await store.barrier(5)
+    await store.queue.drained(5)
     chain = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1:]
     names = sorted(path.name for path in (tmp_path / "cache" / "snapshots").iterdir())
     assert names == sorted(f"{digest.hex()}.safetensors" for digest in chain)

@@ -18,6 +18,7 @@ from cache.disk.folder import Folder
 from cache.disk.header import read_name
 from cache.names import blocks
 from cache.names.blocks import Span
+from cache.names.tokens import pack
 from cache.store import Store
 
 LONG = 16  # tokens of a block, enough for a tail of several pieces
@@ -64,8 +65,8 @@ def test_saved_tokens_are_found_again_after_growth_rewinds_and_forks(history) ->
             sessions[session] = [*sessions[keep % 4][:keep], *more]  # grows, rewinds or forks another session
             tokens = sessions[session]
             save_all(store, "a", tokens)
-            assert await store.barrier(5)
-            restored = await store.load(store.match("a", tokens))
+            assert await store.queue.drained(5)
+            restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
             found = restored.num_tokens if restored else 0
             # Few tokens at the beginning of a longer piece count as saved, but a match does not use them.
             assert len(tokens) - LONG // 4 < found <= len(tokens)
@@ -77,8 +78,8 @@ def test_saved_tokens_are_found_again_after_growth_rewinds_and_forks(history) ->
         store = await Store.open(directory, identity=identity(block_tokens=LONG), layout=LAYOUT, **settings)
         assert piece_starts(store) == before
         for tokens in sessions:
-            match = store.match("a", tokens)
-            restored = await store.load(match)
+            match = store.kv.match(store.kv.chain("a"), tokens)
+            restored = await store.kv.load(match)
             if restored is not None:
                 assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
         assert store.stats().rejected == 0
@@ -93,7 +94,7 @@ async def test_a_growing_tail_does_not_rewrite_its_first_piece(open_store) -> No
     tokens = list(range(15))
     seen = []
     for end in (8, 9, 10, 11, 12, 15):
-        seen.append(store.wanted("a", tokens[:end]))
+        seen.append(store.kv.wanted(store.kv.chain("a"), tokens[:end]))
         save_all(store, "a", tokens[:end])
     assert [(span.start, span.end) for spans in seen for span in spans] == [
         (0, 8),
@@ -103,7 +104,7 @@ async def test_a_growing_tail_does_not_rewrite_its_first_piece(open_store) -> No
         (8, 12),
         (12, 15),
     ]
-    await store.barrier(5)
+    await store.queue.drained(5)
     assert piece_starts(store) == [(0, 8), (8, 12), (12, 15)]
 
 
@@ -112,7 +113,7 @@ async def test_a_full_block_replaces_the_tail_pieces_of_its_span(open_store, tmp
     tokens = list(range(18))
     for end in (8, 12, 14, 18):
         save_all(store, "a", tokens[:end])
-        await store.barrier(5)
+        await store.queue.drained(5)
     assert piece_starts(store) == [(0, 16), (16, 18)]
     assert len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
@@ -121,21 +122,21 @@ async def test_a_full_block_does_not_replace_a_tail_piece_that_another_session_c
     store = await open_store(identity=identity(block_tokens=LONG))
     for tokens in ([*range(8)], [*range(8), 50, 51], [*range(16)]):
         save_all(store, "a", tokens)
-        await store.barrier(5)
+        await store.queue.drained(5)
     assert piece_starts(store) == [(0, 8), (0, 16), (8, 10)]
-    restored = await store.load(store.match("a", [*range(8), 50, 51]))
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), [*range(8), 50, 51]))
     assert restored.num_tokens == 10
     assert_is_kv_of(restored.tensors, [*range(8), 50, 51])
-    assert store.forget("a", [*range(8), 50, 51]) == 2
-    assert store.forget("a", list(range(16))) == 1
+    assert store.eraser.forget("a", pack([*range(8), 50, 51])) == 2
+    assert store.eraser.forget("a", pack(list(range(16)))) == 1
 
 
 async def test_forgetting_tokens_removes_all_pieces_of_their_tail(open_store, tmp_path) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     for end in (8, 12, 14, 15):
         save_all(store, "a", list(range(end)))
-    assert store.forget("a", list(range(15))) == 4
-    await store.barrier(5)
+    assert store.eraser.forget("a", pack(list(range(15)))) == 4
+    await store.queue.drained(5)
     assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
@@ -148,27 +149,27 @@ async def test_a_turn_can_extend_tail_pieces_that_other_turns_replaced_or_forgot
     mine = [*range(8), 8, 50]
     for end in (8, 9):
         save_all(store, "a", mine[:end])
-    await store.barrier(5)
-    held = store.hold("a", mine[:9])
+    await store.queue.drained(5)
+    held = store.kv.hold(store.kv.chain("a"), mine[:9])
     assert held.edges == (0, 8, 9)
     if forget:
-        assert store.forget("a", mine[:9]) == 2
+        assert store.eraser.forget("a", pack(mine[:9])) == 2
     else:
         save_all(store, "a", list(range(18)))
-    await store.barrier(5)
+    await store.queue.drained(5)
     span = Span(9, 10)
-    assert store.save("a", mine, span, cut(mine, span))
-    store.release(held)
-    await store.barrier(5)
-    restored = await store.load(store.match("a", mine))
+    assert store.kv.save(store.kv.chain("a"), mine, span, cut(mine, span))
+    store.kv.release(held)
+    await store.queue.drained(5)
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), mine))
     assert_is_kv_of(restored.tensors, mine)
 
 
 async def test_a_tail_piece_whose_parent_is_not_stored_is_not_saved(open_store) -> None:
     store = await open_store()
     save_all(store, "a", [1, 2])
-    assert not store.save("a", [1, 7, 3], Span(2, 3), cut([1, 7, 3], Span(2, 3)))
-    assert not store.save("a", [1, 2, 3], Span(1, 3), cut([1, 2, 3], Span(1, 3)))
+    assert not store.kv.save(store.kv.chain("a"), [1, 7, 3], Span(2, 3), cut([1, 7, 3], Span(2, 3)))
+    assert not store.kv.save(store.kv.chain("a"), [1, 2, 3], Span(1, 3), cut([1, 2, 3], Span(1, 3)))
     assert store.stats().dropped == {"no_parent": 2}
     assert_sum_rule(store)
 
@@ -208,12 +209,12 @@ async def test_after_a_crash_at_any_write_the_next_process_restores_every_durabl
     tokens = list(range(19))
     for end in (1, 2, 3, 4, 5, 7, 9, 10, 11, 15, 19):
         save_all(store, "a", tokens[:end])
-        await store.barrier(5)
+        await store.queue.drained(5)
     monkeypatch.undo()
     assert len(moments) > 15
     for copy, expected in moments:
         after = await open_store(directory=copy, identity=identity(block_tokens=8))
-        restored = await after.load(after.match("a", tokens))
+        restored = await after.kv.load(after.kv.match(after.kv.chain("a"), tokens))
         assert restored.num_tokens == expected
         assert_is_kv_of(restored.tensors, tokens[:expected])
         await after.close()

@@ -56,10 +56,9 @@ async def test_drain_waits_for_a_worker_whose_record_a_restarted_server_has_lost
     local_worker: Callable[..., Awaitable[Any]], tmp_path: Path, endless_model: Path, loses: str
 ) -> None:
     """The worker is still at work, and makes its record again."""
-    one, _ = [
-        await local_worker(data_dir=tmp_path / name, worker=name, model=str(endless_model))
-        for name in ("one", "two")
-    ]
+    one = await local_worker(data_dir=tmp_path / "one", worker="one", model=str(endless_model))
+    await one.client.session("s").append(text="a")  # which makes it this worker's
+    await local_worker(data_dir=tmp_path / "two", worker="two", model=str(endless_model))
     js, stream = one.app._nc.jetstream(), one.app._members.stream
     answering = asyncio.create_task(busy(one))
     await asyncio.sleep(1)

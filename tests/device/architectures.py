@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CONFIGS, OTHERS, VOCABULARY, loaded, prompt
 
 from cache.kv import layers
-from cache.kv.arrays import _TYPES
+from cache.kv.arrays import TYPES
 from cache.names.policy import Policy
 from worker.batch.forward import Forward
 from worker.batch.merged import MergedRows
@@ -164,8 +164,8 @@ def _is_restored(model: Any) -> bool:
     for start in range(0, len(tokens), BLOCK):
         run(model, caches, tokens[start : start + BLOCK])
     arrays = {
-        cut.name: mx.array(np.frombuffer(cut.data, _TYPES[cut.dtype][1]))
-        .view(_TYPES[cut.dtype][0])
+        cut.name: mx.array(np.frombuffer(cut.data, TYPES[cut.dtype][1]))
+        .view(TYPES[cut.dtype][0])
         .reshape(cut.shape)
         for cut in layers.cut(caches, 0, len(tokens), at_end=True) or ()
     }

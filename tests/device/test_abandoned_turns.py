@@ -13,7 +13,7 @@ import pytest
 from engine_process import Process, open_process
 from tiny_models import BLOCK, answer, key
 
-from cache.names.tokens import as_tokens
+from cache.names.tokens import as_tokens, pack
 from worker.device.request import TurnRequest
 
 PROMPT = [1 + i % 90 for i in range(3 * BLOCK + 3)]
@@ -75,8 +75,9 @@ async def test_a_session_erased_while_the_device_still_runs_its_abandoned_turn_l
         model.go_on.set()
         assert erased.settled
         await process.append(PROMPT[::-1], "other")  # the abandoned turn has ended before this one
-        assert await process.store.barrier(5)
-        assert process.store.match(key("s").tenant, tokens).num_tokens == 0
+        assert await process.store.queue.drained(5)
+        chain = process.store.kv.chain(key("s").tenant)
+        assert process.store.kv.find(chain, tokens).num_tokens == 0
         assert process.engine.live_bytes(key("s"), as_tokens(tokens)) == 0
 
 
@@ -102,7 +103,7 @@ async def test_a_turn_cancelled_while_its_restore_waits_for_memory_leaves_its_sn
     async with open_process(make_model("llama"), tmp_path / "kv", trials=trials) as process:
         engine = process.engine
         await process.append(tokens)
-        assert await process.store.barrier(5)
+        assert await process.store.queue.drained(5)
         engine.forget(key("s"))
         engine.ledger.max_bytes = engine.size_bytes(len(tokens)) + 5000
         engine._device.reserve_room = lambda *_: asked.set()  # type: ignore[method-assign]  # a long step
@@ -111,4 +112,4 @@ async def test_a_turn_cancelled_while_its_restore_waits_for_memory_leaves_its_sn
         turn.cancel()
         with pytest.raises(asyncio.CancelledError):
             await turn
-        assert (await process.store.erase(key("s").tenant, tokens)).settled
+        assert (await process.store.eraser.erase(key("s").tenant, pack(tokens))).settled

@@ -34,7 +34,7 @@ async def test_chunked_layers_are_stored_once_and_a_restore_reads_only_their_las
 
     async with open_process() as process:
         _, answered, _ = await process.generate(tokens, 3 * block)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         num_tokens, per_token = 699 + 3 * block - 1, 4 * 2 * 2 * 32 * 4
         assert _disk_bytes(tmp_path) <= 1.1 * num_tokens * per_token
     session = [*tokens, *answered]

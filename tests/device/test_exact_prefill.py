@@ -22,7 +22,7 @@ from cache.kv import layers, paged
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, FULL, SLACK, Policy
-from cache.names.tokens import as_tokens
+from cache.names.tokens import as_tokens, pack
 from tests.matrices import first
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
@@ -138,7 +138,7 @@ async def test_a_paged_prompt_stores_the_same_kv_as_a_session_with_full_attentio
             await process.append(tokens[: 30 * CHUNK + 5], policy=policy)
             outcome, _, bits = await process.generate(tokens, 1, policy=policy)
             assert outcome.num_prefilled == len(tokens) - 30 * CHUNK - 4
-            await process.store.barrier(10)
+            await process.store.queue.drained(10)
             per_policy[policy] = (np.frombuffer(bits[0], np.float32), await stored(process, tokens, policy))
     full, paged, partly = per_policy.values()
     for one, other in zip(full, paged, strict=True):
@@ -148,13 +148,13 @@ async def test_a_paged_prompt_stores_the_same_kv_as_a_session_with_full_attentio
 
 async def stored(process: Process, tokens: list[int], policy: Policy) -> np.ndarray:
     """Return the last layer's values of all complete blocks, read from disk."""
-    chain = process.store.chain(engine_process.key("s").tenant, policy)
+    chain = process.store.kv.chain(engine_process.key("s").tenant, policy)
     spans = [Span(0, len(tokens) // CHUNK * CHUNK)]
     if policy != POLICY:
-        restored = await process.store.load(process.store.match(chain, tokens[: spans[0].end]))
+        restored = await process.store.kv.load(process.store.kv.match(chain, tokens[: spans[0].end]))
         assert restored is not None
         return np.array(restored.tensors["1.values"][..., : spans[0].end, :])
-    read, arrays = await process.store.recall(chain, tokens, spans)
+    read, arrays = await process.store.kv.recall(chain, tokens, spans)
     assert list(read) == spans
     return np.array(arrays["1.values"])
 
@@ -166,7 +166,7 @@ async def test_a_prompt_after_a_restart_attends_to_kv_that_is_only_on_disk(
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8, codec=codec) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
     async with engine_process.open_process(model, tmp_path, num_blocks=8, codec=codec) as process:
         outcome, _, bits = await process.generate(tokens, 1, policy=POLICY)
         assert outcome.num_prefilled == 5 * CHUNK + 1
@@ -181,9 +181,9 @@ async def test_a_prompt_is_prefilled_again_from_a_damaged_or_missing_block_on(
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
-        await process.store.barrier(10)
-        match = process.store.match(process.store.chain(engine_process.key("s").tenant, POLICY), tokens)
-        process.store.release(match)
+        await process.store.queue.drained(10)
+        match = process.store.kv.match(process.store.kv.chain(engine_process.key("s").tenant, POLICY), tokens)
+        process.store.kv.release(match)
         path = process.store._folder.path(match.nodes[12].digest)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         content = bytearray(path.read_bytes())
@@ -204,24 +204,24 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         tenant, asked = engine_process.key("s").tenant, as_tokens(tokens)
-        chain = process.store.chain(tenant, POLICY)
-        past = await process.store.past(chain, asked, 40 * CHUNK, 1.0)
+        chain = process.store.kv.chain(tenant, POLICY)
+        past = await process.store.kv.past(chain, asked, 40 * CHUNK, 1.0)
         assert past is not None
-        prefix = process.store.hold(chain, asked)
-        path = process.store._folder.path(past.files[12].digest)
+        prefix = process.store.kv.hold(chain, asked)
+        path = process.store._folder.path(past.chain.files[12].digest)
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
-        assert not (await process.store.erase(tenant, asked)).settled
+        assert not (await process.store.eraser.erase(tenant, pack(asked))).settled
         with pytest.raises(LostPastError, match="damaged"):
             list(past.parts("1"))
         assert len(list((tmp_path / "quarantine").iterdir())) == 1
         more = {"asked": TurnRequest(engine_process.key("s"), asked, POLICY), "num_most": 0, "phases": []}
         more |= {"cancelled": lambda: False, "prefix": prefix, "past": past}
         process.engine._finder.release(Run(engine_process.key("s"), 0, 0.0, **more))
-        assert await process.store.barrier(10)
+        assert await process.store.queue.drained(10)
         assert list((tmp_path / "quarantine").iterdir()) == []
 
 
@@ -231,7 +231,7 @@ async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
     monkeypatch.setattr(cutter, "PATIENCE_S", 0.1)
     monkeypatch.setattr(finding, "PATIENCE_S", 0.1)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
-        monkeypatch.setattr(process.store, "save", lambda *_: False)
+        monkeypatch.setattr(process.store.kv, "save", lambda *_: False)
         with pytest.raises(DeviceFaultError, match="the disk lacks some of it"):
             await process.append(prompt(50 * CHUNK), policy=POLICY)
         monkeypatch.undo()
@@ -243,12 +243,12 @@ async def test_the_stored_kv_of_one_layer_is_read_without_the_other_layers(model
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
-        await process.store.barrier(10)
-        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
-        past = await process.store.past(chain, as_tokens(tokens), 19 * CHUNK, 1.0)
+        await process.store.queue.drained(10)
+        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        past = await process.store.kv.past(chain, as_tokens(tokens), 19 * CHUNK, 1.0)
         assert past is not None
         parts = list(past.parts("1", None))
-        whole = await process.store.recall(chain, tokens, [Span(0, 19 * CHUNK)])
+        whole = await process.store.kv.recall(chain, tokens, [Span(0, 19 * CHUNK)])
         for i, name in enumerate(("1.keys", "1.values")):
             found = mx.concatenate([part[i][0] for part in parts], axis=2)
             assert mx.array_equal(found, whole[1][name])
@@ -283,11 +283,11 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
     tokens = prompt(50 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens[: 40 * CHUNK], policy=POLICY)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         process.engine.forget(engine_process.key("s"))
-        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
-        match = process.store.match(chain, tokens)
-        process.store.release(match)
+        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        match = process.store.kv.match(chain, tokens)
+        process.store.kv.release(match)
         process.store._folder.path(match.nodes[20].digest).unlink()
         begun = asyncio.Event()
 

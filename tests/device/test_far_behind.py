@@ -20,11 +20,11 @@ SHARES = {"exaone4": 1 / 4, "gpt_oss": 1 / 2, "gemma3_text": 1 / 4}
 
 async def _settle(store: Store) -> int:
     """Evict all KV from before the windows; return the bytes of KV left on disk, without file headers."""
-    assert await store.barrier(5)
-    while store._behind:
-        store._room._shrink()
-        assert await store.barrier(5)
-    assert await store.barrier(5)  # the store's own timer may have evicted the last ones during a barrier
+    assert await store.queue.drained(5)
+    while store.quota._window_eviction:
+        store.quota._shrink()
+        assert await store.queue.drained(5)
+    assert await store.queue.drained(5)  # the store's own timer may have evicted the last ones meanwhile
     assert not any(_is_behind(store, node) for node in store._index)
     files = [store._folder.path(node.digest) for node in store._index]
     assert store.stats().stored_bytes == sum(path.stat().st_size for path in files)
@@ -33,8 +33,8 @@ async def _settle(store: Store) -> int:
 
 
 def _is_behind(store: Store, node: Node) -> bool:
-    followed = store._behind._followed.get(node.first.parent)
-    return followed is not None and store._behind._is_behind(node, followed.windows)
+    followed = store.quota._window_eviction._followed.get(node.first.parent)
+    return followed is not None and store.quota._window_eviction._is_behind(node, followed[1])
 
 
 async def _live(model: Any, directory: Path, keep_behind: int | None) -> tuple[list[Any], list[int]]:

@@ -139,7 +139,7 @@ async def test_no_token_and_no_snapshot_is_made_from_the_results_of_a_failed_eva
         assert more == alone(model, idle, 10)[0]
         for name, (_, tokens) in tasks.items():
             assert tokens == alone(model, texts[name], NUM)[0], name
-        assert await process.store.barrier(10)
+        assert await process.store.queue.drained(10)
     async with open_process(model, tmp_path, trials=trials) as process:
         for name, (_, tokens) in tasks.items():
             outcome, more, _ = await process.generate(texts[name] + tokens, 10, name=name)

@@ -60,7 +60,7 @@ async def test_sessions_restored_beside_a_running_answer_get_the_same_tokens(ope
     async with open_model() as before:
         expected = [(await before.generate(text, 8, name=f"s{n}"))[1] for n, text in enumerate(texts)]
         _, long, _ = await before.generate(prompt(20), 80, name="long")
-        assert await before.store.barrier(10)
+        assert await before.store.queue.drained(10)
     async with open_model() as after:
         answer = asyncio.create_task(after.generate(prompt(20, salt=3), 80, name="new"))
         for _ in range(3):

@@ -222,7 +222,7 @@ async def test_paged_sessions_restored_together_need_memory_only_for_their_resid
     async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
         for i, tokens in enumerate(said):
             await process.append(tokens, name=f"s{i}", policy=policy)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         size = process.engine._device.kv(policy).held(num_tokens)
     gc.collect()
     limit = mx.get_active_memory() + 4 * size + 2**23
@@ -301,7 +301,7 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
     tokens = prompt(60 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
-        await process.store.barrier(10)  # what is not on the disk yet cannot come back
+        await process.store.queue.drained(10)  # what is not on the disk yet cannot come back
         outcome, answer = await _answered(process, [*tokens, 5, 6, 7], 20)
         assert (outcome.num_prefilled, len(answer)) == (4, 20)
         per_token = process.engine._device.estimator.kv.bytes_per_token
@@ -309,12 +309,12 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
         num = len(tokens) + 3 + 19
         assert outcome.live_bytes == (POLICY.most_tokens or 0) * per_token + num * sketch
         assert {9} <= {span.start // CHUNK for spans in read for span in spans} <= set(wanted)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
     read.clear()
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
-        end_past = process.store.end_past
+        end_past = process.store.kv.end_past
         monkeypatch.setattr(
-            process.store, "end_past", lambda past: seen_bytes.append(past.size_bytes) or end_past(past)
+            process.store.kv, "end_past", lambda past: seen_bytes.append(past.size_bytes) or end_past(past)
         )
         session = [*tokens, 5, 6, 7, *answer, 8, 9]
         outcome, _ = await _answered(process, session, 5)
@@ -336,10 +336,10 @@ async def test_a_restart_reads_a_paged_sessions_sketches_from_few_files_and_pref
         await process.append(tokens, policy=POLICY)
         resident = process.engine._device._runner.room.get(engine_process.key("s"))
         before = _sketches(resident.caches, len(tokens) - 1)
-        await process.store.barrier(10)
-        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
-        match = process.store.match(chain, as_tokens(tokens))
-        process.store.release(match)
+        await process.store.queue.drained(10)
+        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        match = process.store.kv.match(chain, as_tokens(tokens))
+        process.store.kv.release(match)
         paths = [process.store._folder.path(node.digest) for node in match.nodes]
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         for path in () if is_damaged else (*paths[1:3], *paths[4:15], *paths[16:31]):  # block 3 is pinned
@@ -353,7 +353,7 @@ async def test_a_restart_reads_a_paged_sessions_sketches_from_few_files_and_pref
             assert outcome.num_prefilled == len(tokens) - 31 * 64
         else:  # a prompt would open the others
             num_tokens = len(tokens) - 1
-            restored = await process.store.load(process.store.match(chain, as_tokens(tokens)))
+            restored = await process.store.kv.load(process.store.kv.match(chain, as_tokens(tokens)))
             assert restored is not None
             assert restored.num_tokens == num_tokens
             caches = layers.rebuild(restored.tensors, layers.make(model, POLICY), num_tokens)
@@ -374,7 +374,7 @@ async def test_a_prompt_is_compared_with_the_key_sketches_only_once_in_each_laye
     monkeypatch.setattr(Pages, "note", lambda self, one: asked.append(one) or note(self, one))
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         asked.clear()
         outcome, _ = await _answered(process, [*tokens, *range(5, 25)], 1)
     assert outcome.num_prefilled == 21
@@ -414,7 +414,7 @@ async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
 
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
-        monkeypatch.setattr(process.store, "recall", none)
+        monkeypatch.setattr(process.store.kv, "recall", none)
         outcome, answer = await _answered(process, [*tokens, 5], 12)
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
@@ -467,7 +467,7 @@ async def test_a_turn_cancelled_while_it_recalls_chunks_from_disk_ends_early(
             return (), {}
 
         monkeypatch.setattr(Pages, "choose", lambda *_: [2])
-        monkeypatch.setattr(process.store, "recall", never)
+        monkeypatch.setattr(process.store.kv, "recall", never)
         growing = engine_process.answer(50)
         outcome = await engine.run(
             TurnRequest(engine_process.key("s"), tokens + as_tokens([5]), answer=growing, policy=POLICY),
@@ -488,15 +488,15 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
             nonlocal refused
             is_full = time.monotonic() < begun + 0.4
             refused += is_full
-            return 0 if is_full else process.store.room()
+            return 0 if is_full else process.store.queue.vacant_bytes()
 
         process.engine._device.cut_snapshots(room)
         outcome = await process.append(tokens, policy=POLICY)
         assert outcome.complete
-        await process.store.barrier(10)
-        chain = process.store.chain(engine_process.key("s").tenant, POLICY)
-        match = process.store.match(chain, as_tokens(tokens))
-        process.store.release(match)
+        await process.store.queue.drained(10)
+        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        match = process.store.kv.match(chain, as_tokens(tokens))
+        process.store.kv.release(match)
         assert refused > 3
         assert match.num_tokens > 19 * CHUNK
 
@@ -512,15 +512,15 @@ async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dr
     monkeypatch.setattr(snapshot_format, "write", lambda *args: time.sleep(0.05) or write(*args))
     model = build_model(kind, **WIDE)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
-        past, ends = process.store.past, list[int]()
+        past, ends = process.store.kv.past, list[int]()
 
         async def dropping(chain: Any, tokens: Any, end: int, patience_s: float) -> Any:
             ends.append(end)
             if len(ends) <= num_dropped:
-                process.store.free_memory()
+                process.store.queue.free_memory()
             return await past(chain, tokens, end, patience_s)
 
-        monkeypatch.setattr(process.store, "past", dropping)
+        monkeypatch.setattr(process.store.kv, "past", dropping)
         _, said, _ = await process.generate(tokens := prompt(40 * CHUNK), 3, policy=POLICY)
         assert len(said) == 3
         again = await process.append([*tokens, *said], policy=POLICY)
@@ -539,9 +539,9 @@ async def test_a_model_whose_windows_are_shorter_than_a_block_stores_all_blocks_
             outcome, said, _ = await process.generate(tokens, 3, policy=policy)
             assert outcome.num_prefilled <= 20 * CHUNK + 40
             tokens = [*tokens, *said]
-            assert await process.store.barrier(10)
-            chain = process.store.chain(engine_process.key("s").tenant, policy)
-            assert process.store.num_stored(chain, tokens) == len(tokens) - 1
+            assert await process.store.queue.drained(10)
+            chain = process.store.kv.chain(engine_process.key("s").tenant, policy)
+            assert process.store.kv.find(chain, tokens).num_tokens == len(tokens) - 1
             tokens += prompt(20 * CHUNK)
 
 
@@ -614,7 +614,7 @@ async def test_memory_requests_count_a_turn_that_waits_for_the_disk_as_running(
 
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(Pages, "choose", lambda *_: [2])
-        monkeypatch.setattr(process.store, "recall", slow)
+        monkeypatch.setattr(process.store.kv, "recall", slow)
         monkeypatch.setattr(room, "grant_requests", granting)
         await _answered(process, [*tokens, 5, 6], 3)
     assert busy
@@ -634,15 +634,15 @@ async def test_blocks_of_a_paged_answer_that_found_the_queue_full_are_stored_lat
         engine, store = process.engine, process.store
         task = asyncio.create_task(engine.save())
         await process.append(tokens, policy=POLICY)
-        await store.barrier(10)
+        await store.queue.drained(10)
         engine._device.cut_snapshots(lambda: 0)
         _, said, _ = await process.generate(tokens, 2 * CHUNK + 5, policy=POLICY)
         whole = as_tokens([*tokens, *said[:-1]])
-        chain = store.chain(engine_process.key("s").tenant, POLICY)
-        assert store.num_stored(chain, whole) <= len(tokens)
-        engine._device.cut_snapshots(store.room)
+        chain = store.kv.chain(engine_process.key("s").tenant, POLICY)
+        assert store.kv.find(chain, whole).num_tokens <= len(tokens)
+        engine._device.cut_snapshots(store.queue.vacant_bytes)
         async with asyncio.timeout(10):
-            while store.num_stored(chain, whole) < len(whole):  # noqa: ASYNC110
+            while store.kv.find(chain, whole).num_tokens < len(whole):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         task.cancel()
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:

@@ -62,7 +62,7 @@ async def test_a_session_restored_after_an_append_continues_bit_for_bit(
     async with open_process() as before:
         await before.append(tokens)
         expected = await before.generate(tokens, 20, sampling)
-        await before.store.barrier(10)
+        await before.store.queue.drained(10)
     async with open_process() as after:
         outcome, *got = await after.generate(tokens, 20, sampling)
     assert got == list(expected[1:])
@@ -78,7 +78,7 @@ async def test_a_restore_allocates_caches_with_space_for_the_turns_first_tokens(
     tokens = prompt(250)
     async with open_process() as before:
         await before.append(tokens)
-        await before.store.barrier(10)
+        await before.store.queue.drained(10)
     capacities = []
     rebuild = layers.rebuild
     monkeypatch.setattr(
@@ -140,7 +140,7 @@ async def test_a_session_restored_after_a_generate_continues_bit_for_bit(
     tokens = prompt(BLOCK + 3)
     async with open_process() as before:
         _, answered, _ = await before.generate(tokens, num_answered, sampling)
-        await before.store.barrier(10)
+        await before.store.queue.drained(10)
         context = tokens + answered + prompt(5, salt=40)
         # A copy of the device's state, at the moment at which the other process takes over.
         expected = await before.generate(context, 20, sampling)
@@ -171,7 +171,7 @@ async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_f
             history = history + tokens
             assert (tokens, bits) == expected[turn]
             assert outcome.num_prefilled <= 7 + turn + 1
-            await process.store.barrier(10)
+            await process.store.queue.drained(10)
 
 
 async def test_a_partial_last_block_stored_in_pieces_is_restored_without_another_prefill(
@@ -195,7 +195,7 @@ async def test_a_partial_last_block_stored_in_pieces_is_restored_without_another
             history = history + tokens
             assert (tokens, bits) == expected[turn]
             assert outcome.num_prefilled <= (2 if turn else len(history))
-            assert await process.store.barrier(10)
+            assert await process.store.queue.drained(10)
             stats = process.store.stats()
             assert stats.dropped == {}
             num_pieces.add(stats.stored - (len(history) - 1) // BLOCK)
@@ -206,7 +206,7 @@ async def test_a_prefix_shared_by_sessions_of_a_tenant_is_prefilled_only_once(op
     shared = prompt(4 * BLOCK)
     async with open_process() as process:
         await process.append(shared + prompt(1, salt=5), name="first")
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         context = shared + prompt(6, salt=9)
         outcome, tokens, _ = await process.generate(context, 8, name="second")
         assert (outcome.num_cached, outcome.num_prefilled) == (4 * BLOCK, 6)
@@ -217,7 +217,7 @@ async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device
     async with open_process() as process:
         long = prompt(8 * BLOCK)
         await process.append(long, name="writer")
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         await process.append(long[:5], name="reader")
         outcome, tokens, _ = await process.generate(long, 5, name="reader")
         assert outcome.num_prefilled <= 1
@@ -233,9 +233,9 @@ async def test_the_next_turn_stores_the_blocks_that_a_full_queue_dropped(open_pr
         stats = process.store.stats()
         assert stats.dropped["queue_full"] == 5
         assert stats.stored == 0
-        process.engine._device.cut_snapshots(process.store.room)
+        process.engine._device.cut_snapshots(process.store.queue.vacant_bytes)
         _, answered, _ = await process.generate(tokens, 3)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
     async with open_process() as after:
         outcome = await after.append(tokens + answered)
         assert outcome.num_prefilled <= 1
@@ -250,7 +250,7 @@ async def test_a_turn_completes_although_saving_its_snapshot_raises_an_error(
         def broken(*_: Any) -> bool:
             raise OSError("the directory is gone")
 
-        monkeypatch.setattr(process.store, "save", broken)
+        monkeypatch.setattr(process.store.kv, "save", broken)
         async with asyncio.timeout(10):
             _, tokens, _ = await process.generate(prompt(20), 12)
         assert tokens == alone(process.model, prompt(20), 12)[0]
@@ -344,7 +344,7 @@ async def test_turns_of_recurrent_or_windowed_models_in_new_processes_prefill_on
             outcome, tokens, bits = await process.generate(history, 6, HOT, policy=policy)
             assert (tokens, bits) == expected[turn]
             assert outcome.num_prefilled == 7 + turn + (turn > 0)
-            await process.store.barrier(10)
+            await process.store.queue.drained(10)
             process.engine.forget(key())
             again = await process.generate(history, 6, HOT, policy=policy)
             assert again[1] == tokens
@@ -360,7 +360,7 @@ async def test_a_rewound_session_continues_from_stored_kv_or_the_last_stored_rec
     tokens = prompt(5 * BLOCK)
     async with open_process(kind=kind) as process:
         _, answered, _ = await process.generate(tokens, 2 * BLOCK)
-        await process.store.barrier(10)
+        await process.store.queue.drained(10)
         for num_kept in (5 * BLOCK + 9, 3 * BLOCK + 3):
             context = [*tokens, *answered][:num_kept] + prompt(5, salt=9)
             outcome, got, _ = await process.generate(context, 6)
@@ -384,7 +384,7 @@ async def test_dropped_recurrent_states_do_not_keep_later_states_from_being_stor
         # What a block has beside its state is no bytes; of the end nothing is stored without its state.
         assert process.store.stats().dropped == {"queue_full": 1 if kind == "mamba2" else 5}
         assert process.store.stats().accepted == 5
-        process.engine._device.cut_snapshots(process.store.room)
+        process.engine._device.cut_snapshots(process.store.queue.vacant_bytes)
         await process.generate(tokens, BLOCK + 3)
     async with open_process(kind=kind) as after:
         outcome, *got = await after.generate(tokens[: 3 * BLOCK + 2], 6, name="other")
@@ -495,7 +495,7 @@ async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quaran
     tokens = prompt(BLOCK + 3)
     async with open_process(kind=kind) as before:
         await before.append(tokens)
-        identity = before.store._form(FULL).identity
+        identity = before.store.kv._under(FULL).identity
     for path in (tmp_path / "snapshots" / "snapshots").iterdir():
         remade(path, identity, change)
     async with open_process(kind=kind) as after:
@@ -544,8 +544,8 @@ async def test_sessions_with_random_histories_get_the_tokens_of_a_run_from_scrat
             for _ in range(10):
                 name = chance.choice("ab")
                 held = histories[name]
-                room = chance.choice([process.store.room, process.store.room, lambda: 0, lambda: 3000])
-                process.engine._device.cut_snapshots(room)
+                vacant = process.store.queue.vacant_bytes
+                process.engine._device.cut_snapshots(chance.choice([vacant, vacant, lambda: 0, lambda: 3000]))
                 if chance.random() < 0.3:
                     process.engine.forget(key(name))
                 if chance.random() < 0.3:  # it is rewound, or goes on where the other one was once
@@ -561,7 +561,7 @@ async def test_sessions_with_random_histories_get_the_tokens_of_a_run_from_scrat
                     held = held + tokens
                 histories[name] = held[-150:] if len(held) > 150 else held
                 if chance.random() < 0.5:
-                    await process.store.barrier(10)
+                    await process.store.queue.drained(10)
             stats = process.store.stats()
             settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled
             assert stats.accepted == settled + stats.in_flight

@@ -16,7 +16,7 @@ from engine_process import Process, open_process
 from tiny_models import BLOCK, key
 
 from cache.disk import format as snapshot_format
-from cache.disk import write_queue as writer
+from cache.index import write_queue as writer
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 from worker.device.request import TurnRequest
@@ -55,7 +55,7 @@ async def small_queue(model: Any, directory: Path, num_blocks: int, trials: Path
     """Run a `Process` whose write queue has room for few blocks, about twice `num_blocks`."""
     async with open_process(model, directory / "measured", trials=trials) as process:
         await process.generate(PROMPT, 2)
-        await process.store.barrier(5)
+        await process.store.queue.drained(5)
         stats = process.store.stats()
         block_bytes = stats.stored_bytes // stats.stored
     async with open_process(
@@ -68,7 +68,7 @@ async def quiet(process: Process) -> None:
     """Wait until the write queue is empty and nothing is being copied for it."""
     for _ in range(3):
         await asyncio.sleep(0.3)
-        assert await process.store.barrier(5)
+        assert await process.store.queue.drained(5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -112,7 +112,7 @@ async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_sna
         if fault == "hangs":
             device.submit = lambda turn: None  # type: ignore[method-assign]
         else:
-            device._commands.put(lambda runner: 1 / 0)
+            device.commands.put(lambda runner: 1 / 0)
             await asyncio.to_thread(device._thread.join, 5)
         await asyncio.wait_for(process.engine.save_all(0.2 if fault == "hangs" else 30), 5)
 
@@ -188,13 +188,13 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
         if fault == "memory":
             process.engine._handle_event(Starved())
         else:
-            while not process.store._writer.paused:  # noqa: ASYNC110
+            while not process.store.queue.paused:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             late = [*reversed(PROMPT)]
             await process.append(late, "late")
-            assert process.store._writer.paused
+            assert process.store.queue.paused
             fails = False
-        assert await process.store.barrier(5)
+        assert await process.store.queue.drained(5)
         assert sum(process.store.stats().dropped.values()) > 2, "there was no fault"
     async with open_process(model, tmp_path / "kv", trials=trials) as process:
         found, _, _ = await process.generate(PROMPT, 1)
@@ -211,14 +211,14 @@ async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_dis
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with small_queue(make_model("llama"), tmp_path, 4, trials) as process:
-        store, chain = process.store, process.store.chain(key("s").tenant)
+        store, chain = process.store, process.store.kv.chain(key("s").tenant)
         write, may_write, num_written = snapshot_format.write, threading.Semaphore(0), 0
         monkeypatch.setattr(snapshot_format, "write", lambda *args: may_write.acquire() and write(*args))
         _, said, _ = await process.generate(PROMPT, 4)
         context = as_tokens([*PROMPT, *said[:-1]])
         saving = asyncio.create_task(process.engine.save())
         for number in range(90):
-            if store.num_stored(chain, context) == len(context):
+            if store.kv.find(chain, context).num_tokens == len(context):
                 break
             await process.append([1 + number] * (BLOCK + 1), "other")
             while store.stats().in_flight > 1:  # so there is always a write
@@ -228,7 +228,7 @@ async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_dis
                     await asyncio.sleep(0)
         saving.cancel()
         may_write.release(1000)
-        assert store.num_stored(chain, context) == len(context), "it waits until the disk is idle"
+        assert store.kv.find(chain, context).num_tokens == len(context), "it waits until the disk is idle"
 
 
 async def test_only_snapshots_that_found_no_room_in_the_queue_count_as_such(
@@ -247,7 +247,7 @@ async def test_a_session_whose_early_kv_has_left_the_device_does_not_end_saving(
         await process.engine.run(TurnRequest(key("s"), long, policy=policy), lambda: False)
         longer = long + as_tokens([1, 2, 3])
         await process.engine.run(TurnRequest(key("s"), longer, policy=policy), lambda: False)
-        await process.store.clear()  # as if it were evicted
+        await process.store.eraser.clear()  # as if it were evicted
         process.engine._saving._note(key("s"))
         async with saved(process):
             pass

@@ -113,11 +113,11 @@ def decode(model: Any, caches: list[Any], first: int, num: int) -> tuple[list[in
 def spill(store: Store, model: Any, caches: list[Any], tokens: list[int]) -> int:
     """Prefill block by block, save each block, and return the first token that follows."""
     logits = mx.zeros(1)
-    for span in store.wanted("a", tokens):
+    for span in store.kv.wanted(store.kv.chain("a"), tokens):
         logits = run(model, caches, tokens[span.start : span.end])
         cut = layers.cut(caches, span.start, span.end, at_end=True)
         assert cut is not None
-        assert store.save("a", tokens, span, cut)
+        assert store.kv.save(store.kv.chain("a"), tokens, span, cut)
     return int(mx.argmax(logits).item())
 
 
@@ -138,9 +138,10 @@ async def test_restored_caches_continue_bit_for_bit_from_positions_around_block_
     store = await open_store(tmp_path, model, new)
     for position, (first, live_bytes, went_on) in expected.items():
         # What follows differs from what was saved: nothing but the prompt itself can be meant.
-        match = store.match("a", prompt(position, salt=position) + [VOCABULARY - 1] * BLOCK)
+        tokens = prompt(position, salt=position) + [VOCABULARY - 1] * BLOCK
+        match = store.kv.match(store.kv.chain("a"), tokens)
         assert match.num_tokens == position
-        restored = await store.load(match)
+        restored = await store.kv.load(match)
         assert restored is not None
         caches = layers.rebuild(restored.tensors, new(), restored.num_tokens)
         assert layers.live_bytes(caches) == live_bytes
@@ -158,8 +159,8 @@ async def test_a_prompt_continues_bit_for_bit_from_caches_restored_at_a_block_bo
     tokens, caches = prompt(5 * BLOCK + 3), new()
     spill(store, model, caches, tokens[: 3 * BLOCK])
     expected = [run(model, caches, tokens[at : at + BLOCK]) for at in range(3 * BLOCK, len(tokens), BLOCK)]
-    assert await store.barrier(10)
-    restored = await store.load(store.match("a", tokens))
+    assert await store.queue.drained(10)
+    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
     assert restored is not None
     assert restored.num_tokens == 3 * BLOCK
     caches = layers.rebuild(restored.tensors, new(), restored.num_tokens)
@@ -298,7 +299,7 @@ def test_a_snapshot_that_lacks_queue_space_omits_recurrent_states_before_keys_an
         (kv_bytes, 0, rest),
         (kv_bytes - 1, 0, None),
     ):
-        cut = layers.cut(caches, 0, BLOCK, at_end=True, room_bytes=room_bytes, spare_states=spare_states)
+        cut = layers.cut(caches, 0, BLOCK, at_end=True, most_bytes=room_bytes, spare_states=spare_states)
         assert cut == expected
 
 

@@ -132,8 +132,8 @@ async def test_a_stream_sends_heartbeats_while_a_long_call_is_written(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call is told when it is complete: chunks have no text until then, perhaps for minutes."""
-    monkeypatch.setattr("gateway.http.sending._HEARTBEAT_S", 0.01)
-    monkeypatch.setattr("gateway.http.sending._PATIENCE_S", 0.0)
+    monkeypatch.setattr("gateway.http.answer_response._HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("gateway.http.answer_response._PATIENCE_S", 0.0)
     text = {"type": "string", "minLength": 400, "maxLength": 400}
     schema = {"type": "object", "properties": {"text": text}, "required": ["text"]}
     tool = {"type": "function", "function": {"name": "write", "parameters": schema}}

@@ -15,8 +15,8 @@ import httpx2
 import openai
 import pytest
 
-from gateway import following, recorded
-from gateway.http import handlers, sending
+from gateway import idempotency, logged_answers
+from gateway.http import answer_response, handlers
 from gateway.keys import Keys
 from turnkeep_client.errors import NoAnswerError, NoServerError
 
@@ -267,7 +267,7 @@ async def test_a_stream_request_that_the_full_log_refuses_returns_an_error_witho
     log = (await js.stream_info(worker.client.subjects.log_stream)).config
     await js.update_stream(log.evolve(max_bytes=1))
     if is_late:  # the client has been told that there will be a stream
-        monkeypatch.setattr(sending, "_PATIENCE_S", 0.0)
+        monkeypatch.setattr(answer_response, "_PATIENCE_S", 0.0)
     answer = await post(http, "/v1/responses", {}, stream=True, background=True)
     says = "the log refused the request: maximum bytes exceeded"
     if not is_late:
@@ -506,10 +506,10 @@ async def test_the_first_copy_of_a_request_is_looked_for_again_after_a_lost_conn
             raise errors.pop()
         return {}
 
-    monkeypatch.setattr(recorded, "find", find)
-    monkeypatch.setattr(following, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(logged_answers, "find", find)
+    monkeypatch.setattr(idempotency, "FIRST_PAUSE_S", 0.0)
     client: Any = None
-    assert await following.first_copy(client, "a") is None
+    assert await idempotency.first_copy(client, "a") is None
     assert not errors
 
 

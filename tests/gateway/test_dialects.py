@@ -12,7 +12,7 @@ from gateway.app import DIALECTS
 from gateway.form import Events, Form
 from gateway.http.handlers import Dialect, Handlers, Route
 from gateway.keys import Keys
-from gateway.turn import Fault, Turn, check
+from gateway.turn import ClientTurn, Fault, check
 from turnkeep_client.messages import Message
 
 if TYPE_CHECKING:
@@ -32,14 +32,14 @@ class Asked(msgspec.Struct):
     contents: list[Any]
 
 
-def read(body: bytes) -> Turn:
+def read(body: bytes) -> ClientTurn:
     asked = json.loads(body)
     said = tuple(
         Message({"model": "assistant"}.get(one["role"], one["role"]), one["parts"][0]["text"])
         for one in asked["contents"]
     )
     options = {"max_tokens": asked.get("generationConfig", {}).get("maxOutputTokens", 8), "temperature": 0}
-    turn = Turn(messages=said, options=options, model=asked["model"], stream=asked["stream"])
+    turn = ClientTurn(messages=said, options=options, model=asked["model"], stream=asked["stream"])
     return check(turn, {"max_tokens": "generationConfig.maxOutputTokens"})
 
 
@@ -51,7 +51,7 @@ def candidate(text: str) -> dict[str, Any]:
     return {"candidates": [{"content": {"role": "model", "parts": [{"text": text}]}}]}
 
 
-def whole(turn: Turn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
+def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
     return {**candidate(results[0].text), "modelVersion": turn.model, "responseId": answer_id}
 
 
@@ -62,7 +62,7 @@ def error(fault: Fault) -> dict[str, Any]:
 class Pieces(Events):
     heartbeat = b": waiting\n"
 
-    def __init__(self, turn: Turn, answer_id: str, created: int) -> None:
+    def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:
         pass
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:

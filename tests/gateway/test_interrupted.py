@@ -431,8 +431,8 @@ async def test_a_completion_deleted_while_no_worker_runs_is_removed_by_the_next_
 async def test_a_queued_chat_stream_sends_heartbeats_until_its_answer_starts(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.http.sending._HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("gateway.http.sending._PATIENCE_S", 0.1)
+    monkeypatch.setattr("gateway.http.answer_response._HEARTBEAT_S", 0.1)
+    monkeypatch.setattr("gateway.http.answer_response._PATIENCE_S", 0.1)
     worker = await local_worker(model=str(endless_model), max_batch=1)
     served = await door(worker.settings.nats, worker.settings.prefix)
     first, second = Followed(), Followed()

@@ -286,7 +286,7 @@ def test_an_answer_and_its_stream_have_thinking_text_and_tool_use_blocks_in_orde
         {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
     )
     assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", 3)
-    writer = messages.Events(read(), "x", 5)
+    writer = messages.MessageEvents(read(), "x", 5)
     chunks = [
         Chunk(0, (1,), "", reasoning="H"),
         Chunk(1, (1,), "\n\n", reasoning="m."),

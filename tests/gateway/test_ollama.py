@@ -11,8 +11,8 @@ import httpx2
 import pytest
 from crafted import generated
 
-from gateway.http import sending
-from gateway.models import Model
+from gateway.http import answer_response
+from gateway.models import ServedModel
 from gateway.ollama import answers, requests
 from gateway.turn import Fault
 from turnkeep_client.chunks import Assembly
@@ -176,7 +176,7 @@ async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: htt
 
 def test_an_unloaded_model_is_listed_as_such_and_a_reasoning_model_as_a_thinking_one() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
-    model = Model("m", unloaded(**more))
+    model = ServedModel("m", unloaded(**more))
     (studio,) = answers.page_v0([model])["data"]
     assert (studio["state"], studio["max_context_length"]) == ("not-loaded", 2048)
     assert "loaded_context_length" not in studio
@@ -198,8 +198,8 @@ async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason
 async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_its_request_yet(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sending, "_PATIENCE_S", 0.1)
-    monkeypatch.setattr(sending, "_HEARTBEAT_S", 0.1)
+    monkeypatch.setattr(answer_response, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(answer_response, "_HEARTBEAT_S", 0.1)
     send = Generation.send
 
     async def slowly(self: Generation) -> None:

@@ -17,7 +17,7 @@ from gateway.turn import ALL_THAT_FITS, Fault, decoded
 if TYPE_CHECKING:
     import httpx2
 
-    from gateway.turn import Turn
+    from gateway.turn import ClientTurn
 
 Start = Any
 CHAT = "/v1/chat/completions"
@@ -32,7 +32,7 @@ async def served(local_worker: Start, door: Start) -> Any:
     return await door(worker.settings.nats, worker.settings.prefix, max_body_bytes=MOST)
 
 
-def asked(**more: Any) -> Turn:
+def asked(**more: Any) -> ClientTurn:
     return chat.read(json.dumps({"messages": SAID, **more}).encode())
 
 

@@ -11,7 +11,7 @@ import pytest
 from gateway.anthropic import messages
 from gateway.openai import chat
 from gateway.responses import requests as responses
-from gateway.turn import Turn
+from gateway.turn import ClientTurn
 
 Start = Any
 IMAGE = "[image: this model cannot see images]"
@@ -35,7 +35,7 @@ def body(dialect: str, said: list[dict[str, Any]], **more: Any) -> dict[str, Any
     return {"input" if dialect == "responses" else "messages": said, "temperature": 0, **most, **more}
 
 
-def read(dialect: str, *said: dict[str, Any], **more: Any) -> Turn:
+def read(dialect: str, *said: dict[str, Any], **more: Any) -> ClientTurn:
     return READ[dialect](json.dumps(body(dialect, [*said], **more)).encode())
 
 

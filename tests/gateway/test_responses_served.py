@@ -180,7 +180,7 @@ async def test_a_forked_conversation_continues_by_its_response_id_after_its_pare
     first, _ = await ask(served, f"One? {random.Random(5).randbytes(300).hex()}")
     await ask(served, "Two?", previous_response_id=first.id)
     if is_long:
-        monkeypatch.setattr("gateway.recorded.MOST_BYTES", 400)
+        monkeypatch.setattr("gateway.logged_answers.MOST_BYTES", 400)
     fork, how = await ask(served, "Too?", previous_response_id=first.id)
     assert how == "forked"
     if is_long:
@@ -267,7 +267,7 @@ async def test_a_stream_that_moves_to_another_session_after_its_start_begins_ane
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another gateway has continued the conversation's session, and that answer runs for long."""
-    monkeypatch.setattr("gateway.http.sending._PATIENCE_S", 0.1)
+    monkeypatch.setattr("gateway.http.answer_response._PATIENCE_S", 0.1)
     worker = await local_worker(model=str(endless_model), max_batch=1)
     one, other = [await door(worker.settings.nats, worker.settings.prefix) for _ in range(2)]
     more = {"extra_body": {"logit_bias": {"70": 100}}}

@@ -219,14 +219,14 @@ def test_options_of_the_responses_api_are_mapped_and_repeated_in_the_response() 
 
 
 def stream(turn: Any, done: Generated, *chunks: Chunk) -> list[dict[str, Any]]:
-    writer = answers.Events(turn, "x", 5)
+    writer = answers.ResponseEvents(turn, "x", 5)
     written = writer.start(0) + writer.heartbeat + b"".join(writer.chunk(0, chunk) for chunk in chunks)
     found = events(written + writer.finish(0, done) + writer.end([done]))
     life = found.pop(2)
     assert (life["type"], life["sequence_number"]) == ("response.in_progress", 1)
     assert [one["sequence_number"] for one in found] == list(range(len(found)))
     assert [one["type"] for one in found[:2]] == [f"response.{kind}" for kind in ("created", "in_progress")]
-    replayed = answers.Events(turn, "x", 5)
+    replayed = answers.ResponseEvents(turn, "x", 5)
     whole = Assembly().finish(done)
     again = replayed.start(0) + (replayed.chunk(0, whole) if whole else b"") + replayed.finish(0, done)
     assert events(again) == found, "the events follow from the answer alone"
@@ -319,7 +319,7 @@ def test_streamed_log_probabilities_cover_every_token_of_the_answer() -> None:
 
 
 def test_an_error_in_a_stream_of_the_responses_api_is_sent_as_response_failed_and_as_error() -> None:
-    writer = answers.Events(read(), "x", 5)
+    writer = answers.ResponseEvents(read(), "x", 5)
     writer.start(0)
     failed, error = events(writer.error(Fault(500, "broken", kind="server_error")))
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
@@ -329,7 +329,7 @@ def test_an_error_in_a_stream_of_the_responses_api_is_sent_as_response_failed_an
 
 def test_a_stream_of_the_responses_api_does_not_say_failed_if_no_worker_can_be_reached() -> None:
     """The log may have the request; then a worker answers it later."""
-    writer = answers.Events(read(), "x", 5)
+    writer = answers.ResponseEvents(read(), "x", 5)
     writer.start(0)
     (error,) = events(writer.error(fault_of(NoServerError("the connection is lost"))))
     assert (error["type"], error["error"]["code"]) == ("error", "no_worker")

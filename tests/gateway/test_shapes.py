@@ -84,7 +84,7 @@ def test_each_finish_reason_maps_to_one_of_each_api(
 ) -> None:
     (choice,) = chat.whole(asked(), "x", 5, [generated(reason)])["choices"]
     assert (choice["finish_reason"], choice["message"]["content"]) == (in_chat, "Yes.")
-    (last,) = events(chat.Events(asked(), "x", 5).finish(0, generated(reason)))
+    (last,) = events(chat.ChatEvents(asked(), "x", 5).finish(0, generated(reason)))
     assert last["choices"][0]["finish_reason"] == in_chat
     turn = messages.read(b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 5}')
     assert messages.whole(turn, "x", 5, [generated(reason)])["stop_reason"] == in_messages
@@ -94,7 +94,7 @@ def test_each_finish_reason_maps_to_one_of_each_api(
 
 
 def test_chat_stream_events_carry_reasoning_tool_call_parts_and_usage() -> None:
-    writer = chat.Events(asked(stream=True), "x", 5)
+    writer = chat.ChatEvents(asked(stream=True), "x", 5)
     parts = (CallPart(0, "c1", "weather"), CallPart(0, arguments='{"city"'))
     (event,) = events(writer.chunk(1, Chunk(0, (1,), "", reasoning="Hm.", tool_calls=parts)))
     (choice,) = event["choices"]
@@ -113,7 +113,7 @@ def test_chat_stream_events_carry_reasoning_tool_call_parts_and_usage() -> None:
     }
     assert writer.chunk(0, Chunk(0, (1,), "")) == b""
     assert writer.end([generated()]) == b"data: [DONE]\n\n"
-    counted = chat.Events(asked(stream_options={"include_usage": True}), "x", 5)
+    counted = chat.ChatEvents(asked(stream_options={"include_usage": True}), "x", 5)
     assert events(counted.start(0))[0]["usage"] is None
     (last,) = events(counted.end([generated(), generated()]))
     assert (last["choices"], last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (
@@ -137,7 +137,7 @@ def test_log_probabilities_are_written_in_the_shapes_of_chat_and_completions() -
     assert turn.text == "a"
     said = completions.whole(turn, "x", 5, [generated(logprobs=(TOKEN, TOKEN))])["choices"][0]["logprobs"]
     assert said["text_offset"] == [0, 1]
-    writer = completions.Events(turn, "x", 5)
+    writer = completions.CompletionEvents(turn, "x", 5)
     offsets = [
         events(writer.chunk(index, Chunk(0, (1,), "a", logprobs=(TOKEN,))))[0]["choices"][0]["logprobs"][
             "text_offset"

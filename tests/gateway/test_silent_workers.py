@@ -76,9 +76,9 @@ async def test_no_client_takes_a_sign_of_life_for_an_event_or_an_end(
     worker_process: Any, endless_model: Path, door: Any, monkeypatch: pytest.MonkeyPatch, *, has_begun: bool
 ) -> None:
     """OpenAI's client for Python makes an event of each blank line once an event had an id."""
-    for name in ("sending._HEARTBEAT_S", "sending._PATIENCE_S", "durable._POLL_S"):
+    for name in ("answer_response._HEARTBEAT_S", "answer_response._PATIENCE_S", "durable._POLL_S"):
         monkeypatch.setattr(f"gateway.http.{name}", 0.05)
-    monkeypatch.setattr("gateway.presence._SEEN_S", 60.0)
+    monkeypatch.setattr("gateway.latest_metrics._SEEN_S", 60.0)
     process = worker_process(model=endless_model)
     process.start()
     while '"event": "ready"' not in process.log:  # noqa: ASYNC110

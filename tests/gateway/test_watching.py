@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import app
 from gateway.keys import Keys
-from gateway.seen import Seen
+from gateway.recent_boundaries import RecentBoundaries
 
 Start = Any
 CHAT = "/v1/chat/completions"
@@ -139,7 +139,7 @@ async def test_the_explain_header_names_the_first_unknown_message_but_not_its_co
 
 
 def test_the_gateway_remembers_the_latest_conversations_in_bounded_memory() -> None:
-    seen = Seen()
+    seen = RecentBoundaries()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]
         assert seen.add(known) == 0

@@ -14,9 +14,8 @@ import pytest
 from ops.log.verifying import faults
 from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
-from turnkeep_client.calls import Stored
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.log import EXPECT_HEADER, HISTORY_HEADER
+from turnkeep_client.log import EXPECT_HEADER, HISTORY_HEADER, Stored
 from turnkeep_client.subjects import SessionKey
 
 Start = Callable[..., Awaitable[LocalWorker]]

@@ -13,7 +13,7 @@ from tests.ops.test_dead import venomous
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Generate
 from turnkeep_client.subjects import SessionKey
-from worker.sessions.session import Session
+from worker.sessions.giving_up import Doubt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -61,7 +61,7 @@ async def test_each_command_succeeds_with_only_the_permissions_that_docs_log_lis
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60}, authorization={"users": users}
     )
-    monkeypatch.setattr(Session, "_attempt", venomous)
+    monkeypatch.setattr(Doubt, "attempt", venomous)
     worker = await local_worker(nats=url.replace("//", "//worker:w@"), prefix="turnkeep", max_attempts=1)
     await worker.client.session("s").generate(text="x" * 99, max_tokens=4)
     for dead in ("turn-7", "turn-9"):

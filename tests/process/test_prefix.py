@@ -14,8 +14,9 @@ import pytest
 from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
 from worker.cluster.owners import Owners
+from worker.cluster.routing import Routing
 from worker.process.setting_kinds import Tenants
-from worker.sessions.attempts import Attempts
+from worker.sessions.sessions import Sessions
 from worker.wire import intake, retention
 
 if TYPE_CHECKING:
@@ -129,7 +130,7 @@ async def test_a_request_that_comes_again_while_a_worker_asks_who_returned_it_ha
     loud = flood(first.settings.prefix)
     await loud.begin(100)
     await returned(first, 20)
-    ask = Owners._ask
+    ask = Owners.ask
 
     async def slow(self: Owners, member: Any, verb: str, *given: Any, **more: Any) -> bytes | None:
         answer = await ask(self, member, verb, *given, **more)
@@ -137,7 +138,7 @@ async def test_a_request_that_comes_again_while_a_worker_asks_who_returned_it_ha
             await asyncio.sleep(0.3)  # the server delivers a returned request again after 0.1 s
         return answer
 
-    monkeypatch.setattr(Owners, "_ask", slow)
+    monkeypatch.setattr(Owners, "ask", slow)
     await cluster("second", max_attempts=1)
     await loud.end()
     assert {kind for _, kind in loud.results} == {"generated"}
@@ -149,14 +150,14 @@ async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_
 ) -> None:
     """Meanwhile the other worker ends. As if this one had been asleep."""
     first, second = [await cluster(name, max_attempts=1, ack_wait_s=0.5) for name in ("first", "second")]
-    owner, is_over = Owners._owner, asyncio.Event()
+    owner, is_over = Owners.owner, asyncio.Event()
 
     async def slow(self: Owners, key: Any) -> Any:
         if self is first.app._owners:
             await is_over.wait()
         return await owner(self, key)
 
-    monkeypatch.setattr(Owners, "_owner", slow)
+    monkeypatch.setattr(Owners, "owner", slow)
     loud = flood(first.settings.prefix)
     await loud.begin(3)
     async with asyncio.timeout(PATIENCE_S):
@@ -252,14 +253,14 @@ async def test_a_request_that_waits_while_its_sessions_worker_stops_counts_no_at
     sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, *found = await sessions(append=True)
-    excuse = Attempts.excuse
+    excuse = Sessions.excuse
 
-    async def late(self: Attempts, firsts: Any) -> None:
-        if self is worker.app._attempts:
+    async def late(self: Sessions, *firsts: Any) -> None:
+        if self is worker.app._sessions:
             await asyncio.sleep(1)  # as if it took so long to end its turns
-        await excuse(self, firsts)
+        await excuse(self, *firsts)
 
-    monkeypatch.setattr(Attempts, "excuse", late)
+    monkeypatch.setattr(Sessions, "excuse", late)
     await stopping(worker)
     answered = await asyncio.gather(*(one.append(text="e") for one in found))
     assert [one.position for one in answered] == [2] * len(found)
@@ -271,11 +272,11 @@ async def test_a_request_that_the_server_sent_to_a_pull_that_had_ended_counts_no
 ) -> None:
     """nats-server 2.15.1 does so for some milliseconds after a stopping worker has unsubscribed."""
 
-    async def lost(self: Owners, key: Any) -> None:
+    async def lost(self: Routing, key: Any) -> None:
         del self._routed[key]
 
     worker, *found = await sessions(append=True)
-    monkeypatch.setattr(Owners, "_route", lost)  # the other worker hears of none
+    monkeypatch.setattr(Routing, "_route", lost)  # the other worker hears of none
     await stopping(worker)
     answered = await asyncio.gather(*(one.append(text="e") for one in found))
     assert [one.position for one in answered] == [2] * len(found)
@@ -286,17 +287,17 @@ async def test_a_request_that_a_worker_takes_over_as_it_stops_counts_no_attempt(
     sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker, *found = await sessions(append=False)
-    claiming, stops, claim = asyncio.Event(), asyncio.Event(), Owners._claim
+    taking, stops, take = asyncio.Event(), asyncio.Event(), Routing._take
 
-    async def late(self: Owners, *args: Any) -> bool:
-        if self is worker.app._owners:
-            claiming.set()
+    async def late(self: Routing, *args: Any) -> bool:
+        if self is worker.app._routing:
+            taking.set()
             await stops.wait()
-        return await claim(self, *args)
+        return await take(self, *args)
 
-    monkeypatch.setattr(Owners, "_claim", late)
+    monkeypatch.setattr(Routing, "_take", late)
     calls = asyncio.gather(*(one.append(text="e") for one in found))
-    await claiming.wait()
+    await taking.wait()
     await stopping(worker)
     stops.set()
     assert [one.position for one in await calls] == [1] * len(found)

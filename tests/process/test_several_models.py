@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 import signal
+import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -229,6 +231,13 @@ async def test_settings_that_are_read_again_reach_a_worker_that_is_being_started
     assert "a worker has ended" not in at.process.log
 
 
+async def test_settings_that_are_read_again_hold_for_the_next_worker_too() -> None:
+    alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
+    await alone.reload(Settings(), {"a": Settings(max_disk=5)})
+    (model,) = alone._models
+    assert (model.settings.max_disk, model.settings.other_model) == (5, "refuse"), "others need a restart"
+
+
 @pytest.mark.process
 async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
     at = await house(memory="'25MiB'")
@@ -311,3 +320,70 @@ async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enou
             await first.leave.wait()
             assert not waiting.done(), "until the memory is free"
         await waiting
+
+
+class Runs:
+    """A stub of a worker's runs, each of which ends at once, after `served_s`; None: it was never ready."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, served_s: float | None) -> None:
+        self.served_s, self.num = served_s, 0
+        self.refused = asyncio.Queue[str]()
+        self.supervisor = Supervisor(Settings(), {"a": Settings()})
+        (self.model,) = self.supervisor._models
+        self.model.needs, self.model.activator = supervisor._UNKNOWN, self  # type: ignore[assignment]  # a stub
+        monkeypatch.setattr(self.supervisor, "_run_worker", self.run)
+
+    async def run(self, model: Any) -> int:
+        self.num += 1
+        model.loaded_s = math.inf if self.served_s is None else anyio.current_time() - self.served_s
+        await asyncio.sleep(0)
+        return 3
+
+    async def refuse(self, why: str) -> None:
+        self.refused.put_nowait(why)
+
+    async def has_work(self) -> bool:
+        return True
+
+
+async def test_a_model_whose_worker_never_gets_ready_is_tried_again_at_its_next_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
+    runs = Runs(monkeypatch, None)
+    keeping = asyncio.create_task(runs.supervisor._keep(runs.model))
+    async with asyncio.timeout(30):
+        for number in (1, 2):
+            runs.model.wake()
+            assert "a cannot be loaded: its worker has ended 5 times" in await runs.refused.get()
+            await asyncio.sleep(0.1)
+            assert runs.num == number * supervisor._MAX_TRIES
+            assert not runs.supervisor._running, "other models may have its memory"
+    keeping.cancel()
+
+
+async def test_a_worker_that_has_served_for_seconds_is_started_again_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (1000.0, 1000.0))
+    runs = Runs(monkeypatch, supervisor._STABLE_S + 1)
+    running = asyncio.create_task(runs.supervisor._run_until_left(runs.model))
+    async with asyncio.timeout(30):
+        while runs.num < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        runs.served_s = 0.0
+        await asyncio.sleep(0.1)
+    num = runs.num
+    await asyncio.sleep(0.1)
+    assert runs.num == num, "there is a pause"
+    running.cancel()
+
+
+async def test_a_worker_that_fails_before_its_order_ends_serve_after_some_tries(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(supervisor, "_WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
+    alone = Supervisor(Settings(data_dir=tmp_path, nats=nats_url, prefix="failing"), {})
+    with pytest.raises(supervisor.SupervisorError, match=r"5 times in a row, before it was ready \(code 3\)"):
+        await alone.run()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -37,8 +38,9 @@ def in_tier(tmp_path: Path) -> list[str]:
 
 async def stored(worker: Any) -> None:
     """Wait until all snapshots of the worker are on its disk and in the remote tier."""
-    assert await worker.app._store.barrier(PATIENCE_S)
-    assert await worker.app._store.barrier_remote(PATIENCE_S)
+    assert await worker.app._store.queue.drained(PATIENCE_S)
+    uploading = worker.app._store.remote._uploading
+    await asyncio.to_thread(uploading.submit(lambda: None).result, PATIENCE_S)
 
 
 async def test_a_worker_that_takes_a_session_over_restores_its_kv_from_the_remote_tier(

@@ -73,7 +73,7 @@ def test_an_open_request_can_choose_a_cache_policy_and_its_sizes(cache: bytes, m
             ("cache has no field 'prefill'; it takes policy, sink, window, resident, pin"),
         ),
         (b'{"policy":"paged","window":64}', "cache takes window with the policy sink_window only"),
-        (b'{"policy":"paged","resident":0}', "cache needs 1 to 2147483647 resident tokens, not 0"),
+        (b'{"policy":"paged","resident":0}', "cache needs a resident of 1 to 2147483647 tokens, not 0"),
         (
             b'{"policy":"paged","pin":[[9,9]]}',
             "cache needs pins of a start and a larger end, from 0, not [9, 9]",

@@ -32,7 +32,7 @@ from scripted_worker import (
     session_info,
 )
 
-from turnkeep_client import retry, retrying
+from turnkeep_client import retry, retrying, session
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
     ClientClosedError,
@@ -351,6 +351,31 @@ async def test_info_raises_an_error_if_the_worker_does_not_answer_in_time(
     async with connect(server.url, control_timeout_s=0.1) as client:
         with pytest.raises(NoAnswerError, match=r"within 0\.1 s"):
             await client.session("s1").info()
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+async def test_a_control_request_that_a_killed_worker_got_is_sent_again(
+    server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, goes_on: bool
+) -> None:
+    """The next worker answers it; without one it fails at once, as any request does."""
+    monkeypatch.setattr(session, "AGAIN_S", 0.1)
+
+    async def die(_: Msg) -> None:
+        await dying.unsubscribe()
+        if goes_on:
+            await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=answer)
+
+    async def answer(message: Msg) -> None:
+        await message.respond(encode(Cancelled(id="g1", was="running")))
+
+    dying = await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=die)
+    await heard(worker.nats)
+    async with connect(server.url, control_timeout_s=60) as client, asyncio.timeout(10):
+        if goes_on:
+            assert (await client.session("s1").cancel("g1")).was == "running"
+        else:
+            with pytest.raises(NoAnswerError, match="no worker serves"):
+                await client.session("s1").cancel("g1")
 
 
 async def test_iterating_over_metrics_yields_the_messages_of_workers_and_skips_invalid_ones(

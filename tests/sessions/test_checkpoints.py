@@ -29,8 +29,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind, encode
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, record
-from worker.sessions.attachments import Attachments
-from worker.sessions.checkpoint import _Body
+from worker.sessions.attachments import _Body
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import Entry
 
@@ -176,7 +175,7 @@ async def test_the_memory_of_an_open_session_is_at_most_what_it_says_of_itself(
             found.append(tracemalloc.get_traced_memory()[0])
             tracemalloc.stop()
         sizes.append(min(found))  # other threads of this process may have allocated memory meanwhile
-        counted.append(session.size_bytes)
+        counted.append(session.log.record.size_bytes)
         del session
     assert sizes[1] - sizes[0] < counted[1] - counted[0]
 
@@ -483,7 +482,5 @@ async def test_a_worker_opens_a_session_from_the_checkpoint_that_a_real_server_s
 
 def test_each_part_of_a_checkpoint_fits_into_one_message_of_the_log() -> None:
     """Including base64 and the fields around the part, for a small and the usual message limit."""
-    journal: Any = None
     for size in (64 * 2**10, 2**20):
-        attachments = Attachments(journal, journal, journal, max_message_bytes=size)
-        assert len(CheckpointMessage(bytes(attachments.part_bytes), before="9" * 60).pack()) < size
+        assert len(CheckpointMessage(bytes(attachments.part_bytes(size)), before="9" * 60).pack()) < size

@@ -22,12 +22,13 @@ async def submitted(client: Any, name: str, *requests: Append | Generate) -> lis
 
 
 async def test_a_request_past_its_deadline_is_neither_checked_nor_run(local_worker: Any) -> None:
+    """It has expired, whatever else would be said of it."""
     worker = await local_worker()
     first, *late, last = await submitted(
         worker.client,
         "late",
         Append(id="first", tokens=tuple(LONG)),
-        Append(id="a", tokens=(40, 41, 42), deadline_s=0.01),
+        Append(id="a", tokens=(40, 41, 42), deadline_s=0.01, expect_position=0),
         Generate(id="g", tokens=(40, 41, 42), deadline_s=0.01),
         Generate(id="too-long", tokens=tuple(LONG) * 2, deadline_s=0.01),
         Generate(id="last", tokens=(50,), max_tokens=2, deadline_s=60),

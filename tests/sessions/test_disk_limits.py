@@ -32,7 +32,7 @@ def snapshots(w: Wire) -> int:
 
 
 async def settled(w: Wire) -> None:
-    assert await w.worker.app._store.barrier(10)
+    assert await w.worker.app._store.queue.drained(10)
 
 
 async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +79,10 @@ async def test_a_close_with_forget_is_not_settled_while_another_turn_uses_the_sn
     store = w.worker.app._store
     entries = sorted(store._index, key=lambda entry: entry.start)
     tokens = unpack(b"".join(entry.tokens for entry in entries))
-    held = store.hold("default", tokens)
+    held = store.kv.hold(store.kv.chain("default"), tokens)
     closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
     assert (closed["forgotten"], closed["settled"]) == (3, False)
-    store.release(held)
+    store.kv.release(held)
     await settled(w)
     assert snapshots(w) == 0
 
@@ -126,7 +126,7 @@ async def test_a_close_with_forget_is_answered_in_time_while_the_disk_hangs(
     go_on.set()
     await settled(w)
     assert w.worker.app._store.stats().cancelled == 3
-    assert w.worker.app._store.match("default", [1] * BLOCK).num_tokens == 0
+    assert w.worker.app._store.kv.match(w.worker.app._store.kv.chain("default"), [1] * BLOCK).num_tokens == 0
     assert snapshots(w) == w.worker.app._store.stats().stored
 
 

@@ -246,8 +246,8 @@ async def test_a_stop_neither_marks_a_forgotten_session_nor_hides_that_a_request
     notes = {subject: body for _, subject, body in await one.entries() if subject.endswith(".attempt")}
     assert notes.pop("turnkeep.default.bad.attempt") == note
     assert "turnkeep.default.secret.attempt" not in notes
-    two = await wire()
-    assert [(await two.result(one))["type"] for one in (last, seq)] == ["generated", "appended"]
+    await wire()
+    assert [(await one.result(of))["type"] for of in (last, seq)] == ["generated", "appended"]
 
 
 @pytest.mark.usefixtures("_small")

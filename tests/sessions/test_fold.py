@@ -46,9 +46,8 @@ from worker.device.request import TurnRequest
 from worker.engine.port import TurnResult
 from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
+from worker.process.concurrency import SharedLock
 from worker.process.rotation import Rotation
-from worker.sessions.attachments import Attachments
-from worker.sessions.attempts import Attempts, SharedLock
 from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
@@ -264,11 +263,14 @@ class World:
         self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
         self.outbox = Outbox()
         self.num_released = 0
-        sizes = {"context_tokens": 10_000, "block_tokens": 32, "vocab_size": 2**20}
+        sizes = {
+            "context_tokens": 10_000,
+            "block_tokens": 32,
+            "vocab_size": 2**20,
+            "max_result_bytes": self.max_message_bytes,
+        }
         retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
         self.tasks = Tasks()
-        size = self.max_message_bytes
-        self.attachments = Attachments(self.log, self._tokenizer, self.tasks, max_message_bytes=size)  # type: ignore[arg-type]
         parts: Any = {
             "journal": self.log,
             "engine": self.engine,
@@ -280,17 +282,19 @@ class World:
             fold=self.fold,
             formats=Formats(self._tokenizer),
             telemetry=Telemetry(),
-            attachments=self.attachments,
+            asides=self.tasks,
             ack=self._release,
             is_elsewhere=nothing,
             give_back=nothing,
             erase_elsewhere=alone,
             reading=Rotation(2),
             shares=Shares(4),
-            attempts=Attempts(self.log, 3),  # type: ignore[arg-type]
+            max_attempts=3,
+            boot="",
+            runs=nothing,
+            num_busy=nothing,
             device_lock=SharedLock(),
             retention=retention,
-            max_result_bytes=2**20,
             own_sampling={},
             token_ttl_s=900.0,
             directory="",
@@ -600,7 +604,7 @@ async def test_a_session_is_released_once_all_of_its_requests_are_answered(world
         world.ring(seq, again=True)
     await world.session.run()
     assert world.num_released == 1
-    assert not world.session.has_work
+    assert not world.session.log.has_work
 
 
 @pytest.mark.parametrize("cancel_after", [None, 4])

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from turnkeep_client.calls import Stored
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
+from turnkeep_client.log import Stored
 from turnkeep_client.messages import Generate, Message
 
 pytestmark = pytest.mark.simulated

@@ -17,7 +17,7 @@ from worker.cluster.members import Members
 from worker.sessions import sessions
 from worker.sessions.fold import Fold
 from worker.sessions.giving_up import Doubt
-from worker.sessions.record import Pending
+from worker.sessions.pending import Pending
 
 pytestmark = pytest.mark.simulated
 

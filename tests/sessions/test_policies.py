@@ -26,8 +26,7 @@ from turnkeep_client.messages import (
 from worker.device.request import TurnRequest
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.history import RefusedError
-from worker.sessions.limits import MOST_POLICIES, Limits
-from worker.sessions.policies import misfit
+from worker.sessions.limits import MOST_POLICIES, Limits, misfit
 
 SINK_WINDOW = CachePolicy(policy="sink_window", sink=4, window=40)
 SAID = SessionCache(policy="sink_window", sink=4, window=40)

@@ -150,9 +150,9 @@ async def test_a_long_sink_window_session_uses_bounded_disk_space_and_answers_as
                     prefilled = answer.usage.prefilled_tokens
             store = worker.app._store
             await session.info()  # clients get a result before the worker has finished the turn
-            assert await store.barrier(5)
-            while store._behind:
-                store._room._shrink()
+            assert await store.queue.drained(5)
+            while store.quota._window_eviction:
+                store.quota._shrink()
             await worker.stop()
             files = (tmp_path / name).rglob("*.safetensors")
             sizes.append(sum(path.stat().st_size for path in files))

@@ -19,7 +19,7 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import cancelling
-from worker.sessions.record import Pending
+from worker.sessions.pending import Pending
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import ConsistentReads
 from worker.wire.fence import FencedError

@@ -21,13 +21,13 @@ from tests.simulation.world import Server as World
 from turnkeep_client.messages import decode_result
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.app import WorkerError
-from worker.cluster.undelivered import Undelivered
 from worker.process.concurrency import background
 from worker.sessions.session_log import SessionLog
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
 from worker.wire.journal import Journal
+from worker.wire.undelivered import Undelivered
 
 
 class Server:
@@ -176,14 +176,10 @@ async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_
         def expects(self, _: SessionKey, seq: int = 0) -> bool:
             return bool(seq) and (len(returned) > 1 or returned[0])
 
-    class Alone:
-        is_first = True
+    async def wake(delivery: Delivery) -> None:
+        rung.append(delivery.seq)
 
-    class All:
-        async def wake(self, delivery: Delivery) -> None:
-            rung.append(delivery.seq)
-
-    looks = Undelivered(Log(), Returned(), Alone(), All(), ack_wait_s=-1.0)  # type: ignore[arg-type]
+    looks = Undelivered(Log(), Returned(), wake, lambda: True, ack_wait_s=-1.0)  # type: ignore[arg-type]
     assert await looks._look("S") == ""
     assert not rung
     del returned[0]
@@ -205,7 +201,7 @@ async def test_a_search_for_undelivered_requests_wakes_only_what_it_finds_twice_
         rung.append(delivery.seq)
 
     log, intake = SimpleNamespace(unanswered=unanswered, last=last), SimpleNamespace(expects=lambda *_: False)
-    looks = Undelivered(log, intake, SimpleNamespace(), SimpleNamespace(wake=wake), ack_wait_s=-1.0)  # type: ignore[arg-type]
+    looks = Undelivered(log, intake, wake, lambda: True, ack_wait_s=-1.0)  # type: ignore[arg-type]
     for expected in ([], [5]):
         await looks._look("S")
         assert rung == expected
@@ -223,7 +219,7 @@ async def test_undelivered_requests_are_searched_until_it_succeeds_after_each_st
         return server if len(searched) in (3, 4) else ""
 
     monkeypatch.setattr(Undelivered, "_look", look)
-    parts: Any = log, None, SimpleNamespace(is_first=True), None
+    parts: Any = log, None, None, lambda: True
     async with background(Undelivered(*parts, ack_wait_s=-0.99).run):
         await asyncio.sleep(0.2)
         log.server = "T"

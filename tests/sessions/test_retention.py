@@ -20,11 +20,10 @@ from tests.simulation import device
 from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Close, Closed, encode, failure
 from turnkeep_client.subjects import SessionKey
-from worker.cluster import erasures
 from worker.sessions import record, sessions
 from worker.sessions.giving_up import Doubt
 from worker.sessions.session import Session
-from worker.wire import chunks, journal, overwriting, retention
+from worker.wire import chunks, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError

@@ -15,17 +15,17 @@ import gateway.http.handlers
 import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import marks, tokens
-from gateway import conversations, planning, presence, recovery, removal
+from gateway import conversations, latest_metrics, planning, recovery, removal
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import app
-from worker.cluster import endpoints, erasures
-from worker.cluster.erasures import Erasures
+from worker.cluster import endpoints
 from worker.observe import counters
 from worker.process import clock
 from worker.sessions import history as sessions_history
-from worker.sessions import record, services, sessions
-from worker.wire import consistent_reads, intake, retention
+from worker.sessions import limits, record, sessions
+from worker.wire import consistent_reads, erasures, intake, retention
+from worker.wire.erasures import Erasures
 
 from .actors import PLAIN, SUBJECTS, History, Plan, Read, Supervisor
 from .checks import check, copies, is_imported, logs, unanswered, unforgotten
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
 
 #: The gateway's modules that read clocks.
-_TIMED: Final = (gateway.http.handlers, conversations, planning, presence, recovery, removal)
+_TIMED: Final = (gateway.http.handlers, conversations, planning, latest_metrics, recovery, removal)
 #: Limits: the worker reads one log at a time, answers one question, keeps no idle and no closed session.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (app, "_MAX_READINGS", 1),
@@ -177,7 +177,7 @@ def patched(history: History) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
-            (services, "_MOST_INPUT", 16),
+            (limits, "_MOST_INPUT", 16),
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
@@ -260,7 +260,7 @@ async def _read_anew(history: History) -> None:
             known = {name: await session.log.find_answered(name) for name in names}
             answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
-            history.read[key] = Read(*times_s, session.history, session.diverged, answered)
+            history.read[key] = Read(*times_s, session.history, session.log.record.diverged, answered)
 
     found = logs(stream)
     for key in found:

@@ -21,11 +21,12 @@ from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
-from worker.sessions.attempts import AttemptNote, Attempts
+from worker.sessions.record import Record
+from worker.sessions.session_log import SessionLog
 from worker.wire import retention
 
 if TYPE_CHECKING:
-    from turnkeep_client.subjects import SessionKey
+    pass
 
 #: The number of new histories in a run. `make soak` runs more.
 HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "250")
@@ -71,13 +72,13 @@ def test_attempts_of_a_redelivered_request_are_not_counted_for_the_next_request(
             if subject.endswith(".commit") and supervisor.num_lives == 1:
                 supervisor.kill()
 
-        async def noted(self: Attempts, key: SessionKey) -> AttemptNote:
-            if to_come:
+        async def reads(log: SessionLog, record: Record) -> None:
+            if log.is_doubted and to_come:
                 publish()
-            return await note(self, key)
+            await read(log, record)
 
-        note = Attempts.note
-        monkeypatch.setattr(Attempts, "note", noted)
+        read = SessionLog._read_log
+        monkeypatch.setattr(SessionLog, "_read_log", reads)
         server.on_stored = stored
         for _ in range(2):
             worker = supervisor.prepare()

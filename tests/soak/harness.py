@@ -55,7 +55,7 @@ from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.process.constants import CONSTANTS  # noqa: E402
-from worker.sessions.checkpoint import Checkpoint  # noqa: E402
+from worker.sessions.attachments import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
 from worker.sessions.history import History  # noqa: E402
 from worker.sessions.record import Record  # noqa: E402

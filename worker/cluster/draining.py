@@ -12,9 +12,8 @@ from nats.js.errors import APIError
 
 from turnkeep_client.direct import DirectGets
 from worker.wire.connection import BrokerError, connect
+from worker.wire.records import address, recorded
 from worker.wire.streams import reason
-
-from .members import address, recorded
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -23,8 +22,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
     from turnkeep_client.subjects import Subjects
-
-    from .members import Member
+    from worker.wire.records import Member
 
 _TIMEOUT_S: Final = 5.0
 #: How long a record may be missing while its worker runs: a server that restarts loses the records.

@@ -13,17 +13,13 @@ from uuid import uuid4
 
 import nats.errors
 import structlog
-from anyio import current_time, fail_after, get_cancelled_exc_class, move_on_after
-from msgspec import Raw, structs
-from nats.js.errors import APIError
+from anyio import current_time, get_cancelled_exc_class, move_on_after
+from msgspec import Raw
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
-from worker.observe.traces import trace_headers
-from worker.process.concurrency import shielded
+from turnkeep_client.messages import Failed, encode, failure
 from worker.wire.connection import confirm_subscriptions
 from worker.wire.discovery import QUEUE
-from worker.wire.journal import MESSAGE_TOO_LARGE
 
 from .overheard import digest
 
@@ -35,12 +31,11 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
-    from nats.js import JetStreamContext
 
-    from turnkeep_client.messages import ControlReply, Generate, Result
-    from turnkeep_client.subjects import SessionKey, Subjects
+    from turnkeep_client.messages import ControlReply, Result
+    from turnkeep_client.subjects import Subjects
     from worker.observe.counters import Calls, Telemetry
-    from worker.wire.journal import Journal
+    from worker.wire.asks import Asks
     from worker.wire.outbox import Outbox
 
     from .overheard import Overheard
@@ -48,9 +43,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-_PUBLISH_TIMEOUT_S = 5.0
-#: How often an ask looks for its result in the log: while its connection was lost, it received nothing.
-_LOOK_S = 10.0
+_CLOSE_S = 5.0
 #: Limit of open requests; above it, a tenant with at least an equal share of them gets `overloaded`.
 _MAX_OPEN = 4096
 _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again later"
@@ -58,7 +51,6 @@ _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again 
 _LAST_S = 1.0
 _STOPS = "the worker stops: ask again"
 _ASK_STOPS = "the worker stops; if the log has the request, its result comes on the session's out"
-_TOO_LARGE = "the request is larger than a message may be: send it as several appends"
 
 
 class Endpoints:
@@ -67,32 +59,24 @@ class Endpoints:
     def __init__(
         self,
         nc: Client,
-        js: JetStreamContext,
-        journal: Journal,
         subjects: Subjects,
+        asks: Asks,
         control: Callable[[str, bytes], Awaitable[ControlReply]],
         owners: Owners,
         overheard: Overheard,
         outbox: Outbox,
         telemetry: Telemetry,
         tasks: TaskGroup,
-        *,
-        ask_timeout_s: float,
     ) -> None:
-        """`control(subject, body)` answers a request on `ctl`. Each request runs as a task in `tasks`.
-
-        An ask waits `ask_timeout_s` for its result on `out`.
-        """
+        """`control(subject, body)` answers a request on `ctl`. Each request runs as a task in `tasks`."""
         self._nc = nc
-        self._js = js
-        self._journal = journal
         self._subjects = subjects
+        self._asks = asks
         self._control = control
         self._owners = owners
         self._overheard = overheard
         self._outbox = outbox
         self._telemetry = telemetry
-        self._ask_timeout_s = ask_timeout_s
         self._subscriptions: list[Subscription] = []
         self._tasks = tasks
         self._num_open = 0
@@ -112,7 +96,7 @@ class Endpoints:
 
     async def close(self) -> None:
         """Accept no more requests. Those that have arrived are begun, and get a reply when cancelled."""
-        with move_on_after(_PUBLISH_TIMEOUT_S):
+        with move_on_after(_CLOSE_S):
             for subscription in self._subscriptions if self._nc.is_connected else []:
                 with contextlib.suppress(nats.errors.Error):
                     await subscription.drain()  # type: ignore[no-untyped-call]
@@ -191,67 +175,9 @@ class Endpoints:
                 return Raw(reply)
         return await self._control(message.subject, message.data)
 
+    async def _ask(self, message: Msg) -> Result:
+        return await self._asks.answer(message, digest(message) if message.reply else uuid4().hex)
+
     async def control(self, subject: str, body: bytes) -> bytes:
         """Answer a control request that another worker has passed on; return the encoded reply."""
         return encode(await self._control(subject, body))
-
-    async def _ask(self, message: Msg) -> Result:
-        try:
-            key, _, _ = self._subjects.parse(message.subject)
-            request = decode_ask(message.data, digest(message) if message.reply else uuid4().hex)
-        except InvalidMessageError as error:
-            return failure(error.request_id, "invalid_request", str(error))
-        results = await self._nc.subscribe(self._subjects.of(key, "out"))
-        try:
-            seq = await self._store(key, request, trace_headers(message.headers or {}))
-            if isinstance(seq, Failed):
-                return seq
-            with fail_after(self._ask_timeout_s):
-                return await self._result(results, key, request.id, seq)
-        except TimeoutError:
-            text = f"no result within {self._ask_timeout_s:g} s; it comes on the session's out"
-            late = failure(request.id, "overloaded", text)
-            return structs.replace(late, retryable=False)  # it would be a second request
-        finally:
-            await shielded(results.unsubscribe)
-
-    async def _store(self, key: SessionKey, request: Generate, headers: dict[str, str]) -> int | Failed:
-        """Store the request in the log; return its sequence, or the failure."""
-        try:
-            ack = await self._js.publish(
-                self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S, headers=headers
-            )
-        except nats.errors.MaxPayloadError:
-            return failure(request.id, "invalid_request", _TOO_LARGE)
-        except APIError as error:
-            if error.err_code == MESSAGE_TOO_LARGE:
-                return failure(request.id, "invalid_request", _TOO_LARGE)
-            return failure(request.id, "overloaded", f"the log refused the request: {error.description}")
-        except (nats.errors.Error, OSError) as error:
-            reason = str(error) or type(error).__name__
-            return failure(request.id, "overloaded", f"the log did not confirm the request: {reason}")
-        return ack.seq
-
-    async def _result(self, results: Subscription, key: SessionKey, request_id: str, seq: int) -> Result:
-        """Wait for the result of the request at `seq` on `out`; look for it in the log too, every 10 s."""
-        while True:
-            with move_on_after(_LOOK_S):
-                while True:
-                    body = (await results.next_msg(timeout=None)).data
-                    if (result := _as_result(body, request_id, seq)) is not None:
-                        return result
-            after, more = seq, 1
-            while more:
-                entries, more = await self._journal.page(key, "out", after)
-                for entry in entries:
-                    after = entry.seq
-                    if (result := _as_result(entry.body, request_id, seq)) is not None:
-                        return result
-
-
-def _as_result(body: bytes, request_id: str, seq: int) -> Result | None:
-    """Decode a message on `out`; None if it is not the result of this request."""
-    with contextlib.suppress(InvalidMessageError):  # not from a worker
-        if (result := decode_result(body)).seq == seq and result.id == request_id:
-            return result
-    return None

@@ -12,12 +12,11 @@ worker that notices an end tells the others; each of them pings the ended one be
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 from bisect import bisect
+from collections import deque
 from contextlib import suppress
-from functools import partial
 from typing import TYPE_CHECKING, Final
 from uuid import uuid4
 
@@ -26,7 +25,6 @@ import nats.errors
 import structlog
 from anyio import Event, current_time, move_on_after, sleep
 from msgspec import structs
-from nats.js import api
 from nats.js.errors import APIError, NoStreamResponseError, NotFoundError
 
 from turnkeep_client.direct import DirectGets
@@ -36,7 +34,9 @@ from turnkeep_client.nats_client import server_id
 from worker.process.clock import time
 from worker.process.concurrency import task_group
 from worker.wire.connection import PATIENCE_S, BrokerError, answered
-from worker.wire.streams import DEDUPE_S, ensure_stream, reason
+from worker.wire.fence import OVERTAKEN
+from worker.wire.records import Member, address, ensure_records, record_subject, recorded, records_stream
+from worker.wire.streams import reason
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -62,40 +62,11 @@ _MISSES: Final = 2
 _CONFIRM_S: Final = 0.1
 #: How long a worker may take to answer a ping.
 _PING_S: Final = 0.25
-#: Limit of the stream of records, of some 400 bytes each.
-_MAX_BYTES: Final = 2**20
 
 #: Time in which workers make their records again after a server has lost its memory.
 _SETTLE_S: Final = 1.5
 
-WRONG_LAST_SEQUENCE: Final = (10071, 10164)  # another worker's write was faster; is in progress
-
 log = structlog.get_logger()
-
-
-class Member(msgspec.Struct, frozen=True):
-    """A worker of the prefix. `directory` identifies its data directory, `boot` its process.
-
-    `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
-    `load` is the number of sessions with requests that wait or run there, at the last renewal. A worker that
-    does not serve yet (`serves`) loads its model, and owns no sessions. A worker that `drains` takes no
-    sessions, and gives its own away. `protocol` is the version of the messages that it writes.
-    """
-
-    worker: str
-    host: str
-    pid: int
-    directory: str
-    boot: str
-    since: float = 0.0
-    model: str = ""
-    load: int = 0
-    serves: bool = False
-    drains: bool = False
-    protocol: int = PROTOCOL
-
-    def __str__(self) -> str:
-        return f"worker {self.worker!r} (pid {self.pid} on {self.host})"
 
 
 class Members:
@@ -121,13 +92,14 @@ class Members:
         self.me = Member(worker, socket.gethostname(), os.getpid(), directory, uuid4().hex, time())
         #: The other workers that run now, by name.
         self.others: dict[str, Member] = {}
-        self.stream = f"KV_{subjects.workers_bucket}"
-        self._gone = asyncio.Queue[Member]()
+        self.stream = records_stream(subjects)
+        self._gone: deque[Member] = deque()  # not reported yet
+        self._has_gone = Event()
         self._load: Callable[[], int] | None = None  # None until this worker serves
         self._nc, self._js = nc, nc.jetstream()
         self._gets = DirectGets(nc, timeout_s=_TIMEOUT_S)
         self._subjects = subjects
-        self._subject = self.record(worker)
+        self._subject = record_subject(subjects, worker)
         self._replicas = replicas
         self._lost = lost
         self._seq = 0
@@ -142,10 +114,6 @@ class Members:
         self._ended: set[str] = set()  # runs of workers that have ended, and may still have a record
         self._server = ""
         self._trusted_s = 0.0  # until then a missing record does not prove that its worker has ended
-
-    def record(self, worker: str) -> str:
-        """Return the subject of a worker's record."""
-        return f"$KV.{self._subjects.workers_bucket}.live.{worker}"
 
     def address(self, member: Member, verb: str) -> str:
         """Return the subject on which a worker receives `verb` requests; no stream stores this subject."""
@@ -178,7 +146,7 @@ class Members:
         Raises `BrokerError` if a running worker has its name. Waits until the record of a killed worker has
         expired. A record with this data directory is replaced at once: its worker no longer holds the lock.
         """
-        is_new = await self._make_stream()
+        is_new = await ensure_records(self._js, self._subjects, self._replicas)
         await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)
         await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
@@ -320,11 +288,15 @@ class Members:
             self._ended.add(member.boot)
             del self.others[member.worker]
             self._misses.pop(member.worker, None)
-            self._gone.put_nowait(member)
+            self._gone.append(member)
+            self._has_gone.set()
 
     async def gone(self) -> Member:
         """Wait for the next worker that ends; it no longer `serves` if it stopped in order."""
-        return await self._gone.get()
+        while not self._gone:
+            self._has_gone = Event()
+            await self._has_gone.wait()
+        return self._gone.popleft()
 
     async def leave(self) -> None:
         """Remove the record, and tell the other workers, which take this one's sessions at once."""
@@ -350,7 +322,7 @@ class Members:
                 other = await self._renew()
             except NoStreamResponseError:  # the server has restarted and lost its memory
                 with suppress(BrokerError):
-                    await self._make_stream()
+                    await ensure_records(self._js, self._subjects, self._replicas)
             except (APIError, nats.errors.Error, OSError) as error:
                 # A server out of reach gives the name to no other worker.
                 log.debug("the record is not renewed yet", error=reason(error))
@@ -479,7 +451,7 @@ class Members:
                 msg_ttl=TTL_S,
             )
         except APIError as error:
-            if error.err_code in WRONG_LAST_SEQUENCE:
+            if error.err_code in OVERTAKEN:
                 return False
             raise
         self._seq, self._renewed_s = ack.seq, asked_s
@@ -498,52 +470,3 @@ class Members:
             return msgspec.json.decode(last.data or b"", type=Member), last.seq or 0
         except msgspec.MsgspecError:
             return None, last.seq or 0
-
-    async def _make_stream(self) -> bool:
-        """Create or update the stream of records; return whether it was created. Raises `BrokerError`."""
-        replicas, bucket, is_new = self._replicas, self._subjects.workers_bucket, False
-        try:
-            await answered(partial(self._js.stream_info, self.stream))
-        except NotFoundError:
-            is_new = True
-        except (APIError, nats.errors.Error, OSError) as error:
-            raise BrokerError(f"the stream {self.stream} cannot be looked at: {reason(error)}") from None
-        with suppress(APIError, nats.errors.Error):
-            replicas = replicas or (await self._js.stream_info(self._subjects.log_stream)).config.num_replicas
-        await ensure_stream(
-            self._js,
-            api.StreamConfig(
-                name=self.stream,
-                subjects=[f"$KV.{bucket}.live.>"],
-                retention=api.RetentionPolicy.LIMITS,
-                storage=api.StorageType.MEMORY,  # renewed twice a second: not worth disk writes
-                discard=api.DiscardPolicy.NEW,
-                max_msgs_per_subject=1,
-                max_bytes=_MAX_BYTES,
-                duplicate_window=DEDUPE_S,
-                num_replicas=replicas,
-                allow_direct=True,
-                allow_msg_ttl=True,
-            ),
-        )
-        return is_new
-
-
-def address(subjects: Subjects, member: Member, verb: str) -> str:
-    """Return the subject on which a worker receives `verb` requests from other workers and commands."""
-    return f"$KV.{subjects.workers_bucket}.peer.{member.boot}.{verb}"
-
-
-async def recorded(gets: DirectGets, subjects: Subjects) -> list[Member]:
-    """Read the records of a prefix's workers; a killed worker's record stays for 2 s.
-
-    Raises nats-py's errors.
-    """
-    bucket = subjects.workers_bucket
-    asked = {"multi_last": [f"$KV.{bucket}.live.*"], "batch": 1024}
-    found: list[Member] = []
-    for message in (await gets.read(f"KV_{bucket}", asked))[0]:
-        with suppress(msgspec.MsgspecError):
-            if message.headers:
-                found.append(msgspec.json.decode(message.data, type=Member))
-    return found

@@ -34,8 +34,9 @@ if TYPE_CHECKING:
 
     from worker.wire.intake import Intake
     from worker.wire.journal import Journal
+    from worker.wire.records import Member
 
-    from .members import Member, Members
+    from .members import Members
 
 #: Most sessions whose worker is remembered, so that it is not looked up again.
 _MAX_REMEMBERED: Final = 65_536

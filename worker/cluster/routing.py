@@ -3,9 +3,7 @@
 Any worker may get a delivery from the shared consumer. If the session belongs to another worker (see
 `owners`), the delivery is passed on. That worker answers with a verdict: it has taken it, or not yet, or the
 session belongs elsewhere. The worker that is named then takes the delivery, even if it knows nothing of the
-session. So a delivery is passed on twice at most.
-
-A worker that is alone asks nobody.
+session. So a delivery is passed on twice at most. A worker that is alone asks nobody.
 """
 
 from __future__ import annotations
@@ -38,8 +36,9 @@ if TYPE_CHECKING:
     from worker.wire.consistent_reads import Entry
     from worker.wire.intake import Intake, Ring
     from worker.wire.journal import Journal
+    from worker.wire.records import Member
 
-    from .members import Member, Members
+    from .members import Members
     from .owners import Owner, Owners
 
 log = structlog.get_logger()
@@ -248,14 +247,16 @@ class Routing:
 
         `owner` is the session's, if it is known; `sender` is the other worker that has the delivery, if any.
         """
-        me = self._members.me
+        takes = self._members.me in self._owners.takers()
         if key in self._intake.at_work:  # what was delivered before may be the request at work
-            return _LATER if me.drains and not _came_before(message) else _TAKEN
-        if not is_sent:
-            owner = owner or await self._owners.owner(key)
-            is_sent = owner.member.boot == sender  # which would not pass on what is its own
-        if owner is None or is_sent:
-            return _TAKEN if me in self._owners.takers() else _LATER
+            return _TAKEN if takes or _came_before(message) else _LATER
+        if is_sent:
+            return _TAKEN if takes else _LATER
+        if not takes:
+            owner = await self._owners.logged(key, self._owners.takers())
+        owner = owner or await self._owners.owner(key)
+        if owner.member.boot == sender and takes:  # the sender would not pass on what is its own
+            return _TAKEN
         if not self._owners.is_me(owner.member):
             return _Answer(Verdict.ELSEWHERE, owner.member.boot)
         other = self._relief(key, sender) if owner.is_free else ""
@@ -355,8 +356,7 @@ class Routing:
     async def _take_over(self) -> None:
         """Take over from each worker that ends."""
         while True:
-            gone = await self._members.gone()
-            await self._take_unanswered(has_stopped=not gone.serves)
+            await self._take_unanswered(has_stopped=not (await self._members.gone()).serves)
 
     async def _take_unanswered(self, *, has_stopped: bool = False) -> None:
         """Take the sessions of this worker with requests that no running worker has.
@@ -386,6 +386,8 @@ class Routing:
                 taken.append((key, entry, owner))
         await self._note_returned({entry.seq: key for key, entry, owner in taken if owner.is_free})
         for key, entry, _ in taken:
+            if not self._intake.room(key.tenant):  # deliveries have come meanwhile
+                continue
             again = not self._intake.expects(key, entry.seq)
             self._owners.remember(key, self._members.me.boot)
             lost = _lost(key, entry, again=again, first_seq=1 if has_stopped else 0)

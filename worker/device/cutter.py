@@ -157,7 +157,7 @@ class Cutter:
                 span.end,
                 at_end=turn.num_cached == num_cached == span.end,
                 # Snapshots that wait for the disk are in device memory too: they must not displace sessions.
-                room_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
+                most_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
                 # A state can be many times a block's KV: keep room for the one at the turn's end.
                 spare_states=0 if is_last else 1,
                 carried=self._carried(turn, span),

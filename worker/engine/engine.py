@@ -262,7 +262,7 @@ class Engine(EnginePort):
         self.forget(key)
         if self._store is None:
             return ErasureResult(0, settled=not self._has_unopened)
-        return await self._store.erase(key.tenant, tokens, _ERASE_S, shared=shared)
+        return await self._store.eraser.erase(key.tenant, tokens.packed(), _ERASE_S, shared=shared)
 
     def stop(self) -> None:
         """End every turn; each unfinished `run` raises `StoppingError` once its KV is copied for the SSD."""
@@ -288,7 +288,7 @@ class Engine(EnginePort):
                     self._saving.end_copy(event.turn)
             case Starved():
                 if self._store is not None:
-                    self._store.free_memory()
+                    self._store.queue.free_memory()
             case Dropped(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
                     self._residency.pop(key)

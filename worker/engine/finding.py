@@ -60,9 +60,9 @@ class Finder:
     def release(self, run: Run) -> None:
         """End a run's protection of snapshots on disk, and its reservation of device memory."""
         if self._store is not None and run.past is not None:
-            self._store.end_past(run.past)
+            self._store.kv.end_past(run.past)
         if self._store is not None and run.prefix is not None:
-            self._store.release(run.prefix)
+            self._store.kv.release(run.prefix)
         if run.room is not None:
             self._device.release_room(run.key)
         run.prefix = run.past = run.room = None
@@ -85,10 +85,10 @@ class Finder:
             return
         found = max(turn.num_kept, num_shared)
         least = _least(found)
-        turn.chain = self._store.chain(turn.key.tenant, turn.policy, turn.context)
+        turn.chain = self._store.kv.chain(turn.key.tenant, turn.policy, turn.context)
         if num_usable > least and not self._device.kv(turn.policy).is_plain:  # for example after a rewind
             usable = turn.context[:num_usable]
-            await self._store.settle(turn.chain, usable, least, SETTLE_S, run.waits_no_more)
+            await self._store.kv.settle(turn.chain, usable, least, SETTLE_S, run.waits_no_more)
         if num_usable > least:
             await self._fetch(self._store, turn.chain, turn, num_usable, found)
             await self._restore(self._store, turn.chain, turn, run, num_usable, found)
@@ -99,23 +99,23 @@ class Finder:
     ) -> None:
         """Restore the longest stored prefix, if that is faster than prefilling its tokens that lack KV."""
         for _ in range(_RESTORE_TRIES):
-            match = store.match(chain, turn.context[:num_usable])
+            match = store.kv.match(chain, turn.context[:num_usable])
             found_s = monotonic()
             # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
-            room_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
+            capacity_tokens = min(len(turn.context) + 1, match.num_tokens + GROWTH_TOKENS)
             size_bytes = self._device.kv(turn.policy).held(match.num_tokens)
             is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
                 size_bytes, match.num_tokens - num_found
             )
             has_room = False
             try:
-                has_room = is_better and await self._has_room(run, turn.policy, room_tokens)
+                has_room = is_better and await self._has_room(run, turn.policy, capacity_tokens)
             finally:  # the wait may be cancelled
                 if not has_room:
-                    store.release(match)
+                    store.kv.release(match)
             if not has_room:
                 return
-            restored = await store.load(match, room_tokens=room_tokens)
+            restored = await store.kv.load(match, capacity_tokens=capacity_tokens)
             if restored is not None:
                 self.rates.restored(restored.size_bytes, restored.seconds)
                 turn.restores.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
@@ -127,22 +127,22 @@ class Finder:
     async def _fetch(self, store: Store, chain: Chain, turn: Turn, num_usable: int, num_found: int) -> None:
         """Fetch blocks of the context that only the remote tier has, if that is faster than prefilling."""
         asked_s = monotonic()
-        there = await store.find_remote(chain, turn.context[:num_usable])
-        if there is None:
+        there = await store.kv.find_remote(chain, turn.context[:num_usable])
+        if store.remote is None or there is None:
             return
         held = self._device.kv(turn.policy).held
         size_bytes = held(there.num_tokens) - held(there.num_stored)
         if self.rates.should_fetch(size_bytes, there.num_tokens - max(there.num_stored, num_found)):
-            num_bytes, seconds = await store.fetch(there)
+            num_bytes, seconds = await store.remote.fetch(there)
             self.rates.fetched(num_bytes, seconds)
             turn.restores.append(Phase("fetch", asked_s, monotonic()))
 
     def _hold(self, store: Store, chain: Chain, turn: Turn, run: Run) -> None:
         """Protect a context's stored blocks from eviction until the turn ends; set which blocks to store."""
-        run.prefix = store.hold(chain, turn.context)
+        run.prefix = store.kv.hold(chain, turn.context)
         turn.edges = run.prefix.edges
         end = len(turn.context) - (turn.answer is None)  # an append does not run its last token
-        turn.spans = store.wanted(chain, turn.context[: end - end % chain.block])
+        turn.spans = store.kv.wanted(chain, turn.context[: end - end % chain.block])
 
     async def read(self, needs: NeedsKv, run: Run) -> int:
         """Read from SSD the KV that a running turn requests; return how many tokens of chunks were read.
@@ -155,13 +155,13 @@ class Finder:
             if self._store is None or turn.chain is None:
                 raise AssertionError("without a store no turn needs KV from it")
             if needs.num_past:
-                past = await self._store.past(turn.chain, turn.context, needs.num_past, PATIENCE_S)
-                held = self._store.hold(turn.chain, turn.context)
+                past = await self._store.kv.past(turn.chain, turn.context, needs.num_past, PATIENCE_S)
+                held = self._store.kv.hold(turn.chain, turn.context)
                 self.release(run)
                 run.prefix, run.past = held, past
             if needs.spans:
                 tokens = turn.tokens(needs.spans[-1].end)
-                spans, tensors = await self._store.recall(turn.chain, tokens, needs.spans)
+                spans, tensors = await self._store.kv.recall(turn.chain, tokens, needs.spans)
         finally:
             self._device.give(turn, KvRead(past, spans, tensors))  # even after an error: a prompt waits
         return sum(span.num_tokens for span in spans)

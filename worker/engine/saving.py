@@ -72,8 +72,8 @@ class Saving:
             return  # the session may have been erased
         try:
             tokens = cut.turn.tokens(cut.span.end)
-            chain = cut.turn.chain or self._store.chain(cut.turn.tenant, cut.turn.policy)
-            if self._store.save(chain, tokens, cut.span, cut.tensors) and cut.turn is self._copied:
+            chain = cut.turn.chain or self._store.kv.chain(cut.turn.tenant, cut.turn.policy)
+            if self._store.kv.save(chain, tokens, cut.span, cut.tensors) and cut.turn is self._copied:
                 self._lacking[cut.turn.key] = 0.0
         except Exception:
             # An exception would skip the next event of the step, which may be the turn's end.
@@ -86,7 +86,7 @@ class Saving:
         """
         self.discard(turn.key)
         if turn.spans:
-            self._store.skip(len(turn.spans))
+            self._store.queue.skip(len(turn.spans))
         if self._missing(turn.key):
             self._note(turn.key)
 
@@ -113,7 +113,7 @@ class Saving:
         self._lacking = dict.fromkeys(self._lacking, 0.0)
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):
-                while self._copied or self._due() or not self._store.is_idle:
+                while self._copied or self._due() or not self._store.queue.is_idle:
                     if not self._copy_next():
                         await self._pause(_POLL_S)
 
@@ -133,12 +133,13 @@ class Saving:
 
     def _num_unstored(self, key: SessionKey) -> int:
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        return len(tokens) - self._store.num_stored(self._store.chain(key.tenant, policy, tokens), tokens)
+        chain = self._store.kv.chain(key.tenant, policy, tokens)
+        return len(tokens) - self._store.kv.find(chain, tokens).num_tokens
 
     def _missing(self, key: SessionKey) -> list[Span]:
         """Return the spans of a session's KV on the device that are neither stored nor queued."""
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        return self._store.wanted(self._store.chain(key.tenant, policy, tokens), tokens)
+        return self._store.kv.wanted(self._store.kv.chain(key.tenant, policy, tokens), tokens)
 
     def _due(self) -> list[SessionKey]:
         """List the sessions to look at now, the most recently active one first."""
@@ -147,7 +148,7 @@ class Saving:
 
     def _copy_next(self) -> bool:
         """Let the device copy what the index lacks of an idle session; return False if it cannot now."""
-        spare_bytes = self._store.spare()
+        spare_bytes = self._store.queue.spare_bytes()
         if self._copied is not None or not spare_bytes:
             return False
         busy = self._at_work()
@@ -163,9 +164,9 @@ class Saving:
         kv = self._kv(policy)
         sizes = accumulate(kv.snapshot(span.num_tokens, at=span.end) for span in spans)
         num_fitting = sum(size_bytes <= spare_bytes for size_bytes in sizes)
-        if not num_fitting and not self._store.is_idle:
+        if not num_fitting and not self._store.queue.is_idle:
             return False
-        chain = self._store.chain(key.tenant, policy, tokens)
+        chain = self._store.kv.chain(key.tenant, policy, tokens)
         self._copied = Turn(key, tokens, policy=policy, chain=chain, spans=spans[: max(num_fitting, 1)])
         self._lacking[key] = time.monotonic() + _RETRY_S
         self._copy_spans(self._copied)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from .call_parsers import (
     CLOSED_CODE,
@@ -18,34 +18,35 @@ from .call_parsers import (
     parse_bare,
     parse_bare_python,
     parse_calls,
-    parse_cdata,
     tagged,
+    trimmed,
+    without_cdata,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
+    from collections.abc import Callable, Container, Mapping, Sequence
 
     from .call_parsers import Parser
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerMarkup:
-    """How a model marks its reasoning and its tool calls.
+    """How a model, or a family of models, marks reasoning and tool calls.
 
-    `reasoning` is a pair of markers. `forms` are the syntaxes of calls that are parsed, the usual one first.
-    `bare` parses an answer that consists of calls without markers. With `is_harmony`, the text consists of
-    messages with channels (OpenAI's harmony format). `strays` are markers that models write by mistake.
+    `forms` are the syntaxes of calls that are parsed, the usual one first. For grammars, `form` is the text
+    of a call before its arguments, with NAME for the tool's name, and the text after them; None instead of
+    the latter if the arguments are not JSON. `bare` parses an answer that consists of calls without markers.
+    `strays` are markers that models write by mistake. `reasoning` is a pair of markers. With `is_harmony`,
+    the text consists of messages with channels (OpenAI's harmony format).
     """
 
-    reasoning: tuple[str, str] | None = None
     forms: tuple[Form, ...] = ()
+    form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
     bare: Parser | None = None
+    strays: tuple[str, ...] = ()
+    reasoning: tuple[str, str] | None = None
     is_harmony: bool = False
     renders_tools: bool = False
-    strays: tuple[str, ...] = ()
-    #: For grammars, the text of a call before its arguments, with NAME for the tool's name, and the text
-    #: after them; None instead of the latter if the arguments are not JSON.
-    form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
 
     @property
     def has_reasoning(self) -> bool:
@@ -58,15 +59,6 @@ class AnswerMarkup:
         if self.is_harmony:
             return "<|channel|>commentary ", ""
         return (self.forms[0].opens, self.forms[0].closes or "") if self.forms else ("", "")
-
-
-class _Family(NamedTuple):
-    """The syntax of calls of a family of models; the fields are those of `AnswerMarkup`."""
-
-    forms: tuple[Form, ...]
-    form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
-    bare: Parser | None = None
-    strays: tuple[str, ...] = ()
 
 
 #: Pairs of reasoning markers; a model uses the first pair in its vocabulary.
@@ -95,7 +87,7 @@ def _form(opens: str, closes: str | None, **more: Any) -> Form:
 
 
 def _tag_forms(
-    opens: str, closes: str, call: str, key: str, names: str, *, trims: bool = False
+    opens: str, closes: str, call: str, key: str, names: str, plain: Callable[[str], str] = str
 ) -> tuple[Form, ...]:
     """Return the syntax of calls between tags named `call`, with values between tags named `key`.
 
@@ -106,7 +98,7 @@ def _tag_forms(
     value = (
         rf'<{key}(?:=|\b(?>[^<>]*?\bname=))"?(?P<key>[^"<>\n]++)"?(?: string="(?P<type>true|false)")?[^<>]*+>'
     )
-    parse = either(tagged(rf"\s*{name}", value, f"</{key}>", f"</{call}>", trims=trims), parse_calls)
+    parse = either(tagged(rf"\s*{name}", value, f"</{key}>", f"</{call}>", plain), parse_calls)
     quotes = (f"<{key}", f"</{key}>")
     return Form(opens, closes, parse, quotes), Form(f"<{call}{names}", f"</{call}>", parse, quotes)
 
@@ -125,7 +117,7 @@ def _keys_form(prefix: str) -> Form:
 
 #: The markers of calls for models whose template knows no tools: the format of Hermes and Qwen.
 GENERIC: Final = ("<tool_call>", "</tool_call>")
-_GENERIC: Final = _Family((_form(*GENERIC),), bare=parse_bare)
+_GENERIC: Final = AnswerMarkup((_form(*GENERIC),), bare=parse_bare)
 _DEEPSEEK: Final = (_form(_deepseek("tool calls begin"), _deepseek("tool calls end")), _form(_BEGIN, _END))
 _MISTRAL: Final = _form(
     "[TOOL_CALLS]",
@@ -134,8 +126,14 @@ _MISTRAL: Final = _form(
         r"\s*(?:(?=[\[{])|[^\s\[\]{}]+\s*(?:\[CALL_ID\][^\[\]{}]*)?(?:\[ARGS\]\s*(?=[\[{])|(?=\{)))"
     ),
 )
-_LLAMA: Final = _Family(
+_LLAMA: Final = AnswerMarkup(
     (_form("<|python_tag|>", None),), ('{"name": "NAME", "parameters": ', "}"), parse_bare
+)
+_MINICPM: Final = tagged(
+    r'\s*"(?P<name>[^"<>]+)"\s*>\s*',
+    r'<param\s+name\s*=\s*"(?P<key>[^"<>]+)"\s*>',
+    "</param>",
+    plain=without_cdata,
 )
 _XTML_JSON: Final = r"(?:<\|open\|>json[^<>]*<\|sep\|>\s*)?"
 _XTML_FORM: Final = either(
@@ -148,43 +146,43 @@ _XTML_FORM: Final = either(
     parse_calls,
 )
 _XTML_QUOTES: Final = ("<|open|>argument ", "<|close|>argument")
-_FAMILIES: Final[dict[str, _Family]] = {
-    "minimax_m2": _Family(
+_FAMILIES: Final[dict[str, AnswerMarkup]] = {
+    "minimax_m2": AnswerMarkup(
         _tag_forms("<minimax:tool_call>", "</minimax:tool_call>", "invoke", "parameter", " name="),
         ('\n<invoke name="NAME">\n', None),
     ),
-    "gemma4": _Family(
+    "gemma4": AnswerMarkup(
         (_form("<|tool_call>", "<tool_call|>", quotes=('<|"|>', '<|"|>'), cost=5),),
         ("call:NAME{", None),
         None,
         ("<channel|>",),
     ),
-    "function_gemma": _Family(
+    "function_gemma": AnswerMarkup(
         (_form("<start_function_call>", "<end_function_call>", quotes=("<escape>", "<escape>"), cost=5),),
         ("call:NAME{", None),
     ),
-    "longcat": _Family((_keys_form("longcat_"),), ("NAME\n", None)),
-    "glm47": _Family((_keys_form(""),), ("NAME\n", None)),
-    "laguna": _Family((_keys_form(""),), ("NAME\n", None)),
-    "pythonic": _Family(
+    "longcat": AnswerMarkup((_keys_form("longcat_"),), ("NAME\n", None)),
+    "glm47": AnswerMarkup((_keys_form(""),), ("NAME\n", None)),
+    "laguna": AnswerMarkup((_keys_form(""),), ("NAME\n", None)),
+    "pythonic": AnswerMarkup(
         (_form("<|tool_call_start|>", "<|tool_call_end|>", closed=CLOSED_CODE, cost=5),), ("[NAME(", None)
     ),
-    "olmo3": _Family(
+    "olmo3": AnswerMarkup(
         (_form("<function_calls>", "</function_calls>", closed=CLOSED_CODE, cost=5),), ("\nNAME(", None)
     ),
-    "llama4": _Family(
+    "llama4": AnswerMarkup(
         (_form("<|python_start|>", "<|python_end|>", closed=CLOSED_CODE, cost=5),),
         ("[NAME(", None),
         either(parse_bare, parse_bare_python),
     ),
-    "seed_oss": _Family(
-        _tag_forms("<seed:tool_call>", "</seed:tool_call>", "function", "parameter", "=", trims=True),
+    "seed_oss": AnswerMarkup(
+        _tag_forms("<seed:tool_call>", "</seed:tool_call>", "function", "parameter", "=", trimmed),
         ("\n<function=NAME>\n", None),
     ),
-    "qwen3_coder": _Family(
-        _tag_forms(*GENERIC, "function", "parameter", "=", trims=True), ("\n<function=NAME>\n", None)
+    "qwen3_coder": AnswerMarkup(
+        _tag_forms(*GENERIC, "function", "parameter", "=", trimmed), ("\n<function=NAME>\n", None)
     ),
-    "kimi_k2": _Family(
+    "kimi_k2": AnswerMarkup(
         (
             _form("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
             _form("<|tool_call_section_begin|>", "<|tool_call_section_end|>"),
@@ -192,7 +190,7 @@ _FAMILIES: Final[dict[str, _Family]] = {
         ),
         ("<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>", "<|tool_call_end|>"),
     ),
-    "kimi_k3": _Family(
+    "kimi_k3": AnswerMarkup(
         (
             Form("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _XTML_FORM, _XTML_QUOTES),
             Form("<|open|>call tool=", "<|close|>call<|sep|>", _XTML_FORM, _XTML_QUOTES),
@@ -201,16 +199,16 @@ _FAMILIES: Final[dict[str, _Family]] = {
         None,
         ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     ),
-    "minicpm5": _Family(
-        (Form("<function name=", "</function>", parse_cdata, ("<param ", "</param>")),), ("", None)
+    "minicpm5": AnswerMarkup(
+        (Form("<function name=", "</function>", _MINICPM, ("<param ", "</param>")),), ("", None)
     ),
-    "muse_spark": _Family(
+    "muse_spark": AnswerMarkup(
         _tag_forms(
             "<atem:function_calls>", "</atem:function_calls>", "atem:invoke", "atem:parameter", " name="
         ),
         ("", None),
     ),
-    "deepseek_v32": _Family(
+    "deepseek_v32": AnswerMarkup(
         _tag_forms(
             f"<{_DSML}function_calls>",
             f"</{_DSML}function_calls>",
@@ -220,44 +218,36 @@ _FAMILIES: Final[dict[str, _Family]] = {
         ),
         (f'\n<{_DSML}invoke name="NAME">\n', None),
     ),
-    "mistral": _Family((_MISTRAL,), _JSON_LIST),
-    "mistral_args": _Family((_MISTRAL,), ("NAME[ARGS]", "")),
-    "deepseek_v3": _Family(_DEEPSEEK, (f"{_BEGIN}function{_SEP}NAME\n```json\n", f"\n```{_END}")),
-    "deepseek_v31": _Family(_DEEPSEEK, (f"{_BEGIN}NAME{_SEP}", _END)),
-    "nemotron": _Family((_form("<TOOLCALL>", "</TOOLCALL>"),), _JSON_LIST),
-    "phi4": _Family((_form("<|tool_call|>", "<|/tool_call|>"),), _JSON_LIST),
-    "granite": _Family(
+    "mistral": AnswerMarkup((_MISTRAL,), _JSON_LIST),
+    "mistral_args": AnswerMarkup((_MISTRAL,), ("NAME[ARGS]", "")),
+    "deepseek_v3": AnswerMarkup(_DEEPSEEK, (f"{_BEGIN}function{_SEP}NAME\n```json\n", f"\n```{_END}")),
+    "deepseek_v31": AnswerMarkup(_DEEPSEEK, (f"{_BEGIN}NAME{_SEP}", _END)),
+    "nemotron": AnswerMarkup((_form("<TOOLCALL>", "</TOOLCALL>"),), _JSON_LIST),
+    "phi4": AnswerMarkup((_form("<|tool_call|>", "<|/tool_call|>"),), _JSON_LIST),
+    "granite": AnswerMarkup(
         (_form("<|tool_call|>", "", value=re.compile(r"\s*(?=[\[{])")), _form(*GENERIC)), _JSON_LIST
     ),
-    "hunyuan": _Family((_form("<tool_calls>", "</tool_calls>"),), _JSON_LIST),
+    "hunyuan": AnswerMarkup((_form("<tool_calls>", "</tool_calls>"),), _JSON_LIST),
     "llama": _LLAMA,
     "json_tools": _GENERIC,
 }
-#: Texts in a chat template that identify a family; the first that occurs decides.
+#: Texts in a chat template that identify a family; the first that occurs decides. Then the call markers of
+#: the families in `_BY_MARKER` count.
 _MARKS: Final = (
     (_DSML, "deepseek_v32"),
     (_deepseek("tool calls begin"), "deepseek_v31"),
-    ("<minimax:tool_call>", "minimax_m2"),
-    ("<|tool_call>", "gemma4"),
-    ("<start_function_call>", "function_gemma"),
-    ("<longcat_tool_call>", "longcat"),
     ("<arg_key>", "glm47"),
-    ("<|tool_call_start|>", "pythonic"),
     ("<|tool_list_start|>", "pythonic"),
     ("<seed:tool_call>", "seed_oss"),
     ("<function=", "qwen3_coder"),
-    ("<|tool_calls_section_begin|>", "kimi_k2"),
     ('<function name="', "minicpm5"),
     ("[ARGS]", "mistral_args"),
-    ("[TOOL_CALLS]", "mistral"),
-    ("<atem:function_calls>", "muse_spark"),
-    ("<function_calls>", "olmo3"),
-    ("<TOOLCALL>", "nemotron"),
     ("<|/tool_call|>", "phi4"),
     ("<|/tool|>", "phi4"),
-    ("<|tool_call|>", "granite"),
-    ("<tool_calls>", "hunyuan"),
-    ("<|python_start|>", "llama4"),
+)
+_BY_MARKER: Final = (
+    *("minimax_m2", "gemma4", "function_gemma", "longcat", "pythonic", "kimi_k2", "mistral", "muse_spark"),
+    *("olmo3", "nemotron", "granite", "hunyuan", "llama4"),
 )
 
 
@@ -302,20 +292,15 @@ def markup_of(template: str, vocabulary: Container[str], parser: str | None = No
         )
     reasoning = _reasoning(vocabulary)
     if not renders_tools(template):
-        return AnswerMarkup(reasoning, _GENERIC.forms, _GENERIC.bare)
+        return replace(_GENERIC, reasoning=reasoning)
     family = _FAMILIES[_family(template, vocabulary, parser)]
-    return AnswerMarkup(
-        reasoning,
-        family.forms,
-        family.bare,
-        renders_tools=True,
-        strays=family.strays if reasoning else (),
-        form=family.form,
-    )
+    strays = family.strays if reasoning else ()
+    return replace(family, reasoning=reasoning, renders_tools=True, strays=strays)
 
 
 def _family(template: str, vocabulary: Container[str], parser: str | None) -> str:
-    found = next((family for mark, family in _MARKS if mark in template), None)
+    marks = (*_MARKS, *((_FAMILIES[family].calls[0], family) for family in _BY_MARKER))
+    found = next((family for mark, family in marks if mark in template), None)
     if found == "deepseek_v31" and "```json" in template:
         return "deepseek_v3"
     if isinstance(parser, str) and parser in _FAMILIES and found != "mistral_args":

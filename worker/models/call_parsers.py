@@ -265,97 +265,111 @@ def either(*parsers: Parser) -> Parser:
     return parse
 
 
-def tagged(head: str, key: str, close: str, tail: str | None = None, *, trims: bool = False) -> Parser:
+def tagged(
+    head: str, key: str, close: str, tail: str | None = None, plain: Callable[[str], str] = str
+) -> Parser:
     """Return a parser of calls whose arguments are text between tags, or one JSON object.
 
     Three parameters are regexes: `head` with the group `name`; `key`, a value's start tag, with the group
     `key`, and `type` if the format marks JSON values; and `tail`, the end of a call, which may be missing at
     the text's end. A value ends at the first end tag `close` that is followed by a `key` or `tail`, once all
     values nested in it have ended; without such an end tag it ends before the next `key` or `tail`, and the
-    call is mended. With `trims`, one line break at each end is not part of the value.
+    call is mended. `plain` returns an argument from the text between its tags.
     """
-    begins, opens = re.compile(head), re.compile(key)
     ends = re.compile(rf"(?:{tail})\s*" if tail else r"\Z")
     stops = re.compile(f"{key}|{tail}" if tail else key)
+    return _Tags(re.compile(head), re.compile(key), close, ends, stops, plain).parse
 
-    def is_end(text: str, at: int, is_ended: bool) -> bool:
-        return ends.match(text, at) is not None or (is_ended and at == len(text))
 
-    def end_of_value(text: str, at: int, begun: Sequence[int], is_ended: bool) -> tuple[int, int] | None:
-        num_ended = bisect_left(begun, at)  # values that began before this one
-        while (found := text.find(close, at)) >= 0:
-            at = _SPACE.match(text, found + len(close)).end()  # type: ignore[union-attr]
-            if (opens.match(text, at) or is_end(text, at, is_ended)) and bisect_left(
-                begun, found
-            ) <= num_ended:
-                return found, at
-            at, num_ended = found + len(close), num_ended + 1
-        return None
+@dataclass(frozen=True, slots=True)
+class _Tags:
+    """The tags of one format: see `tagged`. `stops` matches what ends a value without an end tag."""
 
-    def read(begun: Sequence[int], begin: re.Match[str], is_ended: bool) -> tuple[Written, int]:
-        text = begin.string
-        at, arguments, is_text, num_mended = begin.end(), dict[str, Any](), True, 0
-        if text.startswith("{", at):
-            (arguments, at), is_text = read_value(text, at), False
-            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
-        while (opened := opens.match(text, at)) is not None:
-            name, found = opened["key"].strip(), end_of_value(text, opened.end(), begun, is_ended)
-            if found is None:
-                num_mended += 1
-                stop = stops.search(text, opened.end())
-                if stop is None or num_mended > _MOST_MENDED:
-                    raise ValueError("a value does not end")
-                value, at = text[opened.end() : stop.start()], stop.start()
-                if (bare := value.rstrip()).endswith(f"</{name}>"):  # an end tag of the argument's name
-                    value = bare.removesuffix(f"</{name}>")
-            else:
-                value, at = text[opened.end() : found[0]], found[1]
-            if name in arguments:
-                raise ValueError("an argument is there twice")
-            if trims:
-                value = value.removeprefix("\n").removesuffix("\n")
-            kind = opened.groupdict().get("type")
-            is_text = kind is None
-            is_string = is_text or kind in ("string", "true")
-            arguments[name] = value if is_string else read_json(value)
-        if not is_end(text, at, is_ended):
-            raise ValueError("the call does not end behind its arguments")
-        if ended := ends.match(text, at):
-            at = ended.end()
-        return Written(begin["name"].strip(), arguments, None, is_text, num_mended > 0), at
+    begins: re.Pattern[str]
+    opens: re.Pattern[str]
+    close: str
+    ends: re.Pattern[str]
+    stops: re.Pattern[str]
+    plain: Callable[[str], str]
 
-    def parse(text: str, is_ended: bool) -> tuple[list[Written], int]:
-        begun = [one.start() for one in opens.finditer(text)]  # once for all calls
+    def parse(self, text: str, is_ended: bool) -> tuple[list[Written], int]:
+        """Parse the calls that a text begins with; see `Parser`."""
+        begun = [one.start() for one in self.opens.finditer(text)]  # once for all calls
         calls, at, num_mended = list[Written](), 0, 0
-        while begin := begins.match(text, at):
-            call, at = read(begun, begin, is_ended)
+        while begin := self.begins.match(text, at):
+            call, at = self._call(begun, begin, is_ended)
             calls.append(call)
             num_mended += call.is_mended
             if num_mended == _MOST_MENDED:
                 raise ValueError("too many calls without end tags")
             if at == len(text):
                 break
-        if not calls or text.find(close, at) >= 0:
+        if not calls or text.find(self.close, at) >= 0:
             raise ValueError("it is no call")
         return calls, _without_space(text, at)
 
-    return parse
+    def _call(self, begun: Sequence[int], begin: re.Match[str], is_ended: bool) -> tuple[Written, int]:
+        text, at = begin.string, begin.end()
+        arguments, is_text, num_mended = dict[str, Any](), True, 0
+        if text.startswith("{", at):
+            (arguments, at), is_text = read_value(text, at), False
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        while (opened := self.opens.match(text, at)) is not None:
+            name, found = opened["key"].strip(), self._end_of_value(text, opened.end(), begun, is_ended)
+            num_mended += found is None
+            if num_mended > _MOST_MENDED:
+                raise ValueError("too many values without end tags")
+            end, at = found or self._stop_of_value(text, opened.end())
+            value = text[opened.end() : end]
+            if found is None and (bare := value.rstrip()).endswith(f"</{name}>"):
+                value = bare.removesuffix(f"</{name}>")  # an end tag of the argument's name
+            if name in arguments:
+                raise ValueError("an argument is there twice")
+            kind = opened.groupdict().get("type")
+            is_text = kind is None
+            value = self.plain(value)
+            arguments[name] = value if kind in (None, "string", "true") else read_json(value)
+        if not self._is_end(text, at, is_ended):
+            raise ValueError("the call does not end behind its arguments")
+        if ended := self.ends.match(text, at):
+            at = ended.end()
+        return Written(begin["name"].strip(), arguments, None, is_text, num_mended > 0), at
+
+    def _is_end(self, text: str, at: int, is_ended: bool) -> bool:
+        return self.ends.match(text, at) is not None or (is_ended and at == len(text))
+
+    def _end_of_value(
+        self, text: str, at: int, begun: Sequence[int], is_ended: bool
+    ) -> tuple[int, int] | None:
+        """Return where a value ends, and where its end tag does; None without an end tag."""
+        num_ended = bisect_left(begun, at)  # values that began before this one
+        while (found := text.find(self.close, at)) >= 0:
+            at = _SPACE.match(text, found + len(self.close)).end()  # type: ignore[union-attr]
+            is_last = self.opens.match(text, at) or self._is_end(text, at, is_ended)
+            if is_last and bisect_left(begun, found) <= num_ended:
+                return found, at
+            at, num_ended = found + len(self.close), num_ended + 1
+        return None
+
+    def _stop_of_value(self, text: str, at: int) -> tuple[int, int]:
+        stop = self.stops.search(text, at)
+        if stop is None:
+            raise ValueError("a value does not end")
+        return stop.start(), stop.start()
 
 
 #: How many end tags of arguments may be missing in a call, and how many calls lack some; each costs a search.
 _MOST_MENDED: Final = 8
 
 
-def parse_cdata(text: str, is_ended: bool) -> tuple[list[Written], int]:
-    """Parse a call in MiniCPM's format, whose values may be CDATA sections."""
-    calls, end = _MINICPM(text, is_ended)
-    return [
-        one._replace(arguments={name: _CDATA.sub(r"\1", value) for name, value in one.arguments.items()})
-        for one in calls
-    ], end
+def trimmed(value: str) -> str:
+    """Return a value without one line break at each end."""
+    return value.removeprefix("\n").removesuffix("\n")
 
 
-_MINICPM: Final = tagged(
-    r'\s*"(?P<name>[^"<>]+)"\s*>\s*', r'<param\s+name\s*=\s*"(?P<key>[^"<>]+)"\s*>', "</param>"
-)
+def without_cdata(value: str) -> str:
+    """Return what is in a value's CDATA section, which MiniCPM may write; else the value."""
+    return _CDATA.sub(r"\1", value)
+
+
 _CDATA: Final = re.compile(r"\A\s*<!\[CDATA\[(.*)\]\]>\s*\Z", re.DOTALL)

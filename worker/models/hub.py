@@ -18,20 +18,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from logging import ERROR
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Final
+from typing import IO, TYPE_CHECKING, Final, Self
 
-import psutil
-
-from worker.process.cgroups import limit_bytes
 from worker.process.formatting import size
 
 from .gguf_family import FAMILIES, mlx_name, quantisation_of, unsupported
+from .known import memory_bytes
 from .model_files import GGUF_NAMES, ModelError, one_line, read_json, weight_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from huggingface_hub.hf_api import ModelInfo
+    from huggingface_hub.hf_api import ModelInfo, RepoSibling
 
     from .model_files import Progress
 
@@ -69,6 +67,13 @@ class _File:
     size_bytes: int
     digest: str
     is_large: bool
+
+    @classmethod
+    def of(cls, told: RepoSibling) -> Self:
+        """Return a file as the hub describes it."""
+        if told.lfs:
+            return cls(told.rfilename, told.lfs.size or 0, told.lfs.sha256, is_large=True)
+        return cls(told.rfilename, told.size or 0, str(told.blob_id), is_large=False)
 
     def digest_of(self, path: Path) -> str:
         """Compute the digest of a downloaded file."""
@@ -216,20 +221,12 @@ def _told(hub_id: str) -> Iterator[None]:
 def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
     """Choose the files to fetch, weights last; raises `ModelError` if they form no usable model."""
     there = [
-        _File(
-            sibling.rfilename,
-            (sibling.lfs.size if sibling.lfs else sibling.size) or 0,
-            sibling.lfs.sha256 if sibling.lfs else str(sibling.blob_id),
-            sibling.lfs is not None,
-        )
-        for sibling in found.siblings or ()
-        if "/" not in sibling.rfilename or sibling.rfilename in _SAYING
+        _File.of(one) for one in found.siblings or () if "/" not in one.rfilename or one.rfilename in _SAYING
     ]
-    names = [file.name for file in there]
-    ggufs = [name for name in names if fnmatch(name, GGUF_NAMES)]
-    if not quantisation and any(fnmatch(name, _WEIGHTS) for name in names):
+    if not quantisation and any(fnmatch(file.name, _WEIGHTS) for file in there):
         chosen = [file for file in there if any(fnmatch(file.name, pattern) for pattern in _PATTERNS)]
         return sorted(chosen, key=lambda file: (fnmatch(file.name, _WEIGHTS), file.size_bytes))
+    ggufs = [file.name for file in there if fnmatch(file.name, GGUF_NAMES)]
     if not ggufs:
         raise ModelError(
             f"{spec} has no model*.safetensors and no .gguf file; for MLX this model is usually named"
@@ -237,17 +234,20 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
         )
     name = _gguf_name(ggufs, quantisation)
     if name is None:
-        choice = ", ".join(
-            sorted({quantisation_of(Path(name).stem) for name in ggufs if not _is_piece(name)})
-        )
-        raise ModelError(
-            f"{found.id} has no GGUF file {quantisation or _USUAL}; it has"
-            f" {choice or 'only files in pieces, which cannot be used'}: name one as {found.id}:QUANTISATION"
-        )
+        raise _no_quantisation(found.id, ggufs, quantisation)
     family = (found.gguf or {}).get("architecture")
     if family is not None and family not in FAMILIES:
         raise ModelError(unsupported(f"{found.id}/{name}", family, name))
     return [file for file in there if file.name == name]
+
+
+def _no_quantisation(hub_id: str, names: Sequence[str], quantisation: str) -> ModelError:
+    choice = sorted({quantisation_of(Path(name).stem) for name in names if not _is_piece(name)})
+    return ModelError(
+        f"{hub_id} has no GGUF file {quantisation or _USUAL}; it has"
+        f" {', '.join(choice) or 'only files in pieces, which cannot be used'}: name one as"
+        f" {hub_id}:QUANTISATION"
+    )
 
 
 def _gguf_name(names: Sequence[str], quantisation: str) -> str | None:
@@ -269,23 +269,13 @@ def _is_piece(name: str) -> bool:
 def _bring(
     hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress | None, dtype: str
 ) -> None:
-    """Check disk and memory, then download missing files into the cache's `blobs`. Raises `ModelError`."""
+    """Check disk and memory, then download missing files into the cache. Raises `ModelError`."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
 
-    unnamed = next((file.name for file in files if not _DIGEST.fullmatch(file.digest)), None)
-    if unnamed is not None:
-        raise ModelError(f"the hub gives no checksum of {unnamed} in {hub_id}; use another HF_ENDPOINT")
     blobs = repository_folder(hub_id) / "blobs"  # not `found.id`, which differs after a renaming
-    blobs.mkdir(parents=True, exist_ok=True)
-    missing = [file for file in files if not (blobs / file.digest).exists()]
+    missing = _missing(hub_id, files, blobs)
     total = sum(file.size_bytes for file in missing)
-    begun = sum(path.stat().st_size for file in missing if (path := _part(blobs, file)).exists())
-    if total - begun > (free := shutil.disk_usage(blobs).free):
-        raise ModelError(
-            f"{hub_id} needs {size(total - begun)} in {cache_folder()}, where {size(free)} are free; free"
-            " some space, or name another folder with HF_HOME"
-        )
     done = 0
 
     def advance(num: int) -> None:
@@ -310,9 +300,25 @@ def _bring(
             _bring_one(hf_hub_url(hub_id, file.name, revision=found.sha), blobs, file, advance)
 
 
+def _missing(hub_id: str, files: Sequence[_File], blobs: Path) -> list[_File]:
+    """Return the files that `blobs` lacks. Raises `ModelError` if they would not fit on the disk."""
+    unnamed = next((file.name for file in files if not _DIGEST.fullmatch(file.digest)), None)
+    if unnamed is not None:
+        raise ModelError(f"the hub gives no checksum of {unnamed} in {hub_id}; use another HF_ENDPOINT")
+    blobs.mkdir(parents=True, exist_ok=True)
+    missing = [file for file in files if not (blobs / file.digest).exists()]
+    begun = sum(path.stat().st_size for file in missing if (path := _part(blobs, file)).exists())
+    more = sum(file.size_bytes for file in missing) - begun
+    if more > (free := shutil.disk_usage(blobs).free):
+        raise ModelError(
+            f"{hub_id} needs {size(more)} in {cache_folder()}, where {size(free)} are free; free"
+            " some space, or name another folder with HF_HOME"
+        )
+    return missing
+
+
 def _check_memory(hub_id: str, needed_bytes: int) -> None:
-    there = min(psutil.virtual_memory().total, limit_bytes() or 2**63)
-    if needed_bytes > there:
+    if needed_bytes > (there := memory_bytes()):
         raise ModelError(
             f"{hub_id} needs {size(needed_bytes)} of memory for its weights, and this machine has"
             f" {size(there)}; take a smaller model, or one with fewer bits"

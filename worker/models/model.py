@@ -181,19 +181,7 @@ def load(
     the weights only when a pass is evaluated, but the returned sizes are right. `store` is a folder
     for loaded tokenizers. Raises `ModelError`.
     """
-    if dtype not in DTYPES:
-        raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    written = check_folder(folder)
-    check_tokenizer(folder)
-    blas.preload()
-    import_module("mlx_lm.utils")  # before the thread begins, which may import transformers too
-    with ThreadPoolExecutor(1) as beside:
-        reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
-        try:
-            model, config, weights, kv = _load_weights(folder, dtype, progress, lazy=lazy)
-        except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
-            raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
-        tokenizer = reading.result()
+    written, tokenizer, (model, config, weights, kv) = _read(folder, dtype, progress, lazy=lazy, store=store)
     vocab_size = text_config(config).get("vocab_size") or tokenizer.vocab_size
     if surplus := surplus_tokens(vocab_size, tokenizer):
         raise ModelError(f"{folder} cannot be loaded: {surplus}")
@@ -218,6 +206,25 @@ def load(
         no_answers=no_answers(written, folder),
         changed_s=(folder / "config.json").stat().st_mtime,
     )
+
+
+def _read(
+    folder: Path, dtype: str, progress: Progress | None, *, lazy: bool, store: Path | None
+) -> tuple[dict[str, Any], Tokenizer, tuple[Module, dict[str, Any], list[mx.array], KvSize]]:
+    """Return a folder's config.json, its tokenizer, and what `_load_weights` returns."""
+    if dtype not in DTYPES:
+        raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    written = check_folder(folder)
+    check_tokenizer(folder)
+    blas.preload()
+    import_module("mlx_lm.utils")  # before the thread begins, which may import transformers too
+    with ThreadPoolExecutor(1) as beside:
+        reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
+        try:
+            loaded = _load_weights(folder, dtype, progress, lazy=lazy)
+        except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
+            raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
+        return written, reading.result(), loaded
 
 
 def _load_weights(

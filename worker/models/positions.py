@@ -73,36 +73,44 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(model: Any, config: Mapping[str, Any]) -> None:
     """Raise `ModelError` if a built model ignores the rotary settings of its translated configuration."""
-    from mlx_lm.models.base import BaseModelArgs
-
     text = text_config(dict(config))
-    name, parameters, scaling = (text.get(key) for key in ("model_type", "rope_parameters", "rope_scaling"))
-    layers = _by_layer(parameters)
-    modules = model.modules()
+    layers, modules = _by_layer(text.get("rope_parameters")), model.modules()
+    _check_base(text, layers, modules)
+    _check_partial(text, modules)
+    _check_scaling(text, layers)
 
+
+def _check_base(text: dict[str, Any], layers: dict[str, dict[str, Any]], modules: list[Any]) -> None:
     bases = {each.base for each in modules if type(each).__name__ in {"RoPE", "DynamicNTKScalingRoPE"}}
     declared = [text.get("rope_theta"), *(part["rope_theta"] for part in map(dict, layers.values()))]
     for base in (base for base in declared if isinstance(base, int | float)):
         if bases and base not in bases:
             used = " and ".join(f"{each:g}" for each in sorted(bases))
-            raise _ignored(f"rope_theta {base:g}", f"{name} takes {used}")
+            raise _ignored(f"rope_theta {base:g}", f"{text['model_type']} takes {used}")
+
+
+def _check_partial(text: dict[str, Any], modules: list[Any]) -> None:
+    from mlx_lm.models.base import BaseModelArgs
 
     arguments = [
         value for each in modules for value in vars(each).values() if isinstance(value, BaseModelArgs)
     ]
+    parameters = text.get("rope_parameters")
     part = dict.get(parameters, "partial_rotary_factor") if isinstance(parameters, dict) else None
     fields = (*_MOVED["partial_rotary_factor"], "rope_parameters")
     if part not in {None, 1} and not any(hasattr(each, field) for each in arguments for field in fields):
-        raise _ignored(f"partial_rotary_factor {part:g}", f"{name} rotates all dimensions")
+        raise _ignored(f"partial_rotary_factor {part:g}", f"{text['model_type']} rotates all dimensions")
 
+
+def _check_scaling(text: dict[str, Any], layers: dict[str, dict[str, Any]]) -> None:
+    scaling = text.get("rope_scaling")
     # `_Watched.get` would count as a read by the model.
     if not isinstance(scaling, dict) or _kind(scaling) in _NEUTRAL or dict.get(scaling, "factor") == 1:
         return
     key = next((key for key in ("long_factor", "factor") if key in scaling), "type")
-    if not any(
-        isinstance(part, _Watched) and key in part.read for part in (scaling, parameters, *layers.values())
-    ):
-        raise _ignored(f"a rope_scaling of type {_kind(scaling)}", f"{name} has none")
+    watched = (scaling, text.get("rope_parameters"), *layers.values())
+    if not any(isinstance(part, _Watched) and key in part.read for part in watched):
+        raise _ignored(f"a rope_scaling of type {_kind(scaling)}", f"{text['model_type']} has none")
 
 
 def _ignored(what: str, instead: str) -> ModelError:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import anyio.to_thread
-from anyio import CancelScope, TaskFailed, create_task_group
+from anyio import CancelScope, Event, TaskFailed, create_task_group
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -71,3 +71,42 @@ async def shielded(end: Callable[P, Awaitable[object]], *args: P.args, **named: 
     """Await `end(...)` until it completes, even if the caller is cancelled."""
     with CancelScope(shield=True):
         await end(*args, **named)
+
+
+class SharedLock:
+    """A shared/exclusive lock, for work that must run alone. Event loop only."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._is_shut = False  # while a request runs alone, or waits for the others to end
+        self._changed = Event()
+
+    @asynccontextmanager
+    async def enter(self, stopped: Callable[[], bool], *, alone: bool = False) -> AsyncIterator[None]:
+        """Hold the lock inside the block: shared with others, or exclusively if `alone`.
+
+        A caller whose `stopped()` is true enters without waiting, since it will not do the work. Call
+        `recheck` when the result of `stopped()` may have changed.
+        """
+        while self._is_shut and not stopped():
+            await self._changed.wait()
+        shuts = alone and not self._is_shut
+        self._is_shut = self._is_shut or shuts
+        try:
+            while shuts and self._num and not stopped():
+                await self._changed.wait()
+            self._num += 1
+            try:
+                yield
+            finally:
+                self._num -= 1
+        finally:
+            if shuts:
+                self._is_shut = False
+            if shuts or not self._num:
+                self.recheck()
+
+    def recheck(self) -> None:
+        """Wake all waiting callers, in the order of their arrival, to check whether they can go on."""
+        changed, self._changed = self._changed, Event()
+        changed.set()

@@ -8,47 +8,115 @@ contradicts the checkpoint, it reads the whole log instead.
 
 from __future__ import annotations
 
+import zlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+import msgspec
 import structlog
 from anyio import TaskHandle, sleep
+from msgspec import Struct
 
+from cache.names.tokens import unpack
 from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
+from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.process.concurrency import in_thread
+from worker.text.templates import Conversation
 from worker.wire.journal import answers
 
 from .answered_ids import AnsweredIds
-from .checkpoint import Checkpoint
+from .history import History, in_words, recorded
 
 if TYPE_CHECKING:
-    from anyio.abc import TaskGroup
-
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
     from worker.wire.consistent_reads import Entry
-    from worker.wire.journal import Journal
 
-    from .history import History
+    from .services import Services
 
 log = structlog.get_logger()
 
+#: Increase it when the meaning of a field changes. Every version must still read the histories that forks
+#: start with: nothing else has their tokens.
+_VERSION: Final = 2
+#: Limit of a decompressed checkpoint: room for the ids or the texts of some millions of tokens.
+_MAX_BYTES: Final = 256 * 2**20
+#: zlib level: halves the size of token ids; some megabytes take a tenth of a second.
+_LEVEL: Final = 1
 #: Largest part of a value that one message has, in bytes; base64 and JSON add a third.
 _PART_BYTES: Final = 128 * 2**10
 #: Longest pause between two attempts to store a value that a result names.
 _MAX_PAUSE_S: Final = 5.0
 
 
-class Attachments:
-    """The journal, tokenizer and task group that a worker's `SessionAttachments` share. Event loop only."""
+class _Body(Struct, frozen=True, array_like=True):
+    """The content of a checkpoint. `tokens` are packed.
 
-    def __init__(
-        self, journal: Journal, tokenizer: Tokenizer, tasks: TaskGroup, *, max_message_bytes: int
-    ) -> None:
-        self.journal = journal
-        self.tokenizer = tokenizer
-        self.tasks = tasks
-        self.part_bytes = min(_PART_BYTES, max_message_bytes // 2)
+    `turnkeep sessions --verify` reads the fields by their position.
+    """
+
+    version: int
+    in_seq: int
+    exists: bool
+    closed: bool
+    conversation: bytes
+    tokens: bytes
+    ids: bytes
+    cache: SessionCache | None
+    parent: Parent | None
+    tags: tuple[str, ...]
+    model: Model | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """The state of a session after the request at `in_seq`."""
+
+    in_seq: int
+    history: History
+    answered: AnsweredIds
+
+    def pack(self) -> bytes:
+        """Encode the checkpoint; takes some milliseconds, so call it on a thread."""
+        history = self.history
+        body = _Body(
+            _VERSION,
+            self.in_seq,
+            history.exists,
+            history.closed,
+            history.conversation.pack(),
+            history.tokens.packed(),
+            self.answered.pack(),
+            in_words(history.policy) if history.exists else None,
+            history.parent,
+            history.tags,
+            history.model,
+        )
+        return zlib.compress(msgspec.msgpack.encode(body), _LEVEL)
+
+    @classmethod
+    def unpack(cls, packed: bytes, tokenizer: Tokenizer) -> Checkpoint | None:
+        """Decode a checkpoint; None if the bytes do not have the format of this version."""
+        try:
+            stream = zlib.decompressobj()
+            body = msgspec.msgpack.decode(stream.decompress(packed, _MAX_BYTES), type=_Body)
+            answered = AnsweredIds()
+            answered.load(body.ids)
+            history = History(
+                Conversation.unpack(tokenizer, body.conversation),
+                unpack(body.tokens),
+                exists=body.exists,
+                closed=body.closed,
+                policy=recorded(body.cache),
+                parent=body.parent,
+                tags=body.tags,
+                model=body.model,
+            )
+        except (msgspec.MsgspecError, zlib.error, ValueError):
+            return None
+        is_sound = body.version == _VERSION and history.conversation.position == history.position
+        return cls(body.in_seq, history, answered) if is_sound else None
 
 
 class Found(NamedTuple):
@@ -61,11 +129,12 @@ class Found(NamedTuple):
 class SessionAttachments:
     """Stores and reads the checkpoints and other long values of one session. Event loop only."""
 
-    def __init__(self, key: SessionKey, attachments: Attachments) -> None:
+    def __init__(self, key: SessionKey, services: Services) -> None:
         self.key = key
         #: Link to the last stored checkpoint; every later result has it in a header.
         self.link: Link | None = None
-        self._shared = attachments
+        self._services = services
+        self._journal = services.journal
         self._storing: TaskHandle[None] | None = None
         self._ended = False
 
@@ -74,7 +143,7 @@ class SessionAttachments:
         if not self._ended and (
             self._storing is None or self._storing.status is not TaskHandle.Status.PENDING
         ):
-            self._storing = self._shared.tasks.start_soon(
+            self._storing = self._services.asides.start_soon(
                 self._store_checkpoint, checkpoint, name=f"checkpoint {self.key}"
             )
 
@@ -117,7 +186,7 @@ class SessionAttachments:
     async def read(self, link: Link | None) -> bytes | None:
         """Read a stored value; None if it has left the log, or does not match the digest in `link`."""
         parts: list[bytes] = []
-        async for message in backwards(link, self._shared.journal.get):
+        async for message in backwards(link, self._journal.get):
             if message is None:
                 return None
             parts.append(message.part)
@@ -125,19 +194,18 @@ class SessionAttachments:
 
     def base(self, packed: bytes) -> History | None:
         """Decode the history that a fork starts with; None if the bytes are not a checkpoint."""
-        found = Checkpoint.unpack(packed, self._shared.tokenizer)
+        found = Checkpoint.unpack(packed, self._services.formats.tokenizer)
         return found.history if found else None
 
     async def find(self) -> Found | None:
         """Read the checkpoint that the last result links to; None if that fails or the log contradicts it."""
-        journal = self._shared.journal
-        named = await journal.last(self.key, "out")
+        named = await self._journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
         if named is None or text is None:
             return None
         link = Link.parse(text)
         packed = await self.read(link)
-        checkpoint = Checkpoint.unpack(packed, self._shared.tokenizer) if packed else None
+        checkpoint = Checkpoint.unpack(packed, self._services.formats.tokenizer) if packed else None
         found = await self._confirmed(checkpoint, named) if checkpoint else None
         if found is None:
             log.warning("reading a session's whole log: its checkpoint is not one of this log")
@@ -150,11 +218,12 @@ class SessionAttachments:
 
         Returns None if a message could not be stored.
         """
-        attachments, link = self._shared, None
-        for start in range(0, max(len(value), 1), attachments.part_bytes):
-            part = value[start : start + attachments.part_bytes]
+        link = None
+        size = part_bytes(self._services.limits.max_result_bytes)
+        for start in range(0, max(len(value), 1), size):
+            part = value[start : start + size]
             message = CheckpointMessage(part, before=str(link) if link else "").pack()
-            seq = await attachments.journal.store_checkpoint(self.key, message)
+            seq = await self._journal.store_checkpoint(self.key, message)
             if seq is None:
                 return None
             link = Link(seq, digest(message))
@@ -167,7 +236,7 @@ class SessionAttachments:
         request, must be first results: later ones of a request do not count. The checkpoint's request must
         still be in the log: a crash can leave the checkpoint of a removed session there.
         """
-        journal = self._shared.journal
+        journal = self._journal
         if await journal.get(checkpoint.in_seq) is None:
             return None
         naming = answers(named)
@@ -192,3 +261,8 @@ class SessionAttachments:
         if not confirmed or checkpoint.history.digest() != history:
             return None
         return Found(checkpoint, results)
+
+
+def part_bytes(max_message_bytes: int) -> int:
+    """Return the size of the parts of a value, so that each fits into one message."""
+    return min(_PART_BYTES, max_message_bytes // 2)

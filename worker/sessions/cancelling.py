@@ -10,7 +10,7 @@ from turnkeep_client.messages import Cancelled, Failed, Generated, decode_result
 from worker.wire.fence import FencedError
 
 if TYPE_CHECKING:
-    from .record import Pending
+    from .pending import Pending
     from .session import Session
     from .session_log import AnsweredRequest
 

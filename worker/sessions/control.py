@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final
 
 import structlog
-from msgspec import UNSET
+from msgspec import UNSET, structs
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
@@ -25,8 +25,8 @@ from turnkeep_client.messages import (
 from worker.wire.fence import FencedError
 
 from .cancelling import cancel
-from .history import RefusedError
-from .policies import in_words
+from .history import RefusedError, in_words
+from .pending import pending_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,11 +36,10 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.messages import ControlReply, Failed, Metrics
     from turnkeep_client.subjects import SessionKey, Subjects
-    from worker.engine.port import EnginePort
 
     from .embedding import Embedder
-    from .fold import Fold
     from .history import History
+    from .services import Services
     from .session import Session
     from .sessions import Sessions
 
@@ -53,24 +52,21 @@ class Control:
 
     def __init__(
         self,
+        services: Services,
         sessions: Sessions,
-        engine: EnginePort,
         store: Store | None,
         subjects: Subjects,
-        fold: Fold,
         embedder: Embedder,
-        *,
-        model: str,
         metrics: Callable[[], Metrics],
     ) -> None:
-        """`info` replies contain `model`, the model's name, and the worker's current `metrics()`."""
+        """`info` replies contain the worker's current `metrics()`."""
+        self._engine = services.engine
+        self._fold = services.fold
+        self._model = services.model
         self._sessions = sessions
-        self._engine = engine
         self._store = store
         self._subjects = subjects
-        self._fold = fold
         self._embedder = embedder
-        self._model = model
         self._metrics = metrics
 
     async def answer(self, subject: str, body: bytes) -> ControlReply:
@@ -102,8 +98,8 @@ class Control:
         except FencedError:
             return failure(None, "internal", _CONTINUED)
         history = session.history
-        if session.diverged is not None:
-            return failure(None, "history_diverged", session.diverged)
+        if (why := session.log.record.diverged) is not None:
+            return failure(None, "history_diverged", why)
         if isinstance(request, CountRequest):
             return await self._count(key.tenant, history, request)
         if (history.exists and not history.closed) or session.pending:
@@ -119,16 +115,7 @@ class Control:
         if history.closed or not history.exists:
             history = self._fold.begin(datetime.now(UTC))
         try:
-            asked = Generate(
-                id="count",
-                messages=request.messages,
-                text=request.text,
-                tokens=request.tokens,
-                special_tokens=request.special_tokens,
-                raw=request.raw,
-                tools=request.tools,
-                chat_template_kwargs=request.chat_template_kwargs,
-            )
+            asked = Generate(id="count", **structs.asdict(request))
             extended = await self._fold.extended(tenant, history, asked)
         except (RefusedError, ValueError) as error:
             return failure(None, "invalid_request", str(error))
@@ -138,10 +125,11 @@ class Control:
         )
 
     async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
-        history, num_answered = session.history, session.num_answered  # both may change during an await
+        # Both may change during an await.
+        history, num_answered = session.history, len(session.log.record.answered_ids)
         if history.closed:  # waiting requests belong to the next session of this name
             history = self._fold.begin(datetime.now(UTC))
-        waiting, num_waiting = await session.log.waiting(session.active, request.skip, request.limit)
+        waiting, num_waiting = await _waiting(session, request.skip, request.limit)
         key, active = session.key, session.active
         progress, policy = self._engine.progress(key), history.policy
         live_bytes = self._engine.live_bytes(key, history.tokens, policy)
@@ -175,6 +163,23 @@ class Control:
         if self._store is None or self._engine.refusal(history.policy) is not None:
             return UNSET
         tokens = history.tokens
-        match = self._store.match(self._store.chain(key.tenant, history.policy, tokens), tokens)
-        self._store.release(match)
+        match = self._store.kv.find(self._store.kv.chain(key.tenant, history.policy, tokens), tokens)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
+
+
+async def _waiting(session: Session, skip: int, limit: int) -> tuple[list[str], int]:
+    """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
+
+    The active request does not wait. The number may include cancelled requests that were not read yet.
+    """
+    record, page = session.log.record, session.services.journal.page
+    names = [pending.id or "" for pending in record.pending if pending is not session.active]
+    after, num_more = record.in_seq, int(bool(record.pending))
+    while num_more:
+        entries, num_more = await page(session.key, "in", after)
+        unread = [entry for entry in entries if not record.has_result(entry.seq)]
+        names += [pending_at(entry).id or "" for entry in unread]
+        after = entries[-1].seq if entries else after
+        if len(names) >= skip + limit:
+            break
+    return names[skip:][:limit], len(names) + num_more

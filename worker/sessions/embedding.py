@@ -22,11 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from turnkeep_client.messages import RerankRequest
-    from worker.engine.port import EnginePort
-    from worker.models.tokenizer import Tokenizer
-    from worker.process.rotation import Rotation
 
-    from .shares import Shares
+    from .services import Services
 
 #: Bytes that one number of a vector takes in a reply: 32 bits in base64.
 _NUMBER_BYTES: Final = 16 / 3
@@ -47,36 +44,22 @@ class Embedder:
     """Computes vectors with the worker's model, or relevance scores if the model is a reranker."""
 
     def __init__(
-        self,
-        engine: EnginePort,
-        tokenizer: Tokenizer,
-        shares: Shares,
-        tokenising: Rotation,
-        *,
-        refusal: str | None,
-        judging: tuple[int, ...] | str,
-        model: str,
-        size: int,
-        context_tokens: int,
-        vocab_size: int,
-        max_bytes: int,
+        self, services: Services, *, refusal: str | None, judging: tuple[int, ...] | str, size: int
     ) -> None:
         """`refusal` says why the model makes no vectors, None if it does; a vector has `size` numbers.
 
         `judging` are the ids of the logits that score a document (yes and no, or only one); if it is a
-        string, it says why the model cannot score. A reply takes at most `max_bytes`.
+        string, it says why the model cannot score.
         """
-        self._engine = engine
-        self._tokenizer = tokenizer
-        self._shares = shares
-        self._tokenising = tokenising
+        self._services = services
+        self._engine = services.engine
+        self._shares = services.shares
+        self._tokenising = services.fold.tokenising
+        self._max_bytes = services.limits.max_result_bytes
+        self._tokenizer = services.formats.tokenizer
         self._refusal = refusal
         self._judging = judging
-        self._model = model
         self._size = size
-        self._context_tokens = context_tokens
-        self._vocab_size = vocab_size
-        self._max_bytes = max_bytes
         self._numbers = count()
 
     async def answer(
@@ -103,7 +86,7 @@ class Embedder:
         return Embedded(
             vectors=tuple(_cut(vector, size) for vector in vectors),
             tokens=tuple(map(len, prompts)),
-            model=self._model,
+            model=self._services.model,
         )
 
     async def _rerank(self, tenant: str, request: RerankRequest) -> Reranked | Failed:
@@ -116,7 +99,7 @@ class Embedder:
         if isinstance(logits, Failed):
             return logits
         scores = tuple(_share(*np.frombuffer(both, "<f4").tolist()) for both in logits)
-        return Reranked(scores=scores, tokens=tuple(map(len, prompts)), model=self._model)
+        return Reranked(scores=scores, tokens=tuple(map(len, prompts)), model=self._services.model)
 
     async def _run(
         self,
@@ -141,7 +124,10 @@ class Embedder:
             vectors[number] = await self._engine.embed(own, tokens, priority=priority, logits_of=logits_of)
 
         try:
-            async with self._shares.enter(key, priority, at_once=False, max_new=0), task_group() as tasks:
+            async with (
+                self._shares.enter(key, priority, at_once=False, max_new=0),
+                task_group() as tasks,
+            ):
                 for number, prompt in enumerate(prompts):
                     tasks.start_soon(embed, number, prompt)
         except StoppingError:
@@ -180,14 +166,14 @@ class Embedder:
     @property
     def _most_tokens(self) -> int:
         """The length of the longest prompt for which the model has positions and memory."""
-        return self._engine.most_tokens(self._context_tokens + 1) - 1
+        return self._engine.most_tokens(self._services.limits.context_tokens + 1) - 1
 
     def _fault(self, prompt: Sequence[int]) -> str:
         most = self._most_tokens
         if not 0 < len(prompt) <= most:
             return f"has {len(prompt)} tokens: it must have 1 to {most}"
-        if max(prompt) >= self._vocab_size:
-            return f"has a token id outside of the model's vocabulary of {self._vocab_size}"
+        if max(prompt) >= self._services.limits.vocab_size:
+            return f"has a token id outside of the model's vocabulary of {self._services.limits.vocab_size}"
         return ""
 
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from worker.wire.chunks import Published
 
     from .history import History, Input
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
 
 log = structlog.get_logger()
@@ -174,10 +174,7 @@ class Execution:
         turn = None
         if not (is_begun_by_other or is_sealed or given_up):
             turn = await self._run(request, extended.history, answer, grammar, stream)
-        if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
-            followed = await in_thread(grammar.follow, answer.tokens[:-1])
-            if not followed.is_complete:  # the grammar reached one of its limits
-                answer.finish_reason = "length"
+        await _check_complete(answer, grammar)
         held = None
         if answer.finish_reason is None:
             is_late = pending.expired and not (pending.cancelled or is_sealed)
@@ -223,7 +220,7 @@ class Execution:
         splitter = await formats.splitter(tenant, f"{self._key}:{self._pending.seq}", request, prompt)
         grammar, warnings = await formats.grammar(tenant, request, prompt, splits=splitter is not None)
         warnings = extended.warnings + warnings
-        room = self._services.answer_bytes - min(len(extended.change.input), self._services.most_input)
+        room = self._limits.answer_bytes - min(len(extended.change.input), self._limits.most_input)
         tokenizer = formats.tokenizer
         answer = Answer(
             TextStream(tokenizer, request.stop, splitter.is_marker if splitter else None),
@@ -340,6 +337,14 @@ def _check_not_empty(prompt: Sequence[int]) -> None:
             "invalid_request",
             "the session is empty: append something first, or send messages, text or tokens",
         )
+
+
+async def _check_complete(answer: Answer, grammar: Grammar | None) -> None:
+    """Let an answer end with `length` if it ended because the grammar had reached one of its limits."""
+    if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
+        followed = await in_thread(grammar.follow, answer.tokens[:-1])
+        if not followed.is_complete:
+            answer.finish_reason = "length"
 
 
 def _whole_calls(parts: Sequence[CallPart]) -> tuple[Called, ...]:

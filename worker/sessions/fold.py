@@ -16,7 +16,7 @@ import msgspec
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens, from_compact
-from turnkeep_client.content_blocks import sentences
+from turnkeep_client.content_blocks import Warned, sentences, text_of
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -36,8 +36,7 @@ from worker.process.rotation import Rotation
 from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, Said, TemplateError
 
-from .history import DivergedError, History, Input, RefusedError, _counted, digests_of, spoken, unread
-from .policies import recorded
+from .history import DivergedError, History, Input, RefusedError, digests_of, recorded, spoken
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from cache.names.policy import Policy
-    from cache.names.tokens import Tokens
     from turnkeep_client.messages import Change, Request, Result
+    from turnkeep_client.messages import Message as ChatMessage
     from worker.text.templates import Message, Tokenizer
 
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
@@ -144,17 +143,15 @@ class Fold:
             raise RefusedError("invalid_request", "a tool or the arguments of a call nest too deep") from None
         has_prefix = answer is None and isinstance(request, Generate) and bool(request.prefix)
         num_given = num_added if has_prefix else 0
-        after = self._after_input(
-            history, request, state.tokens, kept, num_given, num_raw, self.model, answer
-        )
-        return Input(
-            history=after,
+        added = Input(
+            history=replace(state, model=self.model),
             kept=kept,
             rewritten_from=kept if kept < history.position else None,
             num_given=num_given,
             num_raw=num_raw,
             warnings=tuple(warnings),
         )
+        return replace(added, history=self._after_input(history, request, added, answer))
 
     def answered(
         self, extended: History, request: Generate, tokens: Sequence[int], message: Message
@@ -206,34 +203,41 @@ class Fold:
                 return history
             case _, Generated(tokens=(), finish_reason="cancelled"):
                 return history  # cancelled before its first token: not even its input was added
-            case Open(from_=None), Opened():
-                after = self.opened(history, _recorded(result), result.tags)
-            case Open(), Opened(parent=Parent() as parent) if base is not None:
-                after = replace(base, parent=parent, tags=result.tags, exists=True, model=result.model)
-            case Open(), Opened():
-                raise DivergedError("the tokens that this fork took from its parent are gone from the log")
-            case Append(), Appended(change=change) if change is not None:
-                after = self._replay_input(_begun(history, result), request, result, change, packed)
-            case Generate(), Generated(tokens=tokens, change=change) if change is not None:
-                extended = self._replay_input(_begun(history, result), request, result, change, packed)
-                message = spoken(result.text, result.reasoning, result.tool_calls)
-                held = change.holds_answer
-                after = extended if held else self.answered(extended, request, tokens, message)
-            case Rewind(position=position), Rewound() if position <= history.position:
-                after = self.rewound(history, position)
             case Close(), Closed() if not history.exists:
                 return self.closed(history)  # a forgotten session: its earlier entries have left the log
-            case Close(), Closed():
-                after = self.closed(history)
-            case _:
-                raise DivergedError(
-                    f"the result of an {type(request).__name__} is no such result: {type(result).__name__}"
-                )
+        after = self._replayed(history, request, result, base, packed)
         if after.position != result.position:
             raise DivergedError(
                 f"a result says position {result.position}, the entries before it come to {after.position}"
             )
         return after
+
+    def _replayed(
+        self, history: History, request: Request, result: Result, base: History | None, packed: str | None
+    ) -> History:
+        """Apply a result that changes the session; see `replay`."""
+        match request, result:
+            case Open(from_=None), Opened():
+                return self.opened(history, _recorded(result), result.tags)
+            case Open(), Opened(parent=Parent() as parent) if base is not None:
+                return replace(base, parent=parent, tags=result.tags, exists=True, model=result.model)
+            case Open(), Opened():
+                raise DivergedError("the tokens that this fork took from its parent are gone from the log")
+            case Append(), Appended(change=change) if change is not None:
+                return self._replay_input(_begun(history, result), request, result, change, packed)
+            case Generate(), Generated(tokens=tokens, change=change) if change is not None:
+                extended = self._replay_input(_begun(history, result), request, result, change, packed)
+                message = spoken(result.text, result.reasoning, result.tool_calls)
+                held = change.holds_answer
+                return extended if held else self.answered(extended, request, tokens, message)
+            case Rewind(position=position), Rewound() if position <= history.position:
+                return self.rewound(history, position)
+            case Close(), Closed():
+                return self.closed(history)
+            case _:
+                raise DivergedError(
+                    f"the result of an {type(request).__name__} is no such result: {type(result).__name__}"
+                )
 
     def _replay_input(
         self,
@@ -255,46 +259,40 @@ class Fold:
         answer = None
         if change.holds_answer and isinstance(result, Generated):
             answer = spoken(result.text, result.reasoning, result.tool_calls)
+        after = replace(history, tokens=tokens, model=result.model)
         return self._after_input(
-            history, request, tokens, change.kept, num_given, change.raw, result.model, answer
+            history, request, Input(after, change.kept, None, num_given, change.raw), answer
         )
 
     def _after_input(
-        self,
-        history: History,
-        request: Append | Generate,
-        tokens: Tokens,
-        kept: int,
-        num_given: int,
-        num_raw: int,
-        model: Model | None,
-        answer: Message | None,
+        self, before: History, request: Append | Generate, added: Input, answer: Message | None
     ) -> History:
-        """Return the history after a request's input, tokenising nothing; `tokens` are all tokens after it.
+        """Return the history after a request's input, tokenising nothing.
 
-        The first `kept` tokens were in the session before. For `num_given` and `num_raw` see `Input`.
+        The history in `added` has the tokens and the model after the input, not yet its conversation.
         """
+        after, kept = added.history, added.kept
+        end, is_rewritten = after.position - added.num_given, kept < before.position
         tools = None if request.tools is None else msgspec.to_builtins(request.tools)
-        conversation = history.conversation.with_extras(tools, request.chat_template_kwargs)
-        end, is_rewritten = len(tokens) - num_given, kept < history.position
-        if _is_foreign(history, model):
-            conversation = conversation.tokenised_anew(num_raw)
+        conversation = before.conversation.with_extras(tools, request.chat_template_kwargs)
+        if _is_foreign(before, after.model):
+            conversation = conversation.tokenised_anew(added.num_raw)
         said = self._said(request, conversation, Counter())
         if request.text or request.tokens or (answer and not (said or conversation.has_messages)):
-            more = answer["content"] if answer else ""
-            text = None if request.tokens else (request.text or "") + more
-            conversation = conversation.with_raw(kept, end, text)
+            text = (request.text or "") + (answer["content"] if answer else "")
+            conversation = conversation.with_raw(kept, end, None if request.tokens else text)
         else:
-            opens = isinstance(request, Generate) and not request.raw and answer is None
-            opens = opens and (bool(said) or conversation.opens_answer() or is_rewritten)
+            may_open = isinstance(request, Generate) and not request.raw and answer is None
+            opens = may_open and (bool(said) or conversation.opens_answer() or is_rewritten)
             said += self._answer_said(answer) if answer else []
-            if said or opens or end != history.position:
+            if said or opens or end != before.position:
                 conversation = conversation.given(said, kept, end, opens_answer=opens)
-        if isinstance(request, Generate) and num_given:
+        if isinstance(request, Generate) and added.num_given:
             begun = {"role": "assistant", "content": request.prefix}
-            keeps = request.reasoning.keep
-            conversation = conversation.answered(tokens[:end], tokens[end:], begun, keeps_reasoning=keeps)
-        return replace(history, conversation=conversation, tokens=tokens, exists=True, model=model)
+            conversation = conversation.answered(
+                after.tokens[:end], after.tokens[end:], begun, keeps_reasoning=request.reasoning.keep
+            )
+        return replace(before, conversation=conversation, tokens=after.tokens, exists=True, model=after.model)
 
     def _said(
         self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
@@ -359,7 +357,7 @@ class Fold:
                 warnings.append("the chat template knows no tools: the first message describes them")
             variables = request.chat_template_kwargs
             yield lambda state: state.conversation.set_extras(state.tokens, tools, variables)
-        warnings += sentences(unread(request.messages or ()))
+        warnings += sentences(_unread(request.messages or ()))
         noted = Counter[str]()
         if said := self._said(request, history.conversation, noted):
             warnings += [
@@ -422,6 +420,19 @@ class Fold:
                     f"token id {token} is outside of the vocabulary: ids go from 0 to {vocabulary - 1}",
                     field="tokens",
                 )
+
+
+def _unread(messages: Sequence[ChatMessage]) -> list[Warned]:
+    """List the message parts that are not text, such as images."""
+    found: list[Warned] = []
+    for number, message in enumerate(messages):
+        if message.sent is not None and isinstance(content := message.sent.get("content"), list):
+            text_of(content, f"messages[{number}].content", found)
+    return found
+
+
+def _counted(number: int) -> str:
+    return "1 message is" if number == 1 else f"{number} messages are"
 
 
 def _is_foreign(history: History, model: Model | None) -> bool:

@@ -1,30 +1,37 @@
 """Attempts a session's requests, and gives up those that have crashed too many workers, or failed too often.
 
-An attempt is counted in the log before it begins (`attempts`), if an earlier one may have crashed a worker.
-The last attempt allowed runs alone on the device: if it crashes the worker, no other request suffers. A
-request that is given up becomes a dead letter; what clients have seen of its answer becomes its result.
+Attempts are counted in the log, beside the session's entries. A worker stores nothing before the first
+attempt at a request. Before each later attempt it stores a note with the number of tokens published until
+then. Some attempts do not count: those that published further tokens, and those of workers that still run.
+Such a worker may have seemed to have ended, as while its machine was asleep. The last attempt allowed runs
+alone on the device: if it crashes the worker, no other request suffers. A request that is given up becomes a
+dead letter; what clients have seen of its answer becomes its result.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+import msgspec
 import structlog
+from msgspec import Struct, structs
 
 from cache.names.errors import InterruptionError
 from turnkeep_client.messages import DeadLetter, Generate, Open, encode
 from worker.engine.port import StoppingError
+from worker.process.concurrency import task_group
 
-from .attempts import AttemptNote
 from .execution import Execution
 from .results import Outcome, failed
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from turnkeep_client.errors import ErrorCode
+    from turnkeep_client.subjects import SessionKey
 
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
     from .session_log import SessionLog
 
@@ -34,10 +41,32 @@ log = structlog.get_logger()
 _MAX_WHY: Final = 500
 
 
+class AttemptNote(Struct, frozen=True, omit_defaults=True):
+    """The number of attempts at the request at sequence `seq` that may have crashed a worker.
+
+    `tokens` is the number of answer tokens that were published before the last attempt. `by` identifies the
+    worker process that makes the last attempt (`Member.boot`).
+    """
+
+    seq: int = 0
+    attempts: int = 0
+    tokens: int = 0
+    by: str = ""
+
+    def then(self, seq: int, num_tokens: int, *, is_first: bool = False) -> AttemptNote:
+        """Return the note of the next attempt at the request at `seq`; `num_tokens` are published already.
+
+        `is_first` says that no other worker got the request before this one.
+        """
+        # Without a note, an earlier worker may have made the first attempt.
+        last = self if self.seq == seq else AttemptNote(seq, 0 if is_first else 1)
+        return AttemptNote(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
+
+
 class Doubt:
     """Attempts the requests of one session, or gives them up. Event loop only.
 
-    Of a session that cannot have crashed a worker, nothing is read or stored.
+    While the log has no doubt in the session, no note is read; one is stored only if an attempt is stopped.
     """
 
     def __init__(self, session_log: SessionLog, services: Services) -> None:
@@ -45,33 +74,27 @@ class Doubt:
         self._services = services
         self._begun_seq = 0  # the request that this worker has begun last, and survived until now
         self._tried_seq = 0  # the request for which this worker has stored a note
-        self._uncounted_seq = 0  # the request whose attempt this worker has last survived
-
-    def may_count(self, seq: int) -> bool:
-        """Whether the log has, or may have, a note of attempts at the request at `seq`."""
-        return self._log.is_doubted or self._uncounted_seq == seq
 
     async def attempt(self, pending: Pending, answer: Callable[[Pending], Awaitable[Outcome]]) -> Outcome:
         """Return what `answer(pending)` returns, or give up if the request has crashed too many workers."""
-        request, attempts = pending.request, self._services.attempts
+        request, services, key = pending.request, self._services, self._log.key
         is_open = isinstance(request, Open)  # runs nothing on the device, and may wait for its parent
         if is_open or (request is not None and await self._log.find_answered(request.id) is not None):
             return await answer(pending)
         is_new = self._log.is_doubted and self._tried_seq != pending.seq
-        note = await attempts.note(self._log.key) if self._log.is_doubted else AttemptNote()
+        note = await _last_note(services, key) if self._log.is_doubted else AttemptNote()
         note = await self._next(note, pending) if is_new else note
-        num_attempts, limit = note.attempts, attempts.max_attempts
+        num_attempts, limit = note.attempts, services.max_attempts
         if num_attempts > limit:
-            num_attempts -= await attempts.num_busy(self._log.key)
+            num_attempts -= await services.num_busy(key)
         if num_attempts > limit:
             if is_new:
                 await self._store(note)  # ending it may crash a worker too
             keeps = num_attempts == limit + 1
             why = "it has ended every worker that began it"
             return await self.give_up(pending, num_attempts - 1, why, keeps=keeps)
-        lock = self._services.device_lock
         try:
-            async with lock.enter(lambda: pending.stopped, alone=num_attempts == limit > 1):
+            async with services.device_lock.enter(lambda: pending.stopped, alone=num_attempts == limit > 1):
                 if is_new:  # not earlier: a waiting request cannot crash a worker
                     await self._store(note)
                 self._begun_seq = pending.seq
@@ -85,13 +108,14 @@ class Doubt:
         seq = pending.seq
         is_mine = self._begun_seq == seq  # others may have counted that attempt
         is_first = is_mine or 0 < self._log.first_seq <= seq
-        is_counted = is_mine or await self._services.attempts.is_under_way(note)
+        services = self._services
+        is_counted = is_mine or (note.by != services.boot and await services.runs(note.by))
         if note.seq == seq and is_counted:
             return note
         return note.then(seq, (await self._log.published(pending)).num_tokens, is_first=is_first)
 
     async def _store(self, note: AttemptNote) -> None:
-        await self._services.attempts.store(self._log.key, note)
+        await _store(self._services, self._log.key, note)
         self._tried_seq = note.seq
 
     async def _uncount(self, pending: Pending, note: AttemptNote) -> None:
@@ -100,7 +124,6 @@ class Doubt:
         num_tokens = (await self._log.published(pending)).num_tokens
         await self._store(AttemptNote(pending.seq, attempts - 1, num_tokens))
         self._tried_seq = self._begun_seq = 0
-        self._uncounted_seq = pending.seq
 
     async def give_up(
         self, pending: Pending, num_attempts: int, reason: str, *, keeps: bool = True
@@ -146,3 +169,36 @@ class Doubt:
             except Exception:
                 log.exception("what was streamed of an answer cannot be recorded")
         return Outcome(failed(pending, self._log.record.position, code, why), history)
+
+
+async def excuse(services: Services, firsts: Mapping[SessionKey, int]) -> None:
+    """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
+
+    Call this for requests that a stopping worker returns to the server: without a note, the next worker
+    would count their second delivery as an attempt. Does nothing for a request that has left the log, if
+    the session's note is of this request, or counts attempts at a request that has not left the log.
+    """
+
+    async def excuse_one(key: SessionKey, seq: int) -> None:
+        last, entry = await _last_note(services, key), services.journal.entry
+        counts = last.attempts > 0 and await entry(last.seq) is not None
+        if not counts and last.seq != seq and await entry(seq) is not None:
+            await _store(services, key, AttemptNote(seq))
+
+    async with task_group() as tasks:
+        for key, seq in firsts.items():
+            tasks.start_soon(excuse_one, key, seq)
+
+
+async def _last_note(services: Services, key: SessionKey) -> AttemptNote:
+    """Read a session's attempt note; an empty one if no worker has written any."""
+    found = await services.journal.last(key, "attempt")
+    with suppress(msgspec.DecodeError):  # no worker wrote it
+        return msgspec.json.decode(found.body if found else b"{}", type=AttemptNote)
+    return AttemptNote()
+
+
+async def _store(services: Services, key: SessionKey, note: AttemptNote) -> None:
+    """Store the note of an attempt that this worker makes, before the attempt begins."""
+    note = structs.replace(note, by=services.boot)
+    await services.journal.append(key, "attempt", msgspec.json.encode(note))

@@ -9,42 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cache.names.policy import FULL
+from cache.names.policy import FULL, Policy
 from cache.names.tokens import from_compact, to_compact
-from turnkeep_client.content_blocks import Warned, text_of
-from turnkeep_client.messages import Change
-
-from .policies import in_words
+from turnkeep_client.messages import DEFAULT_SINK, Change, SessionCache
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from typing import TypeAlias
+    from collections.abc import Sequence
 
-    from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.errors import ErrorCode, TokenLimit
-    from turnkeep_client.messages import (
-        Called,
-        Model,
-        Parent,
-    )
-    from turnkeep_client.messages import Message as ChatMessage
-    from worker.text.templates import Addition, Conversation, Message
-
-    Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
-
-
-def unread(messages: Sequence[ChatMessage]) -> list[Warned]:
-    """List the message parts that are not text, such as images."""
-    found: list[Warned] = []
-    for number, message in enumerate(messages):
-        if message.sent is not None and isinstance(content := message.sent.get("content"), list):
-            text_of(content, f"messages[{number}].content", found)
-    return found
-
-
-def _counted(number: int) -> str:
-    return "1 message is" if number == 1 else f"{number} messages are"
+    from turnkeep_client.messages import Called, Model, Parent
+    from worker.text.templates import Conversation, Message
 
 
 class RefusedError(Exception):
@@ -144,3 +119,25 @@ class Input:
     def change(self) -> Change:
         """The result's field `change`: how many of the session's tokens were kept, and which were added."""
         return Change(kept=self.kept, input=to_compact(self.history.tokens[self.kept :]), raw=self.num_raw)
+
+
+def in_words(policy: Policy) -> SessionCache | None:
+    """Build the field `cache` of results; None for `full`."""
+    if policy.window is None:
+        return None
+    if policy.recall:
+        return SessionCache(policy=policy.name, resident=policy.most_tokens, pin=policy.pins)
+    return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window)
+
+
+def recorded(cache: SessionCache | None) -> Policy:
+    """Return the policy that a result names. Raises `ValueError` if this worker does not know it."""
+    match cache:
+        case None | SessionCache(policy="full"):
+            return FULL
+        case SessionCache(policy="sink_window", sink=int(sink), window=int(window)) if sink > 0 < window:
+            return Policy(sink, window)
+        case SessionCache(policy="paged", resident=int(resident), pin=pins):
+            return Policy.paged(resident, pins, sink=DEFAULT_SINK)
+        case _:
+            raise ValueError(f"the log says a cache policy that this worker does not know: {cache.policy}")

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cache.names.policy import FULL
 from turnkeep_client.errors import TokenLimit
+from turnkeep_client.messages import SessionCache
 
-from .history import RefusedError
-from .policies import chosen as policy_of
-from .policies import misfit
+from .history import RefusedError, recorded
 
 if TYPE_CHECKING:
     from cache.names.policy import Policy
@@ -29,43 +29,49 @@ if TYPE_CHECKING:
 MOST_POLICIES: Final = 64
 #: The largest number of tokens of a session that sees only the last ones: it is in memory as a whole.
 MOST_TOKENS: Final = 10_000_000
+#: Bytes of a result and its headers besides the tokens of input and answer and their text. This includes
+#: text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
+_RESULT_BYTES: Final = 4096
+_MOST_INPUT: Final = 8192
 
 
+@dataclass(slots=True, eq=False)
 class Limits:
     """Refuses requests that this worker could never run, by raising `RefusedError`."""
 
-    def __init__(
-        self,
-        engine: EnginePort,
-        default: Policy,
-        *,
-        context_tokens: int,
-        block_tokens: int,
-        vocab_size: int,
-        refusal: str | None = None,
-        no_answers: str | None = None,
-    ) -> None:
-        """`default` is the policy of sessions that choose none.
+    engine: EnginePort
+    #: The policy of sessions that choose none.
+    default: Policy
+    _: KW_ONLY
+    #: The largest size of a session that sees all its tokens.
+    context_tokens: int
+    #: The least window of a `sink_window`.
+    block_tokens: int
+    #: Token ids are below it.
+    vocab_size: int
+    #: The most bytes of a result in the log, and of a reply.
+    max_result_bytes: int = 2**20
+    #: Why no session can run.
+    refusal: str | None = None
+    #: Why none gets answers.
+    no_answers: str | None = None
+    #: The policies of all sessions opened, without the default and full, and the tenant that was first.
+    _policies: dict[Policy, str] = field(default_factory=dict)
 
-        `context_tokens` is the largest size of a session that sees all its tokens; token ids are below
-        `vocab_size`. A `sink_window` is refused if its window is below `block_tokens`, or if sink and window
-        together exceed `context_tokens`. `refusal` says why no session can run, `no_answers` why none gets
-        answers.
-        """
-        self.context_tokens = context_tokens
-        self.vocab_size = vocab_size
-        self._engine = engine
-        self._default = default
-        self._block_tokens = block_tokens
-        self._refusal = refusal
-        self._no_answers = no_answers
-        #: The policies of all sessions opened, without the default and full, and the tenant that was first.
-        self._policies: dict[Policy, str] = {}
+    @property
+    def answer_bytes(self) -> int:
+        """The bytes that an answer and its input may take, so that the log takes its result."""
+        return max(self.max_result_bytes - _RESULT_BYTES, self.max_result_bytes // 4)
+
+    @property
+    def most_input(self) -> int:
+        """Most characters of an input's encoded tokens in a result; longer inputs are stored before it."""
+        return min(_MOST_INPUT, self.max_result_bytes // 16)
 
     def check_answer(self, request: Generate) -> None:
         """Refuse an answer of a model that makes none, or with a `logit_bias` of tokens that it lacks."""
-        if self._no_answers:
-            raise RefusedError("invalid_request", self._no_answers)
+        if self.no_answers:
+            raise RefusedError("invalid_request", self.no_answers)
         beyond = [token for token in request.logit_bias if token >= self.vocab_size]
         if beyond:
             raise RefusedError(
@@ -75,21 +81,21 @@ class Limits:
             )
 
     def chosen(self, cache: CachePolicy) -> Policy:
-        """Return the policy that an `open` chooses.
+        """Return the policy that an `open` chooses, which is the default policy if it names none.
 
-        Raises `RefusedError` if the request contradicts itself.
+        Raises `RefusedError` for pinned spans that overlap or do not fit into the resident tokens.
         """
         try:
-            return policy_of(cache, self._default)
+            return self.default if cache.policy is None else recorded(SessionCache.of(cache))
         except ValueError as error:
             raise RefusedError("invalid_request", str(error), field="cache") from error
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a session under a policy that this worker or its model cannot serve."""
-        why = self._refusal or misfit(
-            policy, block_tokens=self._block_tokens, context_tokens=self.context_tokens
+        why = self.refusal or misfit(
+            policy, block_tokens=self.block_tokens, context_tokens=self.context_tokens
         )
-        if why := why or self._engine.refusal(policy):
+        if why := why or self.engine.refusal(policy):
             raise RefusedError("invalid_request", why, field="cache.policy")
 
     def note(self, policy: Policy, tenant: str) -> None:
@@ -97,7 +103,7 @@ class Limits:
 
         Sessions that are open already are not affected.
         """
-        if policy in (FULL, self._default, *self._policies):
+        if policy in (FULL, self.default, *self._policies):
             return
         chosen = Counter(self._policies.values())
         share = MOST_POLICIES // (len(chosen) or 1)
@@ -105,7 +111,7 @@ class Limits:
             raise RefusedError(
                 "invalid_request",
                 f"sessions were opened under {len(self._policies)} cache policies since this worker started,"
-                f" and it takes no other: choose one of those, or leave cache.policy out for {self._default}",
+                f" and it takes no other: choose one of those, or leave cache.policy out for {self.default}",
                 field="cache.policy",
             )
         self._policies[policy] = tenant
@@ -122,11 +128,37 @@ class Limits:
                 "rewind it, or start a new session",
                 limit=TokenLimit(asked=num_prompt, allowed=most),
             )
-        needed = self._engine.size_bytes(num_prompt + room, policy)
+        needed = self.engine.size_bytes(num_prompt + room, policy)
         smaller = "shorten the session" if policy.window is None else "open it with a smaller window"
-        if not self._engine.ever_fits(needed):
+        if not self.engine.ever_fits(needed):
             raise RefusedError(
                 "memory_exceeded",
                 f"{num_prompt} tokens and room for {room} more take {needed} bytes of KV, the limit is "
-                f"{self._engine.max_bytes}: {smaller}, or raise device_memory",
+                f"{self.engine.max_bytes}: {smaller}, or raise device_memory",
             )
+
+
+def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | None:
+    """Return why a worker with these block and context sizes cannot serve a policy; None if it can."""
+    if policy.window is None:
+        return None
+    if policy.window < block_tokens:
+        return (
+            f"a window of {policy.window} tokens is smaller than this worker's block: it must have"
+            f" {block_tokens} or more"
+        )
+    if policy.recall:
+        if (policy.most_tokens or 0) > context_tokens:
+            return (
+                f"{policy.most_tokens} resident tokens exceed the context: there may be {context_tokens};"
+                " with so many use the policy full"
+            )
+        if policy.pins and policy.pins[-1][1] > context_tokens:
+            return f"pins end at {policy.pins[-1][1]}; the context ends at {context_tokens}"
+        return None
+    if policy.sink + policy.window > context_tokens:
+        return (
+            f"a sink of {policy.sink} and a window of {policy.window} tokens exceed the context: together"
+            f" they may have {context_tokens}"
+        )
+    return None

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
-from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
@@ -29,99 +28,32 @@ from turnkeep_client.messages import (
     Opened,
     Rewound,
     UnknownResult,
-    decode_request,
     decode_result,
 )
-from worker.observe.traces import trace_headers
-from worker.process.clock import monotonic, time
 
 from .answered_ids import AnsweredAt, AnsweredIds
-from .checkpoint import Checkpoint
+from .attachments import Checkpoint
 from .history import DivergedError, prefilled_by
+from .pending import pending_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from turnkeep_client.messages import Change, Request, Result
-    from worker.observe.traces import Phase
     from worker.wire.consistent_reads import Entry
 
     from .fold import Fold
     from .history import History
+    from .pending import Pending
 
 
 log = structlog.get_logger()
 
 
-@dataclass(slots=True, eq=False)
-class Pending:
-    """A request without a result."""
-
-    seq: int
-    #: None if the body is invalid; then `invalid` says why, and has the body's id, if any.
-    request: Request | None
-    invalid: InvalidMessageError | None
-    #: When the log stored the request.
-    stored: datetime
-    received_s: float = field(default_factory=monotonic)
-    #: Names the publisher's span.
-    parent: Mapping[str, str] = field(default_factory=dict)
-    #: Set once the request has a result, or was read again.
-    done: Event = field(default_factory=Event)
-    # Written by `cancel`.
-    cancelled: bool = False
-    # Written by the session, the last two when it begins the request: the sequence of its last known result,
-    # and the NATS server process that it was read from.
-    expired: bool = False
-    after: int = 0
-    server: str = ""
-    #: Written by the execution: the request's tokens, once they may have KV.
-    change: Change | None = None
-    #: Written by the engine: the parts of the turn's time, for its span.
-    phases: list[Phase] = field(default_factory=list)
-
-    @property
-    def id(self) -> str | None:
-        """The request's id; None if the body has no valid id."""
-        if self.invalid is not None:
-            return self.invalid.request_id
-        return self.request.id if self.request else None
-
-    def cancel(self) -> None:
-        """Mark the request as cancelled: it is not begun any more, and one that runs is to be ended."""
-        self.cancelled = True
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the request was cancelled or has expired, and so has to end as soon as possible."""
-        return self.cancelled or self.expired
-
-    @property
-    def deadline_s(self) -> float | None:
-        """The request's deadline in seconds since 1970; None without a deadline.
-
-        It is counted from the time at which the log stored the request, so that a restart does not extend it.
-        """
-        request = self.request
-        if not isinstance(request, Append | Generate) or request.deadline_s is None:
-            return None
-        return self.stored.timestamp() + request.deadline_s
-
-    def waited_s(self, moment_s: float) -> float:
-        """Return the seconds from when the log stored the request to `moment_s` of the monotonic clock."""
-        return max(time() - self.stored.timestamp() - (monotonic() - moment_s), 0.0)
-
-    @property
-    def priority(self) -> int:
-        """The request's priority; higher ones run first."""
-        return self.request.priority if isinstance(self.request, Append | Generate) else 0
-
-    @property
-    def type(self) -> str:
-        """The request's type, for the metrics."""
-        return str(self.request.__struct_config__.tag) if self.request else "invalid"
-
-
+#: Approximate bytes of a session, of each token (its id, and its text twice), and of each prompt or answer.
+_SIZE_BYTES: Final = 12_000
+_TOKEN_BYTES: Final = 16
+_SEGMENT_BYTES: Final = 1_000
 #: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
 #: In a longer session, the part of its results after which the next checkpoint is due.
@@ -130,8 +62,7 @@ _CHECKPOINT_SHARE: Final = 8
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
-@dataclass(frozen=True, slots=True)
-class _EarlyResult:
+class _EarlyResult(NamedTuple):
     """A result that was read before its request."""
 
     result: Result
@@ -156,16 +87,14 @@ class Record:
         self.folded = False
         #: Whether another worker has stored a result after the first reading: then this record is stale.
         self.overtaken = False
-        #: Whether the log has more requests after `in_seq`.
-        self.has_more = False
+        self.has_more = False  # whether the log has more requests after `in_seq`
         #: Sequence of the first request that counts: read first, the checkpoint's, or a close that forgets.
         self.first_in = 0
         self.in_seq = 0
         self.out_seq = 0
         #: Number of entries of `out` that answer no request: no worker publishes such entries.
         self.num_foreign = 0
-        #: Why this worker cannot continue the log; None if it can.
-        self.diverged: str | None = None
+        self.diverged: str | None = None  # why this worker cannot continue the log; None if it can
         #: Sequence of the last applied request whose result has a digest of the history; 0 if there is none.
         self.proven_seq = 0
         #: Whether there may be KV of tokens with which the present ones do not begin: those before a rewind,
@@ -174,20 +103,17 @@ class Record:
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
         #: them; collected only with `notes_branches`.
         self.branches: list[tuple[History, Append | Generate | None]] = []
-        self._last: tuple[int, Pending, Result] | None = (
-            None  # the last result's sequence, request and result
-        )
+        self._last: tuple[int, Pending, Result] | None = None  # the last result, and its sequence
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
-        self._lost_results: list[tuple[int, int]] = []  # (the last result before it, the lost one)
+        self._lost_out = 0  # the first result that the log has lost
         self._early: dict[int, _EarlyResult] = {}
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
         self._answered_unread: set[int] = set()  # unread requests that this worker has answered
         self._last_position = 0  # from the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._num_since_checkpoint = 0  # results since the last checkpoint
-        self._num_committed = 0  # results that this worker has stored
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint, instead of the beginning of the log."""
@@ -199,6 +125,13 @@ class Record:
         self.in_seq = self.out_seq = self._checkpoint_seq = self.first_in = checkpoint.in_seq
         self._is_begun = not self.history.closed  # a closing result may have left the log
         self.has_branched = True
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory that the session takes, approximately."""
+        history = self.history
+        num_bytes = _TOKEN_BYTES * history.position + _SEGMENT_BYTES * history.conversation.num_segments
+        return _SIZE_BYTES + num_bytes + self.answered_ids.size_bytes
 
     @property
     def position(self) -> int:
@@ -269,9 +202,9 @@ class Record:
         before, self._last_out = self._last_out, entry.seq
         fence = entry.headers.get(EXPECT_HEADER, "")
         if isinstance(result, Closed):
-            self._lost_results.clear()
+            self._lost_out = 0
         elif self._is_begun and before and fence.isdecimal() and int(fence) > before:
-            self._lost_results.append((before, int(fence)))
+            self._lost_out = self._lost_out or int(fence)
         self._is_begun = self._is_begun or (result is not None and not changes_nothing(result))
 
     def is_next(self, pending: Pending) -> bool:
@@ -312,8 +245,8 @@ class Record:
             for seq, early in self._early.items()
             if self.first_in < seq <= self.in_seq and not changes_nothing(early.result)
         ]
-        if self._lost_results and self.diverged is None:
-            self.mark_diverged(f"the log has lost the result at sequence {self._lost_results[0][1]}")
+        if self._lost_out and self.diverged is None:
+            self.mark_diverged(f"the log has lost the result at sequence {self._lost_out}")
         if lost and self.diverged is None:
             self.mark_diverged(f"the log has a result of the request at sequence {min(lost)}, which is gone")
 
@@ -336,7 +269,6 @@ class Record:
             if isinstance(pending.request, Close) and pending.request.forget:
                 self.answered_ids = AnsweredIds()
         self._num_since_checkpoint += 1
-        self._num_committed += 1
         if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
@@ -354,33 +286,36 @@ class Record:
         if recorded is not None and self.pending and not changes_nothing(recorded.result):
             self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
             recorded = None
-        if recorded is None:
-            self.pending.append(waiting := pending_at(entry))
-            self._cancel_early(waiting)
-            if isinstance(waiting.request, Close) and waiting.request.cancel:
-                self.cancel_before(entry.seq)
+        if recorded is not None:
+            self._add_answered(entry, recorded, parts)
             return
-        pending = pending_at(entry, decode_request)
-        request, result, out = pending.request, recorded.result, recorded.entry
-        changes = result.repeat_of is None and not changes_nothing(result)
-        if changes and isinstance(request, Close) and request.forget:
-            self._begin_behind(entry)
-        # A close of a session that does not exist belongs to a forgotten session, whose entries are gone: its
-        # digest proves nothing here. Neither does the digest of a repeat, or of a request that was cancelled
-        # behind an unanswered close.
-        is_of_forgotten = isinstance(result, Closed) and not self.history.exists
-        proves = HISTORY_HEADER in out.headers and not is_of_forgotten and changes
-        if changes:
-            self._last_position = 0 if isinstance(result, Closed) else result.position or 0
-        self.proven_seq = entry.seq if proves else self.proven_seq
+        self.pending.append(waiting := pending_at(entry))
+        self._cancel_early(waiting)
+        if isinstance(waiting.request, Close) and waiting.request.cancel:
+            self.cancel_before(entry.seq)
+
+    def _add_answered(self, entry: Entry, recorded: _EarlyResult, parts: History | str | None) -> None:
+        """Add a request that has a result."""
+        (result, out), pending = recorded, pending_at(entry)
+        request = pending.request
         self._num_since_checkpoint += 1
         if self._last is None or self._last[0] < out.seq:
             self._last = (out.seq, pending, result)
+        changes = result.repeat_of is None and not changes_nothing(result)
+        if changes and isinstance(request, Close) and request.forget:
+            self._begin_behind(entry)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
         before = self.history
-        if self.diverged is None and changes:
-            self._replay(entry, request, recorded, parts, proves=proves)
+        if changes:
+            # A close of a session that does not exist belongs to a forgotten session, whose entries are gone:
+            # its digest proves nothing here. Neither does the digest of a repeat, or of a request that was
+            # cancelled behind an unanswered close.
+            proves = HISTORY_HEADER in out.headers and (before.exists or not isinstance(result, Closed))
+            self.proven_seq = entry.seq if proves else self.proven_seq
+            self._last_position = 0 if isinstance(result, Closed) else result.position or 0
+            if self.diverged is None:
+                self._replay(entry, request, recorded, parts, proves=proves)
         self._note_branch(before, request, result, None if changes else prefilled_by(parts))
 
     def _begin_behind(self, close: Entry) -> None:
@@ -416,49 +351,34 @@ class Record:
         proves: bool,
     ) -> None:
         """Extend the history by an answered request; if `proves`, compare it with the result's digest."""
-        result, out = recorded.result, recorded.entry
+        result, out = recorded
         if request is None or isinstance(result, UnknownResult):
-            self._diverge_by_version(entry, result, out)
+            what = f"with a {result.type}" if isinstance(result, UnknownResult) else "in a form"
+            version = words(out.headers.get(BUILD_HEADER, "")).get("version", "unknown")
+            self.diverged = (
+                f"a newer version ({version}) has answered the request at sequence {entry.seq}, {what} that"
+                " this version does not know: serve the session with that version, or go on in a new session"
+            )
             return
         base, packed = (None, parts) if isinstance(parts, str) else (parts, None)
+        why = ""
         if parts is None and PARTS_HEADER in out.headers and not isinstance(request, Open):
-            self._diverge("the tokens of a result's input are gone from the log", out)
-            return
-        try:
-            self.history = self._fold.replay(self.history, request, result, base, packed)
-        except DivergedError as error:
-            self._diverge(str(error), out)
-            return
-        if proves and self.history.digest() != out.headers[HISTORY_HEADER]:
-            self._diverge("the entries up to a result come to other tokens than it states", out)
+            why = "the tokens of a result's input are gone from the log"
+        else:
+            try:
+                self.history = self._fold.replay(self.history, request, result, base, packed)
+            except DivergedError as error:
+                why = str(error)
+        if not why and proves and self.history.digest() != out.headers[HISTORY_HEADER]:
+            why = "the entries up to a result come to other tokens than it states"
+        if why:
+            where = f"the log cannot be continued from sequence {out.seq} on"
+            self.diverged = f"{where}: {why}; go on in a new session"
 
     def _ignore(self, entry: Entry) -> None:
         self.num_foreign += 1
         if self.num_foreign == 1:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
-
-    def _diverge_by_version(self, request: Entry, result: Result, out: Entry) -> None:
-        """Note that a newer version has answered a request in a way that this version does not know."""
-        what = f"with a {result.type}" if isinstance(result, UnknownResult) else "in a form"
-        version = words(out.headers.get(BUILD_HEADER, "")).get("version", "unknown")
-        self.diverged = (
-            f"a newer version ({version}) has answered the request at sequence {request.seq}, {what} that"
-            " this version does not know: serve the session with that version, or go on in a new session"
-        )
-
-    def _diverge(self, why: str, entry: Entry) -> None:
-        self.diverged = (
-            f"the log cannot be continued from sequence {entry.seq} on: {why}; go on in a new session"
-        )
-
-
-def pending_at(entry: Entry, decode: Callable[[bytes], Request] = decode_request) -> Pending:
-    """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
-    try:
-        parent = trace_headers(entry.headers)
-        return Pending(entry.seq, decode(entry.body), None, entry.stored, parent=parent)
-    except InvalidMessageError as error:
-        return Pending(entry.seq, None, error, entry.stored)
 
 
 def _began(entry: Entry) -> datetime:

@@ -15,18 +15,17 @@ from msgspec import structs
 
 from cache.names.errors import InterruptionError
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Close, Generate, Open, decode_result
+from turnkeep_client.messages import Close, Generate, Open
 from turnkeep_client.subjects import session_key
 from worker.engine.port import DeviceFaultError, NoMemoryError
 from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.fence import FencedError
 
-from .counting import count_result
 from .execution import Execution
 from .giving_up import Doubt
 from .history import RefusedError
-from .results import Outcome, failed, is_close, withdrawn
+from .results import Outcome, count_result, failed, is_close, withdrawn
 from .session_log import SessionLog
 from .streaming import unpublished
 
@@ -42,16 +41,12 @@ if TYPE_CHECKING:
     from worker.wire.intake import Delivery
 
     from .history import History
-    from .record import Pending, Record
+    from .pending import Pending
+    from .record import Record
     from .services import Services
-    from .session_log import AnsweredRequest
 
 log = structlog.get_logger()
 
-#: Approximate bytes of a session, of each token (its id, and its text twice), and of each prompt or answer.
-_SIZE_BYTES: Final = 12_000
-_TOKEN_BYTES: Final = 16
-_SEGMENT_BYTES: Final = 1_000
 #: How often to look at the wall clock while waiting for a deadline.
 _LOOK_S: Final = 1.0
 
@@ -88,12 +83,6 @@ class Session:
         self.num_users = 0  # users besides its task
         self.used_s = monotonic()
         self.counted_bytes = 0  # its size as `Sessions` last counted it
-        try:
-            session_key(key.tenant, key.session)
-        except InvalidMessageError as error:
-            self._bad_name: str | None = str(error)
-        else:
-            self._bad_name = None
 
     @property
     def history(self) -> History:
@@ -104,21 +93,6 @@ class Session:
     def pending(self) -> tuple[Pending, ...]:
         """Requests that were read and have no result, in order; the first may be running."""
         return tuple(self.log.record.pending)
-
-    @property
-    def num_answered(self) -> int:
-        """Number of distinct request ids with a result."""
-        return len(self.log.record.answered_ids)
-
-    @property
-    def has_work(self) -> bool:
-        """Whether `run` has work: requests without a result, or entries to read."""
-        return self.log.has_work
-
-    @property
-    def diverged(self) -> str | None:
-        """Why this worker cannot continue the session's log; None if it can."""
-        return self.log.record.diverged
 
     @property
     def needed(self) -> Tokens | None:
@@ -136,20 +110,7 @@ class Session:
     @property
     def is_read(self) -> bool:
         """Whether `history` is what the log says, as far as this worker knows."""
-        return self.log.record.folded and not self.log.is_stale and self.diverged is None
-
-    @property
-    def size_bytes(self) -> int:
-        """The memory that the session takes, approximately."""
-        history = self.history
-        num_bytes = _TOKEN_BYTES * history.position + _SEGMENT_BYTES * history.conversation.num_segments
-        return _SIZE_BYTES + num_bytes + self.log.record.answered_ids.size_bytes
-
-    @property
-    def first_waiting(self) -> int | None:
-        """The sequence of the first request without a result; None if an attempt at it may count."""
-        seq = self.log.next_seq
-        return None if seq is None or self._doubt.may_count(seq) else seq
+        return self.log.record.folded and not self.log.is_stale and self.log.record.diverged is None
 
     def ring(self, delivery: Delivery) -> None:
         """Note that the log has a request at the delivery's sequence, and start the session's task."""
@@ -176,14 +137,14 @@ class Session:
                     async with task_group() as asides:
                         record = await self._answer_next(asides)
                         asides.cancel_scope.cancel()
-                    if not self.has_work:
+                    if not self.log.has_work:
                         await self.log.survived()
                         self.log.check_fresh()  # no ack if the server lost the result: it would not redeliver
                         if record is not self.log.record:  # another task reads it anew, and may find more
                             continue
-                        if not self.has_work:  # a delivery that came meanwhile still needs the anchor
+                        if not self.log.has_work:  # a delivery that came meanwhile still needs the anchor
                             await self.services.ack(self.key)
-                        if not self.has_work:  # else a delivery came meanwhile
+                        if not self.log.has_work:  # else a delivery came meanwhile
                             return
             except FencedError as error:
                 if await self.services.is_elsewhere(self.key):  # else both would answer it, by turns
@@ -191,7 +152,7 @@ class Session:
                     self.forget()
                     self.log.unring()
                     await self.services.give_back(self.key)
-                    if not self.has_work:  # else a delivery came meanwhile
+                    if not self.log.has_work:  # else a delivery came meanwhile
                         return
                 else:
                     log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
@@ -304,12 +265,16 @@ class Session:
         """
         session_log, record = self.log, self.log.record
         session_log.num_failures += 1
-        is_last = session_log.num_failures >= self.services.attempts.max_attempts
+        is_last = session_log.num_failures >= self.services.max_attempts
         if is_last and record.folded and record.pending:
             pending = record.pending[0]
             reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"
-            await self.commit(pending, await self._doubt.give_up(pending, session_log.num_failures, reason))
-            session_log.num_failures = 0
+            try:
+                outcome = await self._doubt.give_up(pending, session_log.num_failures, reason)
+                await self.commit(pending, outcome)
+                session_log.num_failures = 0
+            except Exception:
+                log.exception("a request could not be given up")
         self.forget()
 
     async def _result(self, pending: Pending) -> Outcome:
@@ -341,14 +306,15 @@ class Session:
 
     async def _try(self, pending: Pending, history: History) -> Outcome:
         request = pending.request
-        if self._bad_name is not None:
-            raise RefusedError("invalid_request", self._bad_name)
+        try:
+            session_key(self.key.tenant, self.key.session)
+        except InvalidMessageError as error:
+            raise RefusedError("invalid_request", str(error)) from None
         if request is None:
             why = pending.invalid
             raise RefusedError("invalid_request", str(why), field=why.field if why else None)
-        while (known := await self.log.find_answered(request.id)) is not None:
-            if (repeated := await self._repeated(request, pending, known)) is not None:
-                return repeated
+        if (repeated := await self.log.repeated(request, pending)) is not None:
+            return repeated
         if pending.stopped and not await self.log.is_streamed(pending):
             return Outcome(withdrawn(pending, history, self.log.record.position), history)
         if self.log.record.diverged is not None:
@@ -386,27 +352,6 @@ class Session:
         """
         parent = None if self.log.is_doubted else self.history.parent
         return await self._num_shared(self.key, tokens, parent)
-
-    async def _repeated(self, request: Request, pending: Pending, known: AnsweredRequest) -> Outcome | None:
-        """Answer a request whose id was used before with the first result of that id.
-
-        Returns None if the first request has just left the log, with its session.
-        """
-        if request != known.request:
-            raise RefusedError(
-                "id_conflict",
-                f"the id {request.id!r} was used before for another request (sequence {known.at.in_seq}); "
-                "a new request needs a new id",
-            )
-        body = await self.services.journal.get(known.at.out_seq)
-        if body is None and await self.services.journal.get(known.at.in_seq) is None:
-            return None
-        if body is None:
-            raise RefusedError(
-                "invalid_request", "this id was used before, and its result is gone from the log"
-            )
-        result = structs.replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
-        return Outcome(result, self.history, first=body)
 
     async def commit(self, pending: Pending, outcome: Outcome | None, *, waits: bool = False) -> bool:
         """Store a result and the history after it, then wake all tasks that wait for the result.

@@ -6,6 +6,7 @@ out, nor of other sessions.
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ from turnkeep_client.messages import (
     Open,
     Opened,
     decode_request,
+    decode_result,
     encode,
     encode_repeat,
 )
@@ -35,7 +37,8 @@ from worker.wire.journal import TooLargeError
 
 from .attachments import SessionAttachments
 from .history import RefusedError
-from .record import Record, changes_nothing, pending_at
+from .pending import pending_at
+from .record import Record, changes_nothing
 from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
@@ -46,7 +49,7 @@ if TYPE_CHECKING:
 
     from .answered_ids import AnsweredAt
     from .history import History
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
 
 
@@ -72,7 +75,7 @@ class SessionLog:
         self.num_failures = 0  # consecutive failures to read the log or answer, for unknown reasons
         self._delivered: Delivery | None = None  # the first delivery since the log was read
         self._services = services
-        self._attachments = SessionAttachments(key, services.attachments)
+        self._attachments = SessionAttachments(key, services)
         self._rung_seq = 0  # the newest request that is known to be in the log
         self._rung_server = self.server  # the server process that has that request
         self._lock = Lock(fast_acquire=True)
@@ -85,10 +88,10 @@ class SessionLog:
         return bool(record.pending) or record.has_more or behind
 
     @property
-    def next_seq(self) -> int | None:
-        """The sequence of the first request without a result, as far as it is known; None without one."""
-        if self.record.pending:
-            return self.record.pending[0].seq
+    def first_waiting(self) -> int | None:
+        """The sequence of the first request without a result; None if it may have crashed a worker."""
+        if self.is_doubted or self.record.pending:
+            return None if self.is_doubted else self.record.pending[0].seq
         known = (self._delivered.seq if self._delivered else 0, self._rung_seq)
         return next((seq for seq in known if seq > self.record.in_seq), None)
 
@@ -183,16 +186,18 @@ class SessionLog:
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
 
-    async def _next_requests(self, record: Record) -> list[Entry]:
-        requests, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
-        record.has_more = num_more > 0
+    async def _next_requests(self, record: Record, until: float = math.inf) -> list[Entry]:
+        """Read the next requests, up to the sequence `until`."""
+        entries, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
+        requests = [entry for entry in entries if entry.seq <= until]
+        record.has_more = num_more > 0 and len(requests) == len(entries)
         return requests
 
-    async def _add_results(self, record: Record) -> bool:
-        """Read the next results; return whether the log has more of them."""
-        results, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
-        record.add_results(results)
-        return num_more > 0
+    async def _add_results(self, record: Record, until: float = math.inf) -> bool:
+        """Read the next results, up to the sequence `until`; return whether the log has more of them."""
+        entries, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
+        record.add_results(results := [entry for entry in entries if entry.seq <= until])
+        return num_more > 0 and len(results) == len(entries)
 
     async def _end_fold(self, record: Record) -> None:
         # Another worker may have removed the session meanwhile: removals begin with the first request.
@@ -227,7 +232,7 @@ class SessionLog:
         for entry in requests:
             if (link := record.parts_of(entry.seq)) is not None:
                 packed = await self._attachments.read(Link.parse(link))
-                opens = isinstance(pending_at(entry, decode_request).request, Open)
+                opens = isinstance(pending_at(entry).request, Open)
                 if packed is not None:
                     found[entry.seq] = self._attachments.base(packed) if opens else packed.decode()
         return found
@@ -238,10 +243,10 @@ class SessionLog:
         After `max_attempts` failures, the next reading finds out no more than answered ids and positions.
         """
         record, self.record = self.record, Record(self._services.fold)
-        if self.num_failures >= self._services.attempts.max_attempts:
+        if self.num_failures >= self._services.max_attempts:
             self.record.mark_diverged("its log cannot be read, this worker's log says why")
         self._attachments.end()
-        self._attachments = SessionAttachments(self.key, self._services.attachments)
+        self._attachments = SessionAttachments(self.key, self._services)
         server = self._services.journal.server
         self._note_rung(record.in_seq if self.server == server else 0)
         self.server = server
@@ -269,36 +274,15 @@ class SessionLog:
     async def _branches(self) -> list[tuple[History, Append | Generate | None]]:
         """Read the log up to the record's present end, from its beginning; return the `Record.branches`."""
         last_in, last_out = self.record.in_seq, self.record.out_seq
-        journal, record, more = self._services.journal, Record(self._services.fold, notes_branches=True), 1
+        read = Record(self._services.fold, notes_branches=True)
         async with self._services.retention.lock(self.key):
-            while more:
-                results, more = await journal.page(self.key, "out", record.out_seq)
-                record.add_results(known := [entry for entry in results if entry.seq <= last_out])
-                more = more if len(known) == len(results) else 0
-            more = 1
-            while more and not record.pending:
-                requests, more = await journal.page(self.key, "in", record.in_seq)
-                requests = [entry for entry in requests if entry.seq <= last_in]
-                more = more if requests else 0
-                record.add_requests(requests, await self._parts(record, requests))
-        return record.branches
-
-    async def waiting(self, active: Pending | None, skip: int, limit: int) -> tuple[list[str], int]:
-        """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
-
-        The `active` request does not wait. The number may include cancelled requests that were not read yet.
-        """
-        names = [pending.id or "" for pending in self.record.pending if pending is not active]
-        after, num_more = self.record.in_seq, int(bool(self.record.pending))
-        while num_more:
-            entries, num_more = await self._services.journal.page(self.key, "in", after)
-            names += [
-                pending_at(entry).id or "" for entry in entries if not self.record.has_result(entry.seq)
-            ]
-            after = entries[-1].seq if entries else after
-            if len(names) >= skip + limit:
-                break
-        return names[skip:][:limit], len(names) + num_more
+            while await self._add_results(read, last_out):
+                pass
+            read.has_more = True
+            while read.has_more and not read.pending:
+                requests = await self._next_requests(read, last_in)
+                read.add_requests(requests, await self._parts(read, requests))
+        return read.branches
 
     async def find_waiting(self, request_id: str) -> Pending | None:
         """Find a request without a result: first among the pending ones, then in the rest of the log.
@@ -328,10 +312,16 @@ class SessionLog:
         record, journal = self.record, self._services.journal
         async with self._lock:
             while not journal.is_alone and await journal.last_seq(self.key, "out") != record.out_seq:
-                entries, _ = await journal.page(self.key, "out", record.out_seq)
-                if not entries or record.add_results(entries):
+                if not await self._skips(record):
                     raise FencedError("its last result is not that which was read")
-                self._services.telemetry.ignored["result"] += len(entries)
+
+    async def _skips(self, record: Record) -> bool:
+        """Read on in `out`; return whether there are entries, none of which is a result of the session."""
+        entries, _ = await self._services.journal.page(self.key, "out", record.out_seq)
+        if not entries or record.add_results(entries):
+            return False
+        self._services.telemetry.ignored["result"] += len(entries)
+        return True
 
     async def find_answered(self, request_id: str) -> AnsweredRequest | None:
         """Find an id's first request and its result in the log; None if the id has no result."""
@@ -346,6 +336,27 @@ class SessionLog:
             if answered.find(request_id) == found:
                 answered.drop(request_id)  # its session was forgotten
         return None
+
+    async def repeated(self, request: Request, pending: Pending) -> Outcome | None:
+        """Answer a request whose id was used before with the first result of that id; None for a new id.
+
+        Raises `RefusedError` for an id of another request.
+        """
+        get = self._services.journal.get
+        while (known := await self.find_answered(request.id)) is not None:
+            if request != known.request:
+                raise RefusedError(
+                    "id_conflict",
+                    f"the id {request.id!r} was used before for another request (sequence"
+                    f" {known.at.in_seq}); a new request needs a new id",
+                )
+            if (body := await get(known.at.out_seq)) is not None:
+                result = replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
+                return Outcome(result, self.record.history, first=body)
+            if await get(known.at.in_seq) is not None:
+                why = "this id was used before, and its result is gone from the log"
+                raise RefusedError("invalid_request", why)
+        return None  # the first request has just left the log, with its session
 
     async def commit(
         self, pending: Pending, outcome: Outcome | None, *, waits: bool = False
@@ -367,21 +378,15 @@ class SessionLog:
         async with self._lock, removal:
             if record is not self.record or not record.lacks_result(pending):
                 return None
-            if outcome is not None and pending not in record.pending:  # the record must have come to it
-                return None
             if waits and record.is_next(pending):
+                return None
+            if outcome is not None and pending not in record.pending:  # the record must have come to it
                 return None
             self.check_fresh()
             if is_withdrawal := outcome is None:
                 # Not built earlier, as the result of another request may just have been stored.
                 outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
-            try:
-                out_seq = await self._store(pending, outcome)
-            except TooLargeError as error:
-                message = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
-                result = failed(pending, record.position, "invalid_request", message)
-                outcome = Outcome(result, self.record.history)
-                out_seq = await self._store(pending, outcome)
+            outcome, out_seq = await self._store(pending, outcome)
             record.committed(pending, outcome.result, out_seq, outcome.history)
             pending.done.set()
             if not is_withdrawal and not isinstance(outcome.result, Failed):
@@ -415,23 +420,34 @@ class SessionLog:
             )
         return bool(published.chunks)
 
-    async def _store(self, pending: Pending, outcome: Outcome) -> int:
-        """Commit a result directly after the last known one.
+    async def _store(self, pending: Pending, outcome: Outcome) -> tuple[Outcome, int]:
+        """Commit a result directly after the last known one; if it is too large, commit a failure.
 
-        If the commit is refused only because of newer messages on `out` that are not valid results of this
-        session, it skips them and tries again; otherwise it raises `FencedError`.
+        Returns what was committed, and its sequence. If the commit is refused only because of newer messages
+        on `out` that are not valid results of this session, it skips them and tries again; otherwise it
+        raises `FencedError`.
         """
-        journal, record, server = self._services.journal, self.record, self.server
+        record, server = self.record, self.server
         body, headers = await self._message(pending, outcome)
         while True:
             try:
-                return await journal.commit(self.key, body, record.out_seq, headers, server=server)
-            except FencedError:
-                entries, _ = await journal.page(self.key, "out", record.out_seq)
-                is_reset = record is not self.record  # by another task, perhaps for another server process
-                if not entries or record.add_results(entries) or self.is_stale or is_reset:
+                seq = await self._services.journal.commit(
+                    self.key, body, record.out_seq, headers, server=server
+                )
+            except TooLargeError as error:
+                if isinstance(outcome.result, Failed):
                     raise
-                self._services.telemetry.ignored["result"] += len(entries)
+                why = f"the result is larger than the log takes ({error}); ask for fewer tokens at a time"
+                result = failed(pending, record.position, "invalid_request", why)
+                outcome = Outcome(result, self.record.history)
+                body, headers = await self._message(pending, outcome)
+            except FencedError:
+                skips = await self._skips(record)
+                # It may be reset by another task, perhaps for another server process.
+                if not skips or self.is_stale or record is not self.record:
+                    raise
+            else:
+                return outcome, seq
 
     async def _message(self, pending: Pending, outcome: Outcome) -> tuple[bytes, dict[str, str]]:
         """Return the body and the headers of a result; first store what is too long for them."""
@@ -451,7 +467,7 @@ class SessionLog:
             headers[PARTS_HEADER] = str(await self._attachments.store(change))
         elif isinstance(result, Appended | Generated) and result.change:
             packed = result.change.input
-            if len(packed) > self._services.most_input:
+            if len(packed) > self._services.limits.most_input:
                 headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
                 result = replace(result, change=replace(result.change, input=""))
         return encode(result), headers

@@ -21,11 +21,12 @@ from worker.process.clock import monotonic
 from worker.wire.fence import FencedError
 
 from .execution import erase_all
+from .giving_up import excuse
 from .history import RefusedError
 from .session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from anyio.abc import TaskGroup
 
@@ -127,14 +128,17 @@ class Sessions:
                 if session.used_s < horizon_s and self._is_idle(key):
                     self._evict(key)
 
-    def first_waiting(self, keys: Iterable[SessionKey]) -> dict[SessionKey, int]:
-        """Return, by session, the first request without a result, unless an attempt at it may count.
+    async def excuse(self, returned: Mapping[SessionKey, int], keys: Iterable[SessionKey]) -> None:
+        """Store that nobody has begun the first requests of sessions, unless they may have crashed a worker.
 
         Call this once the worker has stopped and all tasks have ended. `keys` are the sessions with requests
-        here: of others, which another worker may run, some are only read.
+        here: of others, which another worker may run, some are only read. `returned` has the first requests
+        of sessions that are not in memory.
         """
-        firsts = {key: self._sessions[key].first_waiting for key in keys if key in self._sessions}
-        return {key: seq for key, seq in firsts.items() if seq is not None}
+        firsts = {key: self._sessions[key].log.first_waiting for key in keys if key in self._sessions}
+        await excuse(
+            self._services, {**returned, **{key: seq for key, seq in firsts.items() if seq is not None}}
+        )
 
     def stop(self) -> None:
         """Start no more tasks. Running turns continue until the engine is stopped."""
@@ -161,8 +165,8 @@ class Sessions:
                     break
                 except FencedError:  # its task has not noticed yet that another worker continued it
                     await sleep(_OVERTAKEN_S)
-            if parent.diverged is not None:
-                raise RefusedError("history_diverged", f"{of.session} cannot be forked: {parent.diverged}")
+            if (why := parent.log.record.diverged) is not None:
+                raise RefusedError("history_diverged", f"{of.session} cannot be forked: {why}")
             history = parent.history
             if history.closed or not history.exists:
                 gone = "was closed" if history.closed else "does not exist"
@@ -222,16 +226,16 @@ class Sessions:
 
     def _update_size(self, session: Session) -> None:
         """Update the counted size of a session after it was read or has answered."""
-        size_bytes = session.size_bytes if self._sessions.get(session.key) is session else 0
+        size_bytes = session.log.record.size_bytes if self._sessions.get(session.key) is session else 0
         self._size_bytes += size_bytes - session.counted_bytes
         session.counted_bytes = size_bytes
 
     def _is_idle(self, key: SessionKey) -> bool:
         session = self._sessions[key]
-        return not (key in self._at_work or session.has_work or session.num_users)
+        return not (key in self._at_work or session.log.has_work or session.num_users)
 
     def _wake(self, session: Session) -> None:
-        if session.key not in self._at_work and session.has_work and not self._stopping.is_set():
+        if session.key not in self._at_work and session.log.has_work and not self._stopping.is_set():
             self._at_work.add(session.key)
             self._tasks.start_soon(self._run, session, name=str(session.key))
 
@@ -250,7 +254,7 @@ class Sessions:
                         break
                     except Exception as error:
                         log.exception("a session failed; trying again from its log")
-                        await self._fail(session, error)
+                        await session.fail(error)
                 with move_on_after(pause_s):
                     await self._stopping.wait()
                 pause_s = min(pause_s * 2, _MAX_RETRY_S)
@@ -258,13 +262,6 @@ class Sessions:
             self._at_work.discard(session.key)
             self._update_size(session)
             self._bound_memory()
-
-    async def _fail(self, session: Session, error: Exception) -> None:
-        try:
-            await session.fail(error)
-        except Exception:
-            log.exception("a request could not be given up")
-            session.forget()
 
 
 async def _read(other: Session) -> None:

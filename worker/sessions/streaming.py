@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.wire.chunks import Published
 
-    from .record import Pending
+    from .pending import Pending
     from .services import Services
 
 #: Chunks are published again after this fraction of the time for which the token stream keeps them.

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from contextlib import suppress
+from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, Final
 
 from worker.models.call_parsers import ParsedCall, is_utf8
@@ -36,6 +38,8 @@ _MOST_STEPS: Final = 20_000
 _MOST_PATTERNS: Final = 128
 _MOST_DEPTH: Final = 100
 _KINDS: Final = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
+#: Keywords of schemas that allow only some types.
+_TYPING: Final = ("type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf", "properties", "items")
 #: Python's names of types, which some tools use instead of JSON schema's.
 _OTHER_KINDS: Final = {
     "str": "string",
@@ -54,10 +58,10 @@ _UNCHECKED: Final = frozenset(
 )
 _WORDS: Final = {"True": True, "False": False, "None": None}
 _LIMITS: Final[tuple[tuple[str, Callable[[float, float], bool]], ...]] = (
-    ("minimum", lambda value, limit: value >= limit),
-    ("maximum", lambda value, limit: value <= limit),
-    ("exclusiveMinimum", lambda value, limit: value > limit),
-    ("exclusiveMaximum", lambda value, limit: value < limit),
+    ("minimum", ge),
+    ("maximum", le),
+    ("exclusiveMinimum", gt),
+    ("exclusiveMaximum", lt),
     ("multipleOf", lambda value, limit: abs(value / limit - round(value / limit)) < 1e-9),
 )
 _SIZES: Final = (
@@ -68,7 +72,14 @@ _SIZES: Final = (
 
 
 class NoCallError(ValueError):
-    """Text that looks like a tool call is not a valid call; the message says why."""
+    """Text that looks like a tool call is not a valid call; the message says why.
+
+    Unless `allows_text`, the schema that a text does not fit allows no other text either.
+    """
+
+    def __init__(self, message: str, *, allows_text: bool = True) -> None:
+        super().__init__(message)
+        self.allows_text = allows_text
 
 
 class Offered:
@@ -154,23 +165,13 @@ class _Fit:
 
     def read(self, text: str, schema: Any) -> Any:
         """Return the value that untyped `text` stands for, by the types that the argument's schema allows."""
-        kinds = self._kinds(schema)
-        plain = text.strip()
-        try:
-            value = _WORDS[plain] if plain in _WORDS else read_json(plain)
-        except (ValueError, RecursionError):
-            value = text
-        if kinds is None:  # the schema names no type
+        value = _value(text)
+        if not isinstance(schema, dict) or schema.keys().isdisjoint(_TYPING):
             return value if isinstance(value, dict | list) else text
-        if value is None and "null" in kinds and plain == "null":
-            return None
-        if "string" not in kinds:
-            return value
-        try:
-            self.converted(text, schema)
-        except NoCallError:
-            return value
-        return text
+        for one in (None, text) if text.strip() == "null" else (text,):
+            with suppress(NoCallError):
+                return self.converted(one, schema)
+        return value
 
     def of_property(self, name: str) -> Any:
         """Return the schema of the argument `name`; an empty schema if the tool defines none."""
@@ -199,36 +200,22 @@ class _Fit:
             raise NoCallError("the schema is too deep")
         if not isinstance(schema, dict):
             if schema is False:
-                raise NoCallError("the schema allows nothing here")
+                raise NoCallError("the schema allows nothing here", allows_text=False)
             return value
         try:
             return self._checked(value, schema, depth, converts=converts)
-        except NoCallError:
-            kinds = self._kinds(schema) if converts and isinstance(value, str) else None
-            if kinds is None or "string" in kinds:
+        except NoCallError as error:
+            if not converts or not isinstance(value, str) or error.allows_text:
                 raise
-        self._spend(len(value) / 100)
-        try:
-            read = _WORDS[value] if value in _WORDS else read_json(value)
-        except (ValueError, RecursionError) as error:
-            raise NoCallError(f"a text is no {' or '.join(sorted(kinds))}") from error
+            self._spend(len(value) / 100)
+            if isinstance(read := _value(value), str):
+                raise
         return self._checked(read, schema, depth, converts=converts)
 
     def _checked(self, value: Any, schema: Mapping[str, Any], depth: int, *, converts: bool) -> Any:
         if value is None and schema.get("nullable") is True:
             return value
-        kinds = _types(schema)
-        if kinds and not any(_is(value, kind) for kind in kinds):
-            raise NoCallError(f"a value is no {' or '.join(sorted(kinds))}")
-        if isinstance(value, float) and kinds and "integer" in kinds and "number" not in kinds:
-            value = int(value) if abs(value) <= 2**53 else value  # no digits that the model did not write
-        allowed = [schema["const"]] if "const" in schema else schema.get("enum")
-        if allowed is not None and not any(self._same(value, one) for one in allowed):
-            raise NoCallError("a value is none of the allowed values")
-        _check_limits(value, schema)
-        self._is_sure &= schema.keys().isdisjoint(_UNCHECKED) and (kinds is not None or "type" not in schema)
-        if isinstance(value, str):
-            self._check_text(value, schema)
+        value = self._alone(value, schema)
         if isinstance(value, dict):
             value = self._object(value, schema, depth, converts=converts)
         elif isinstance(value, list):
@@ -239,14 +226,31 @@ class _Fit:
             value = self.converted(value, referred, depth + 1, converts=converts)
         for one in schema.get("allOf") or ():
             value = self.converted(value, one, depth + 1, converts=converts)
-        for word in ("anyOf", "oneOf"):
-            if schema.get(word):
-                value = self._any(value, schema[word], depth, converts=converts)
+        for choices in filter(None, map(schema.get, ("anyOf", "oneOf"))):
+            value = self._any(value, choices, depth, converts=converts)
         if "not" in schema and self._fits(value, schema["not"], depth):
             raise NoCallError("a value is what must not be")
         if "if" in schema and (is_so := self._fits(value, schema["if"], depth)) is not None:
             one = schema.get("then" if is_so else "else", True)
             value = self.converted(value, one, depth + 1, converts=converts)
+        return value
+
+    def _alone(self, value: Any, schema: Mapping[str, Any]) -> Any:
+        """Check a value by the keywords without schemas in them; return it, or 3 for 3.0."""
+        kinds = _types(schema)
+        if kinds and kinds.isdisjoint(_kinds_of(value)):
+            wanted = " or ".join(sorted(kinds))
+            raise NoCallError(f"a value is no {wanted}", allows_text="string" in kinds)
+        if isinstance(value, float) and kinds and "integer" in kinds and "number" not in kinds:
+            value = int(value) if abs(value) <= 2**53 else value  # no digits that the model did not write
+        allowed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if allowed is not None and not any(self._same(value, one) for one in allowed):
+            allows_text = any(isinstance(one, str) for one in allowed)
+            raise NoCallError("a value is none of the allowed values", allows_text=allows_text)
+        _check_limits(value, schema)
+        self._is_sure &= schema.keys().isdisjoint(_UNCHECKED) and (kinds is not None or "type" not in schema)
+        if isinstance(value, str):
+            self._check_text(value, schema)
         return value
 
     def _fits(self, value: Any, schema: Any, depth: int) -> bool | None:
@@ -290,16 +294,18 @@ class _Fit:
 
     def _any(self, value: Any, choices: Sequence[Any], depth: int, *, converts: bool) -> Any:
         """Return `value` if it fits one of `choices`, else its conversion for the first possible choice."""
+        allows_text = False
         for tries_to_convert in (False, True)[: 1 + converts]:
             for one in choices:
                 if tries_to_convert and isinstance(value, str):
                     break  # `converted` converts text if no alternative allows text
                 try:
                     return self.converted(value, one, depth + 1, converts=tries_to_convert)
-                except NoCallError:
+                except NoCallError as error:
+                    allows_text |= error.allows_text
                     if self.left_steps < 0:
                         raise
-        raise NoCallError("a value fits no alternative")
+        raise NoCallError("a value fits no alternative", allows_text=allows_text)
 
     def _object(
         self, value: dict[str, Any], schema: Mapping[str, Any], depth: int, *, converts: bool
@@ -331,31 +337,6 @@ class _Fit:
             self.converted(one, first[at] if at < len(first) else rest, depth + 1, converts=converts)
             for at, one in enumerate(value)
         ]
-
-    def _kinds(self, schema: Any, depth: int = 0) -> set[str] | None:
-        """Return the JSON types that a schema allows; None if it does not restrict them."""
-        self._spend(1)
-        if not isinstance(schema, dict) or depth > _MOST_DEPTH // 10:
-            return None
-        found: set[str] | None = None
-        if "type" in schema:
-            found = _types(schema)
-        elif "const" in schema or "enum" in schema:
-            allowed = [schema["const"]] if "const" in schema else schema["enum"]
-            self._spend(len(allowed) / 10)
-            found = set(map(_kind, allowed))
-        elif "$ref" in schema:
-            found = self._kinds(self._referred(schema["$ref"]), depth + 1)
-        for word in ("anyOf", "oneOf"):
-            if found is None and schema.get(word):
-                each = [self._kinds(one, depth + 1) for one in schema[word]]
-                found = None if None in each else {kind for one in each for kind in one or ()}
-        for one in schema.get("allOf") or ():
-            found = self._kinds(one, depth + 1) if found is None else found
-        if found is None:
-            words = (("properties", "object"), ("items", "array"))
-            found = {kind for word, kind in words if word in schema} or None
-        return found | {"null"} if found is not None and schema.get("nullable") is True else found
 
     def _referred(self, reference: Any) -> Any:
         """Return the subschema that a `$ref` names; True (anything) if it is outside the tool's schema."""
@@ -390,19 +371,21 @@ def _types(schema: Mapping[str, Any]) -> set[str] | None:
     return found if found and found <= _KINDS else None
 
 
-def _kind(value: Any) -> str:
-    """Return the JSON type of a value."""
-    if isinstance(value, bool):
-        return "boolean"
-    if value is None:
-        return "null"
-    kinds = {int: "integer", float: "number", str: "string", list: "array", dict: "object"}
-    return kinds.get(type(value), "nothing of JSON")
+def _kinds_of(value: Any) -> set[str]:
+    """Return the JSON types of a value."""
+    match value:
+        case bool():
+            return {"boolean"}
+        case int() | float():
+            return {"number", "integer"} if isinstance(value, int) or value.is_integer() else {"number"}
+    kinds = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return {kinds[type(value)]}
 
 
-def _is(value: Any, kind: object) -> bool:
-    if kind == "number":
-        return _kind(value) in ("integer", "number")
-    if kind == "integer":
-        return _kind(value) == "integer" or (isinstance(value, float) and value.is_integer())
-    return _kind(value) == kind
+def _value(text: str) -> Any:
+    """Return the value that a text stands for; the text itself if it stands for none."""
+    plain = text.strip()
+    try:
+        return _WORDS[plain] if plain in _WORDS else read_json(plain)
+    except (ValueError, RecursionError):
+        return text

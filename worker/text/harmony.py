@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Final
 
 from worker.models.call_parsers import parse_calls
 
-from .splitting import Piece, first_marker
+from .splitting import Piece, Splitter, first_marker
 
 if TYPE_CHECKING:
-    from turnkeep_client.messages import Called
-
     from .splitting import Calls
 
 #: The header that begins an answer's text; everything before it is reasoning or a call.
@@ -27,36 +25,24 @@ _TO: Final = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-class HarmonySplitter:
+class HarmonySplitter(Splitter):
     """Splits one answer. It begins with a header, or with text if it continues an unfinished answer."""
 
     def __init__(self, calls: Calls) -> None:
-        """`calls` collects the tool calls; if it offers no tools, messages to functions stay text."""
-        self._calls = calls
-        self.malformed = False
-        self.in_reasoning = False
+        """If `calls` offers no tools, messages to functions stay text."""
+        super().__init__(calls)
         self._header: str | None = ""  # None within a message's content
         self._callee: str | None = None
         self._opened = ""  # header of the message to `_callee`
         self._arguments = ""
         self._held = ""
 
-    @property
-    def calls(self) -> list[Called]:
-        """The complete calls so far."""
-        return self._calls.made
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the answer has all the tool calls that it may have, and so must end."""
-        return self._calls.is_full
-
     def is_marker(self, text: str) -> bool:
-        """Whether a special token with this text may be a part of the markup: any token may in a header."""
+        """Whether a special token with this text may be a marker: any may in a header."""
         return self._header is not None or text in _ENDS
 
     def push(self, text: str) -> Piece:
-        """Add text; return the new parts that later text cannot change."""
+        """Add text; return what is now final."""
         held, self._held = self._held + text, ""
         piece = Piece()
         while held and not self.is_full:
@@ -75,10 +61,7 @@ class HarmonySplitter:
         return piece
 
     def finish(self, *, is_cut: bool = False) -> Piece:  # noqa: ARG002  # a call's JSON shows whether it is complete
-        """End the answer; return the text that was held back.
-
-        An unfinished header is dropped, unless it belongs to a call.
-        """
+        """End the answer; an unfinished header is dropped, unless it belongs to a call."""
         held, self._held = self._held, ""
         if self.is_full:
             return Piece()

@@ -8,10 +8,12 @@ markers. A call is published only when it is complete, so clients never see a ca
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from contextlib import suppress
+from functools import lru_cache
 from hashlib import blake2b
 from string import ascii_letters, digits
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from turnkeep_client.messages import Called, CalledFunction, CallPart
 from worker.models.call_parsers import CALL_TAG, MOST_NAMED
@@ -55,34 +57,6 @@ class Piece(NamedTuple):
         if not isinstance(other, Piece):
             return NotImplemented
         return Piece(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
-
-
-class Splitter(Protocol):
-    """Splits one answer into text, reasoning and tool calls. `calls` are the complete calls so far."""
-
-    #: Whether some text looked like a call but was not a valid one.
-    malformed: bool
-
-    @property
-    def calls(self) -> list[Called]:
-        """The complete calls so far."""
-
-    @property
-    def in_reasoning(self) -> bool:
-        """Whether the answer's next text belongs to its reasoning."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the answer has all the tool calls that it may have, and so must end."""
-
-    def is_marker(self, text: str) -> bool:
-        """Whether a special token with this text may now be a part of the markup."""
-
-    def push(self, text: str) -> Piece:
-        """Add text; return the new parts that later text cannot change."""
-
-    def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer and return what was held back; `is_cut`: the model did not end it itself."""
 
 
 class Calls:
@@ -148,18 +122,50 @@ def call_id(request: str, index: int) -> str:
     return "".join(letters)
 
 
-class MarkedSplitter:
+class Splitter(ABC):
+    """Splits one answer into text, reasoning and tool calls."""
+
+    def __init__(self, calls: Calls, *, in_reasoning: bool = False) -> None:
+        """`calls` collects the tool calls; with `in_reasoning` the answer's text begins in its reasoning."""
+        self._calls = calls
+        #: Whether the answer's next text belongs to its reasoning.
+        self.in_reasoning = in_reasoning
+        #: Whether some text looked like a call but was not a valid one.
+        self.malformed = False
+
+    @property
+    def calls(self) -> list[Called]:
+        """The complete calls so far."""
+        return self._calls.made
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the answer has all the tool calls that it may have, and so must end."""
+        return self._calls.is_full
+
+    @abstractmethod
+    def is_marker(self, text: str) -> bool:
+        """Whether a special token with this text may now be a part of the markup."""
+
+    @abstractmethod
+    def push(self, text: str) -> Piece:
+        """Add text; return the new parts that later text cannot change."""
+
+    @abstractmethod
+    def finish(self, *, is_cut: bool = False) -> Piece:
+        """End the answer and return what was held back; `is_cut`: the model did not end it itself."""
+
+
+class MarkedSplitter(Splitter):
     """Splits an answer at the markers that the model writes (see `AnswerMarkup`)."""
 
     def __init__(self, markup: AnswerMarkup, calls: Calls, *, in_reasoning: bool) -> None:
         """With `in_reasoning` the prompt already ends with the marker that begins the reasoning."""
+        super().__init__(calls, in_reasoning=in_reasoning)
         self._markup = markup
-        self._calls = calls
         self._forms = markup.forms if calls.offered else ()
         #: Parses calls without a marker; None once the answer cannot consist of such calls only.
         self._bare = markup.bare if calls.offered else None
-        self.malformed = False
-        self.in_reasoning = in_reasoning
         self._held = ""  # text that may begin a marker, or an incomplete call
         self._space = ""  # white space that ends the text, dropped before a call
         self._last = ""  # last character of the text since the last call
@@ -175,30 +181,20 @@ class MarkedSplitter:
         self._whole: tuple[list[ParsedCall], str, int] | None = None
         self._left_tries = _MOST_TRIED
 
-    @property
-    def calls(self) -> list[Called]:
-        """The complete calls so far."""
-        return self._calls.made
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the answer has all the tool calls that it may have, and so must end."""
-        return self._calls.is_full
-
     def is_marker(self, text: str) -> bool:
-        """Whether a special token with this text may be a part of the markup: any token may within a call."""
+        """Whether a special token with this text may be a marker: any may within a call."""
         if self._form is not None:
             return True
         markers = (*(self._markup.reasoning or ()), *self._markup.strays, *(one.opens for one in self._forms))
         return any(text in marker for marker in markers)
 
     def push(self, text: str) -> Piece:
-        """Add text; return the new parts that later text cannot change."""
+        """Add text; return what is now final."""
         self._held += text
         return self._split(is_over=False, is_cut=False)
 
     def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer and return what was held back; `is_cut`: the model did not end it itself."""
+        """End the answer and return what was held back."""
         piece = self._split(is_over=True, is_cut=is_cut)
         space, self._space = self._space, ""
         return piece if self.is_full else piece + Piece(space)
@@ -338,7 +334,7 @@ class MarkedSplitter:
         if not is_over:
             return Piece()
         if form.is_framed or not is_cut:
-            whole = _without_beginning_of(form.closes or "", text)
+            whole = text[: len(text) - num_held(text, (form.closes or "",))]
             is_ended = not form.closes and not is_cut
             if (found := self._tried(form, whole, is_ended, is_over=True)) and found[0]:
                 return self._called(found[0], whole[found[1] :])
@@ -427,13 +423,6 @@ def _begins(text: str, reasoning: tuple[str, str] | None) -> bool:
     return bool(text and marker) and (text.startswith(marker) or marker.startswith(text))
 
 
-def _without_beginning_of(marker: str, text: str) -> str:
-    """Remove an incomplete `marker` from the end of a text."""
-    sizes = range(len(marker) - 1, 0, -1)
-    size = next((size for size in sizes if text.endswith(marker[:size])), 0)
-    return text[: len(text) - size]
-
-
 def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
     """Return the index and the text of the first marker in `text`.
 
@@ -443,6 +432,18 @@ def first_marker(text: str, markers: Sequence[str]) -> tuple[int, str | None]:
     found = [(text.index(marker), marker) for marker in markers if marker in text]
     if found:
         return min(found, key=lambda one: (one[0], -len(one[1])))
-    sizes = range(min(len(text), max(map(len, markers), default=1) - 1), 0, -1)
-    held = next((size for size in sizes if any(one.startswith(text[-size:]) for one in markers)), 0)
-    return len(text) - held, None
+    return len(text) - num_held(text, markers), None
+
+
+def num_held(text: str, markers: Sequence[str]) -> int:
+    """Return how many characters at the end of a text may begin one of `markers`."""
+    begun, longest = _beginnings(tuple(markers))
+    sizes = range(min(len(text), longest), 0, -1)
+    return next((size for size in sizes if text[-size:] in begun), 0)
+
+
+@lru_cache(32)
+def _beginnings(markers: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """Return all incomplete beginnings of markers, and the length of the longest."""
+    begun = frozenset(one[:size] for one in markers for size in range(1, len(one)))
+    return begun, max(map(len, begun), default=0)

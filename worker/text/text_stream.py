@@ -10,6 +10,8 @@ from __future__ import annotations
 import codecs
 from typing import TYPE_CHECKING
 
+from .splitting import num_held
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -36,7 +38,6 @@ class TextStream:
         self._stops = stop
         self._is_marker = is_marker or _never
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._matchers = [_Matcher(string) for string in sorted(stop, key=len, reverse=True)]
         self._held = ""
         self.stop: str | None = None
 
@@ -75,34 +76,11 @@ class TextStream:
     def _release(self, text: str) -> str:
         if self.stopped:
             return ""
-        for count, char in enumerate(text, 1) if self._matchers else ():
-            # Every matcher must see every character: do not stop at the first hit.
-            hits = [matcher.string for matcher in self._matchers if matcher.push(char)]
-            if hits:
-                self.stop = hits[0]
-                return (self._held + text[:count]).removesuffix(hits[0])
         text = self._held + text
-        held = max((matcher.matched for matcher in self._matchers), default=0)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held]
-
-
-class _Matcher:
-    """Finds one string in a stream of characters (Knuth-Morris-Pratt), at constant cost per character."""
-
-    def __init__(self, string: str) -> None:
-        self.string = string
-        self._fallback = [0] * len(string)
-        self.matched = 0
-        for i in range(1, len(string)):
-            self._fallback[i] = self._advance(self._fallback[i - 1], string[i])
-
-    def push(self, char: str) -> bool:
-        """Add a character; return whether the stream now ends with the string."""
-        self.matched = self._advance(self.matched, char)
-        return self.matched == len(self.string)
-
-    def _advance(self, matched: int, char: str) -> int:
-        while matched and self.string[matched] != char:
-            matched = self._fallback[matched - 1]
-        return matched + (self.string[matched] == char)
+        ends = [(text.index(one) + len(one), -len(one), one) for one in self._stops if one in text]
+        if ends:
+            end, _, self.stop = min(ends)
+            return text[:end].removesuffix(self.stop)
+        size = len(text) - num_held(text, self._stops)
+        self._held = text[size:]
+        return text[:size]

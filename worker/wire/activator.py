@@ -119,6 +119,11 @@ class Activator:
             await self._nc.publish(one.subject, one.data, reply=one.reply, headers=one.headers)
             del self._held[0]
 
+    async def refuse(self, why: str) -> None:
+        """Answer the held requests with a failure."""
+        while self._held:
+            await self._outbox.reply(self._held.pop(0).reply, failure(None, "internal", why))
+
     async def publish_metrics(self) -> None:
         """Publish metrics, which show that the prefix is served, as a worker does every few seconds."""
         await self._outbox.metrics(self._metrics())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from uuid import uuid4
 
 import nats.errors
@@ -16,7 +16,7 @@ from turnkeep_client.log import ENDED_HEADER, EXPECT_HEADER, HISTORY_HEADER, MOD
 from turnkeep_client.messages import Chunk, decode_chunk, encode
 
 from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, pause_after
-from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
+from .fence import OVERTAKEN, FencedError, check_server
 from .overwriting import overwrite
 
 if TYPE_CHECKING:
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from .consistent_reads import ConsistentReads, Entry
 
 log = structlog.get_logger()
-
-_OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)  # with replicas: another write is still in progress
 
 
 class Published(NamedTuple):
@@ -173,7 +171,7 @@ class AnswerChunks:
                 )
                 stored = ack.seq
             except (APIError, nats.errors.MaxPayloadError) as error:
-                if isinstance(error, APIError) and error.err_code in _OVERTAKEN:
+                if isinstance(error, APIError) and error.err_code in OVERTAKEN:
                     after, is_own = await self._last_chunk(key, request_id, body, after, seq)
                     if not is_own:
                         # A forget may have removed the answer's messages, before this check or after it.

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 #: JetStream's error code if the expected last sequence of a subject is not the last one.
 WRONG_LAST_SEQUENCE: Final = 10071
+#: The codes if another writer was faster; with replicas its write may still be in progress.
+OVERTAKEN: Final = (WRONG_LAST_SEQUENCE, 10164)
 
 
 class FencedError(InterruptionError):

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 _MOST: Final = 10_000
 
 
-class Seen:
+class RecentBoundaries:
     """The boundaries of recent conversations: digests of a conversation up to each of its messages.
 
     They are kept in two generations; the older one is dropped as a whole.

@@ -1,4 +1,4 @@
-"""The I/O threads that read snapshots: daemon threads, since a hanging disk may block them for ever.
+"""Threads for I/O that may hang: daemon threads, since a hanging disk may block them for ever.
 
 If a read exceeds its time limit, the disk hangs. Until this read returns, all other reads fail at once:
 otherwise the disk would block the other threads too.
@@ -31,18 +31,16 @@ class _Job:
     future: Future[Any] = field(default_factory=Future)
 
 
-class ReadThreads:
+class IoThreads:
     """The I/O threads. A thread that has run a job calls `on_exit` before it ends."""
 
-    def __init__(self, num_threads: int, on_exit: Callable[[], None]) -> None:
+    def __init__(self, name: str, num_threads: int, on_exit: Callable[[], None] = lambda: None) -> None:
         self._on_exit = on_exit
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         #: For each thread, the time (`monotonic`) by which its job must be done.
         self._until = [math.inf] * num_threads
         self._threads = [
-            threading.Thread(
-                target=self._live, args=(number,), name=f"turnkeep-restore-{number}", daemon=True
-            )
+            threading.Thread(target=self._live, args=(number,), name=f"turnkeep-{name}-{number}", daemon=True)
             for number in range(num_threads)
         ]
         for thread in self._threads:
@@ -52,6 +50,11 @@ class ReadThreads:
     def num_threads(self) -> int:
         """The number of I/O threads."""
         return len(self._threads)
+
+    @property
+    def num_waiting(self) -> int:
+        """The number of jobs that wait for a thread."""
+        return self._jobs.qsize()
 
     def are_stuck(self) -> bool:
         """Whether a job has exceeded its time limit on any thread."""
@@ -71,7 +74,7 @@ class ReadThreads:
             waiting.cancel()
         raise TimeoutError("the disk does not answer")
 
-    def submit(self, work: Callable[[], T], limit_s: float) -> Future[T]:
+    def submit(self, work: Callable[[], T], limit_s: float = math.inf) -> Future[T]:
         """Queue `work`, with a time limit of `limit_s`, and return its future. Safe on any thread."""
         job = _Job(work, limit_s)
         self._jobs.put(job)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.consistent_reads import Entry
-    from worker.wire.journal import Journal
+
+    from .consistent_reads import Entry
+    from .journal import Journal
 
     LetGo = Callable[[Callable[[SessionKey], bool]], set[SessionKey]]
 
@@ -51,7 +52,7 @@ class Note(msgspec.Struct, frozen=True):
 
 
 class Copies(Protocol):
-    """A worker's own snapshots; implemented by `cache.store.Store`."""
+    """A worker's own snapshots; implemented by `cache.index.eraser.Eraser`."""
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         """Erase the copies of a forgotten token sequence; return false if this has to be tried again."""

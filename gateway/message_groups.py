@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _HEAD_BYTES: Final = 512
 
 
-def ahead(
+def groups_ahead(
     messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int, header_bytes: int = 0
 ) -> list[Sequence[Message]]:
     """Return groups of messages, each to be sent in an append before the generate; empty if none is needed.

@@ -1,4 +1,4 @@
-"""Finds answers in the log by their ids, with the conversations before them.
+"""Finds answers in the log by their ids, with the conversations before them; follows and cancels them.
 
 An id names a session and one of its requests, so the log alone is enough, also after a restart. A request
 whose answer clients may read later has a `Note` in a header of its own, which workers ignore.
@@ -6,6 +6,7 @@ whose answer clients may read later has a `Note` in a header of its own, which w
 
 from __future__ import annotations
 
+import asyncio
 import re
 import zlib
 from base64 import b64decode, b64encode
@@ -17,7 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.chunks import Assembly
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -36,18 +38,24 @@ from turnkeep_client.messages import (
 from turnkeep_client.subjects import session_key
 
 from .index import PREFIX
-from .turn import Turn, refused
+from .turn import ClientTurn, refused
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
     from typing import TypeAlias
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import ForkPoint, Result
+    from turnkeep_client.log import Stored
+    from turnkeep_client.messages import Chunk, ForkPoint, Request, Result
     from turnkeep_client.subjects import SessionKey
 
     _Conversation: TypeAlias = tuple[Message, ...] | None
 
+#: Failure codes which mean that a session differs from its entry in the gateway's index.
+MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
+#: The first and the longest pause between two attempts to cancel an answer.
+FIRST_PAUSE_S: Final = 0.05
+LAST_PAUSE_S: Final = 5.0
 #: The API in which a request may name an earlier answer in place of the conversation up to it.
 RESPONSES: Final = "response"
 HEADER: Final = "Turnkeep-Answer"
@@ -101,7 +109,7 @@ class _Exchange(NamedTuple):
     prompt: _Conversation
 
 
-class Recorded(NamedTuple):
+class LoggedAnswer(NamedTuple):
     """A generate request from the log, at the stream sequence `seq`, and its result (None if there is none).
 
     `turn.messages` is the whole conversation, or None if the log no longer has all of it.
@@ -111,7 +119,7 @@ class Recorded(NamedTuple):
     seq: int
     request: Generate
     note: Note
-    turn: Turn
+    turn: ClientTurn
     result: Generated | Failed | None
 
     @property
@@ -125,8 +133,8 @@ def digest(api: str, body: bytes) -> str:
     return blake2b(api.encode() + body, digest_size=16).hexdigest()
 
 
-def new_note(own_id: str, created: int, turn: Turn, api: str = RESPONSES, body: str = "") -> Note:
-    """Build the note for a `Turn`; `body` is the digest of the request's body. Raises `Fault`."""
+def new_note(own_id: str, created: int, turn: ClientTurn, api: str = RESPONSES, body: str = "") -> Note:
+    """Build the note for a `ClientTurn`; `body` is the digest of the request's body. Raises `Fault`."""
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
     is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
     note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
@@ -152,7 +160,7 @@ def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
     return {HEADER: whole.packed if len(whole.packed) <= MOST_BYTES else note.packed}
 
 
-def continued(turn: Turn, before: Recorded | None) -> Turn:
+def continued(turn: ClientTurn, before: LoggedAnswer | None) -> ClientTurn:
     """Put the conversation up to an earlier answer before a turn's messages. Raises `Fault`.
 
     Instructions apply to one request only, so the earlier request's are left out.
@@ -169,23 +177,23 @@ def continued(turn: Turn, before: Recorded | None) -> Turn:
     return msgspec.structs.replace(turn, messages=(*own[:at], *earlier, *own[at:]))
 
 
-async def find(client: Client, wanted: set[str], *, conversation: bool = True) -> dict[str, Recorded]:
+async def find(client: Client, wanted: set[str], *, conversation: bool = True) -> dict[str, LoggedAnswer]:
     """Find the answers with the ids `wanted` in the log; return those found, by id.
 
     With `conversation`, each `turn` has the messages before the answer. If a request failed and was sent
     again, return the last attempt. Raises `NoWorkerError`.
     """
-    found: dict[str, Recorded] = {}
+    found: dict[str, LoggedAnswer] = {}
     for session in {one[:32] for one in wanted if _ID.fullmatch(one)}:
         key = session_key(client.tenant, PREFIX + session)
-        of_session: dict[str, Recorded] = {}
+        of_session: dict[str, LoggedAnswer] = {}
         async for seq, request, note, result, prompt in _exchanges(client, key, conversation=conversation):
             if isinstance(request, Close):
                 of_session.clear()
             if note is not None and isinstance(request, Generate) and session + note.id in wanted:
                 turn = _turn(request, note, prompt)
                 known = result if isinstance(result, Generated | Failed) else None
-                one = Recorded(key.session, seq, request, note, turn, known)
+                one = LoggedAnswer(key.session, seq, request, note, turn, known)
                 if request.id != of_session.setdefault(one.id, one).request.id:
                     of_session[one.id] = one
         found |= of_session
@@ -204,35 +212,49 @@ async def _exchanges(
     client: Client, key: SessionKey, *, conversation: bool = True
 ) -> AsyncIterator[_Exchange]:
     """Yield a session's appends, generates and unrefused closes with `forget`, in log order; repeats too."""
-    results = await _results(client, key)
-    said: _Conversation = ()  # up to the last answer
-    prompts: dict[str, _Conversation] = {}
+    results, replay = await _results(client, key), _Replay()
     async for _, one in client.stored.every(key, "in"):
-        try:
+        with suppress(InvalidMessageError):
             request = decode_request(one.body)
-        except InvalidMessageError:
-            continue
-        if isinstance(request, Open | Close) and isinstance(results.get(request.id), Failed):
-            continue  # it changed nothing
-        if isinstance(request, Open) and request.from_ is not None:
-            said = await _said_at(client, request.from_) if conversation else None
-        if isinstance(request, Append) and isinstance(appended := results.pop(request.id, None), Appended):
-            said = None if said is None else (*said, *(request.messages or ()))
-            yield _Exchange(one.seq, request, None, appended, said)
-        if isinstance(request, Close) and request.forget:
-            yield _Exchange(one.seq, request, None, None, None)
-        if not isinstance(request, Generate):
-            continue
-        note, result = _note(one.headers), results.get(request.id)
-        before = said if note is None or note.before is None else note.before
+            result = results.get(request.id)
+            if isinstance(request, Open) and request.from_ is not None and not isinstance(result, Failed):
+                replay.said = await _said_at(client, request.from_) if conversation else None
+            elif (found := replay.exchange(one, request, result)) is not None:
+                yield found
+
+
+class _Replay:
+    """The conversation (`said`) of a session up to the last answer, while its requests are read in order."""
+
+    def __init__(self) -> None:
+        self.said: _Conversation = ()
+        self._prompts: dict[str, _Conversation] = {}  # by the request's id
+
+    def exchange(self, stored: Stored, request: Request, result: Result | None) -> _Exchange | None:
+        """Return a request with its conversation; None if it has no conversation, or was refused."""
+        match request:
+            case Close(forget=True) if not isinstance(result, Failed):
+                return _Exchange(stored.seq, request, None, None, None)
+            case Append() if isinstance(result, Appended) and request.id not in self._prompts:
+                self.said = None if self.said is None else (*self.said, *(request.messages or ()))
+                self._prompts[request.id] = self.said
+                return _Exchange(stored.seq, request, None, result, self.said)
+            case Generate():
+                note = _note(stored.headers)
+                prompt = self._prompt(request, note.before if note else None, result)
+                return _Exchange(stored.seq, request, note, result, prompt)
+        return None
+
+    def _prompt(self, request: Generate, own: _Conversation, result: Result | None) -> _Conversation:
+        """Return the conversation before an answer; its note may have its `own` beginning."""
+        before = self.said if own is None else own
         prompt = None if before is None else (*before, *(request.messages or ()))
-        if request.id not in prompts:
-            prompts[request.id] = prompt
-            if prompt is not None and isinstance(result, Generated) and result.tokens:
-                said = _after(prompt, result, request.prefix)
-        elif note is None or note.before is None:
-            prompt = prompts[request.id]
-        yield _Exchange(one.seq, request, note, result, prompt)
+        if request.id in self._prompts:  # a repeat changes nothing
+            return self._prompts[request.id] if own is None else prompt
+        self._prompts[request.id] = prompt
+        if prompt is not None and isinstance(result, Generated) and result.tokens:
+            self.said = _after(prompt, result, request.prefix)
+        return prompt
 
 
 async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
@@ -268,11 +290,11 @@ def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> 
     return (*prompt, Message("assistant", prefix + result.text, None, calls))
 
 
-def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> Turn:
+def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> ClientTurn:
     fields = msgspec.to_builtins(request)
     options = {name: value for name, value in fields.items() if name not in _OWN}
     options["max_tokens"] = request.max_tokens  # the log leaves out the default, a turn does not
-    return Turn(
+    return ClientTurn(
         messages=prompt,
         text=request.text,
         tokens=request.tokens,
@@ -289,3 +311,31 @@ def _note(headers: Mapping[str, str]) -> Note | None:
         packed = b64decode(headers[HEADER], validate=True)
         return msgspec.json.decode(zlib.decompressobj().decompress(packed, _MOST_INFLATED), type=Note)
     return None
+
+
+async def follow(client: Client, found: LoggedAnswer, tell: Callable[[Chunk], None]) -> Generated:
+    """Pass an answer's chunks to `tell`, from the first on; return its result. Raises `TurnkeepError`."""
+    match found.result:
+        case Failed() as failed:
+            raise failed.as_error()
+        case Generated() as result:
+            if (whole := Assembly().finish(result)) is not None:
+                tell(whole)
+            return result
+    generation = client.session(found.session).follow(found.request, found.seq)
+    async for chunk in generation:
+        tell(chunk)
+    return generation.result
+
+
+async def cancel(client: Client, answer_id: str) -> LoggedAnswer | None:
+    """Cancel a running answer; return its entry in the log, None if it has none. Raises `TurnkeepError`."""
+    pause_s = FIRST_PAUSE_S
+    while True:
+        found = (await find(client, {answer_id})).get(answer_id)
+        if found is None or found.result is not None or pause_s > LAST_PAUSE_S:
+            return found
+        with suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
+            await client.session(found.session).cancel(found.request.id)
+        await asyncio.sleep(pause_s)
+        pause_s *= 2

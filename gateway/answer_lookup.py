@@ -4,52 +4,57 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from . import event_ids, following
+from . import event_ids, idempotency, logged_answers
 from .turn import Fault, fault_of, number_in, refused
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Mapping
 
+    from .connections import Connections
     from .conversations import Conversations
-    from .event_ids import Place
-    from .recorded import Recorded
+    from .event_ids import Cursor
+    from .logged_answers import LoggedAnswer
 
 _MOST_KEY: Final = 255
 _LENGTH: Final = 48
 
 
-class Kept(NamedTuple):
+class LocatedAnswer(NamedTuple):
     """An answer from the log, and the conversations (tenant and model) that it belongs to."""
 
     conversations: Conversations
-    answer: Recorded
+    answer: LoggedAnswer
 
 
-class Lookups:
+class AnswerLookup:
     """Finds answers in the log, for any tenant and model."""
 
-    def __init__(self, of: Callable[[str, str], Awaitable[Conversations]], names: Sequence[str]) -> None:
-        """`of` returns the `Conversations` of a tenant with a model; `names` are all models."""
-        self._of = of
-        self._names = names
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
 
-    async def find(self, tenant: str, answer_id: str, *, conversation: bool = True) -> Kept | None:
-        """Find an answer by its id, in all models; None if there is none. Raises `TurnkeepError`."""
+    async def find(
+        self, tenant: str, answer_id: str, *, conversation: bool = True, but: str | None = None
+    ) -> LocatedAnswer | None:
+        """Find an answer by its id, in all models `but` one; None without one. Raises `TurnkeepError`."""
         wanted = own_id(answer_id)
-        for name in self._names:
-            conversations = await self._of(tenant, name)
-            if found := await conversations.recorded({wanted}, conversation=conversation):
-                return Kept(conversations, found[wanted])
+        for name in self._connections.models:
+            if name == but:
+                continue
+            conversations = await self._connections.of(tenant, name)
+            if found := await logged_answers.find(conversations.client, {wanted}, conversation=conversation):
+                return LocatedAnswer(conversations, found[wanted])
         return None
 
-    async def kept(self, tenant: str, answer_id: str, api: str, *, conversation: bool) -> Kept:
+    async def kept(self, tenant: str, answer_id: str, api: str, *, conversation: bool) -> LocatedAnswer:
         """Find an answer of one API that clients may read by id. Raises `Fault` (404), `TurnkeepError`."""
         found = await self.find(tenant, answer_id, conversation=conversation)
         if found is None or not found.answer.note.is_kept or found.answer.note.api != api:
             raise Fault(404, f"Response with id '{answer_id}' not found.")
         return found
 
-    async def cut(self, tenant: str, headers: Mapping[str, str], digest: str) -> tuple[Kept, Place] | None:
+    async def cut(
+        self, tenant: str, headers: Mapping[str, str], digest: str
+    ) -> tuple[LocatedAnswer, Cursor] | None:
         """Find the answer whose stream a client resumes by `Last-Event-ID`, and the place of this event.
 
         Return None without that header, or if the request has not reached the log. `digest` is that of the
@@ -75,17 +80,17 @@ class Lookups:
             return ""
         if not 0 < len(key) <= _MOST_KEY:
             raise refused(f"an Idempotency-Key has 1 to {_MOST_KEY} characters", "Idempotency-Key")
-        wanted = following.id_of(key)
-        for name in self._names:
-            if name != model and await (await self._of(tenant, name)).recorded({wanted}, conversation=False):
-                raise fault_of(following.key_reused())
+        wanted = idempotency.id_of(key)
+        found = await self.find(tenant, wanted, conversation=False, but=model)
+        if found is not None:
+            raise fault_of(idempotency.key_reused())
         return wanted
 
-    async def answers(self, tenant: str, answer_ids: set[str]) -> dict[str, Recorded]:
+    async def answers(self, tenant: str, answer_ids: set[str]) -> dict[str, LoggedAnswer]:
         """Find answers by their ids, in all models; return those found. Raises `TurnkeepError`."""
-        found: dict[str, Recorded] = {}
-        for name in self._names:
-            found |= await (await self._of(tenant, name)).recorded(answer_ids)
+        found: dict[str, LoggedAnswer] = {}
+        for name in self._connections.models:
+            found |= await logged_answers.find((await self._connections.of(tenant, name)).client, answer_ids)
         return found
 
 
@@ -94,7 +99,7 @@ def own_id(answer_id: str) -> str:
     return answer_id[-_LENGTH:]
 
 
-def after(answer: Recorded, headers: Mapping[str, str], query: Mapping[str, str]) -> Place | None:
+def after(answer: LoggedAnswer, headers: Mapping[str, str], query: Mapping[str, str]) -> Cursor | None:
     """Return the place after which a client resumes an answer's stream; None for the whole stream.
 
     Raises `Fault`.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from gateway import recorded
-from gateway.answering import Begun, Found
-from gateway.event_ids import Marked
+from gateway import logged_answers
+from gateway.answer_feed import Match, Receipt
+from gateway.event_ids import ResumedEvents
 from gateway.turn import Fault, fault_of, renamed, told
 from turnkeep_client.content_blocks import Warned
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from gateway.answering import Answering
+    from gateway.answer_feed import AnswerFeed
     from gateway.conversations import Conversations
-    from gateway.event_ids import Place
+    from gateway.event_ids import Cursor
     from gateway.form import Events, Form
     from gateway.keys import Key
     from gateway.metrics import Counters
     from gateway.planning import How
-    from gateway.turn import Turn
+    from gateway.turn import ClientTurn
 
 _T = TypeVar("_T")
 
@@ -48,7 +48,7 @@ _CANCELLED: Final = "the answer was cancelled; send an Idempotency-Key, and it g
 _CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempotency-Key of its own"
 
 
-class Asker(NamedTuple):
+class Accounting(NamedTuple):
     """A request's API key, counters and `explain` setting; it counts as running until `running` closes."""
 
     key: Key
@@ -64,30 +64,30 @@ class Asker(NamedTuple):
             self.key.spend(used.prompt_tokens - used.cached_tokens + used.completion_tokens)
 
 
-class Answer(Response):
-    """The HTTP response with the answers to a `Turn`.
+class AnswerResponse(Response):
+    """The HTTP response with the answers to a `ClientTurn`.
 
-    If the client disconnects, the answers are cancelled unless `Answering.stays`.
+    If the client disconnects, the answers are cancelled unless `AnswerFeed.stays`.
     """
 
     def __init__(
         self,
         form: Form,
-        turn: Turn,
+        turn: ClientTurn,
         conversations: Conversations,
-        asker: Asker,
-        begin: Callable[[], Answering],
-        after: Place | None = None,
+        accounting: Accounting,
+        begin: Callable[[], AnswerFeed],
+        after: Cursor | None = None,
     ) -> None:
         """`begin` starts the answers; the client has the stream's events up to the place `after` already."""
         super().__init__()
         self._form = form
         self._turn = turn
         self._conversations = conversations
-        self._asker = asker
+        self._accounting = accounting
         self._begin = begin
         self._after = after
-        self._found: dict[int, Found] = {}
+        self._found: dict[int, Match] = {}
         self._results: dict[int, Generated] = {}
         #: The worker's warnings, which come with the first chunk of an answer.
         self._warnings: dict[str, None] = {}
@@ -97,72 +97,72 @@ class Answer(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answers, unless the client disconnects first."""
-        with self._asker.running:
+        with self._accounting.running:
             await self._answer(receive, send)
 
     async def _answer(self, receive: Receive, send: Send) -> None:
-        self._answering = answering = self._begin()
+        self._feed = feed = self._begin()
         try:
-            await while_connected(receive, self._write(answering, send))
+            await while_connected(receive, self._write(feed, send))
         finally:
-            if answering.stays and not self._is_over:
-                self._conversations.beside(self._drain(answering, self._asker.running.pop_all()))
+            if feed.stays and not self._is_over:
+                self._conversations.beside(self._drain(feed, self._accounting.running.pop_all()))
             else:
-                self._conversations.abandon(answering)  # without effect on answers that have ended
+                self._conversations.abandon(feed)  # without effect on answers that have ended
 
-    async def _drain(self, answering: Answering, running: contextlib.ExitStack) -> None:
+    async def _drain(self, feed: AnswerFeed, running: contextlib.ExitStack) -> None:
         """Count a request as running until its answers have ended, after its client has disconnected."""
         with running, contextlib.suppress(TurnkeepError):
             while not self._is_over:
-                self._take(*await answering.events.get())
+                self._take(*await feed.events.get())
 
     @property
     def _is_over(self) -> bool:
         return self._has_failed or len(self._results) == self._turn.n
 
-    async def _write(self, answering: Answering, send: Send) -> None:
+    async def _write(self, feed: AnswerFeed, send: Send) -> None:
         event: Any = None
         try:
             if self._turn.stream:
-                await self._write_events(answering, send)
+                await self._write_events(feed, send)
                 return
             is_left = bool(self._form.object and self._turn.asked.get("background"))
-            while not (self._is_over or (is_left and isinstance(event, Begun))):
-                index, event = await answering.events.get()
+            while not (self._is_over or (is_left and isinstance(event, Receipt))):
+                index, event = await feed.events.get()
                 self._take(index, event)
         except TurnkeepError as error:
             fault = self._fault(error)
             await self._write_json(send, fault.status, self._form.error(fault), fault.headers)
             return
-        if isinstance(event, Begun) and (written := self._form.object):
-            body = written.write(self._turn, self._id, answering.note.created, None)
+        if isinstance(event, Receipt) and (written := self._form.object):
+            body = written.write(self._turn, self._id, feed.note.created, None)
             await self._write_json(send, 200, body)
             return
-        whole = self._form.whole(self._turn, self._id, answering.note.created, self._in_order())
+        whole = self._form.whole(self._turn, self._id, feed.note.created, self._in_order())
         await self._write_json(send, 200, whole)
 
-    async def _write_events(self, answering: Answering, send: Send) -> None:
+    async def _write_events(self, feed: AnswerFeed, send: Send) -> None:
         """Send a stream of events. Raises `TurnkeepError` only before the stream has begun."""
-        self._take(*await answering.events.get())  # the session, which is known at once
+        self._take(*await feed.events.get())  # the session, which is known at once
         (events, start), first, failure = self._new_events(), b"", None
         try:
             async with asyncio.timeout(_PATIENCE_S):
                 while not first and not self._is_over:
-                    index, event = await answering.events.get()
+                    index, event = await feed.events.get()
                     first = self._take_events(events, index, event)
-                    if isinstance(event, Found | Begun):  # the session or the note has changed
+                    if isinstance(event, Match | Receipt):  # the session or the note has changed
                         events, start = self._new_events()
         except TimeoutError:
             pass
         except TurnkeepError as error:
-            if answering.following is None or self._form.object is None:
+            if feed.following is None or self._form.object is None:
                 raise
             failure = error  # the stream itself tells the failure of a recorded answer
         kind = {"content-type": f"{self._form.media_type}; charset=utf-8"}
         await send(_head(200, self._own_headers() | kind))
         try:
-            if failure is None and answering.stays and not self._has_begun:
-                await self._until_begun(answering, send)
+            if failure is None and feed.stays and not self._has_begun:
+                await self._until_begun(feed, send)
                 events, start = self._new_events()
         except RequestFailedError as error:  # the log has no such request: send no id
             events, start, failure = self._unmarked_events(), b"", error
@@ -171,11 +171,11 @@ class Answer(Response):
         written = start + first
         while failure is None and not self._is_over:
             await self._tell(send, written)
-            events, written, failure = await self._next(answering, events)
+            events, written, failure = await self._next(feed, events)
         last = events.end(self._in_order()) if failure is None else events.error(self._fault(failure))
         await send(_part(written + last, more=False))
 
-    async def _until_begun(self, answering: Answering, send: Send) -> None:
+    async def _until_begun(self, feed: AnswerFeed, send: Send) -> None:
         """Wait until the log has the request of an answer that goes on without its client.
 
         The stream's first event has the answer's id, with which the client may resume at any gateway at once.
@@ -184,19 +184,19 @@ class Answer(Response):
         while not self._has_begun:
             try:
                 async with asyncio.timeout(_HEARTBEAT_S):
-                    self._take(*await answering.events.get())
+                    self._take(*await feed.events.get())
             except TimeoutError:
                 await send(_part(_COMMENT if self._form.is_marked else self._unmarked_events().heartbeat))
 
-    async def _next(self, answering: Answering, events: Events) -> tuple[Events, bytes, TurnkeepError | None]:
+    async def _next(self, feed: AnswerFeed, events: Events) -> tuple[Events, bytes, TurnkeepError | None]:
         """Return the encoder of later events, the encoded next ones or a heartbeat, and what has failed."""
         written, failure, due_s = b"", None, self._told_s + _HEARTBEAT_S
         try:
             async with asyncio.timeout_at(due_s):
-                taken = await answering.events.get()
+                taken = await feed.events.get()
             events, written = self._moved_or_next(events, *taken)
-            while not answering.events.empty():  # what came while a slow client was reading
-                events, more = self._moved_or_next(events, *answering.events.get_nowait())
+            while not feed.events.empty():  # what came while a slow client was reading
+                events, more = self._moved_or_next(events, *feed.events.get_nowait())
                 written += more
         except TimeoutError:
             pass
@@ -215,10 +215,10 @@ class Answer(Response):
     def _moved_or_next(self, events: Events, index: int, event: Any) -> tuple[Events, bytes]:
         """Encode an event; if it moves the answer to another session, return a new encoder, for its new id.
 
-        Such an event (a `Found`) comes only before anything of the answer is sent. Only the Responses API
+        Such an event (a `Match`) comes only before anything of the answer is sent. Only the Responses API
         needs the new id in the stream's first events: its clients continue from it.
         """
-        has_moved = isinstance(event, Found) and self._turn.n == 1 and event.session != self._found[0].session
+        has_moved = isinstance(event, Match) and self._turn.n == 1 and event.session != self._found[0].session
         written = self._take_events(events, index, event)
         if has_moved:
             events, start = self._new_events()
@@ -229,11 +229,11 @@ class Answer(Response):
         """Return the dialect's `Events`, and the encoded events that open the answers."""
         events = self._unmarked_events()
         if self._turn.n == 1 and self._form.is_marked:
-            events = Marked(events, self._id, self._after)
+            events = ResumedEvents(events, self._id, self._after)
         return events, b"".join(events.start(index) for index in range(self._turn.n))
 
     def _unmarked_events(self) -> Events:
-        return self._form.events(self._turn, self._id, self._answering.note.created)
+        return self._form.events(self._turn, self._id, self._feed.note.created)
 
     def _fault(self, error: TurnkeepError) -> Fault:
         return renamed(fault_of(error), self._form.names)
@@ -241,7 +241,7 @@ class Answer(Response):
     @property
     def _id(self) -> str:
         """The answer's id, which names its session and its request in the log."""
-        return recorded.answer_id(self._found[0].session, self._answering.note)
+        return logged_answers.answer_id(self._found[0].session, self._feed.note)
 
     def _take_events(self, events: Events, index: int, event: Any) -> bytes:
         self._take(index, event)
@@ -253,21 +253,21 @@ class Answer(Response):
         return b""
 
     def _take(self, index: int, event: Any) -> None:
-        self._has_begun = self._has_begun or not isinstance(event, Found) or event.how == "repeated"
+        self._has_begun = self._has_begun or not isinstance(event, Match) or event.how == "repeated"
         match event:
             case TurnkeepError():
                 self._has_failed = True
                 raise event
-            case Found():
+            case Match():
                 self._found[index] = event
             case Chunk():
                 self._warnings |= dict.fromkeys(event.warnings)
             case Generated():
                 self._warnings |= dict.fromkeys(event.warnings)
-                is_of_log = self._answering.following is not None or self._found[index].how == "repeated"
+                is_of_log = self._feed.following is not None or self._found[index].how == "repeated"
                 is_cut = event.finish_reason == "cancelled" and self._form.object is None
                 if is_of_log and is_cut:  # else a part would look like the whole
-                    why = _CANCELLED_KEY if self._answering.key_id else _CANCELLED
+                    why = _CANCELLED_KEY if self._feed.key_id else _CANCELLED
                     raise RequestFailedError("cancelled", why, retryable=False)
                 self._results[index] = event
 
@@ -278,7 +278,7 @@ class Answer(Response):
         found = self._found.get(0)
         warnings = (*self._turn.warnings, *(Warned("answer", one) for one in self._warnings))
         headers = {"cache-control": "no-store", **told(warnings)}
-        if found and self._asker.explain:
+        if found and self._accounting.explain:
             headers["x-turnkeep-explain"] = str(found)
         if found:
             headers |= {"x-turnkeep-session": f"{found.session} {found.how}", **dict.fromkeys(IDS, self._id)}

@@ -15,18 +15,16 @@ import structlog
 from anyio import sleep
 from nats.js.errors import APIError
 
-from worker.wire.intake import Delivery
+from .intake import Delivery
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.consistent_reads import Entry
-    from worker.wire.intake import Intake
-    from worker.wire.journal import Journal
 
-    from .members import Members
-    from .routing import Routing
+    from .consistent_reads import Entry
+    from .intake import Intake
+    from .journal import Journal
 
 log = structlog.get_logger()
 
@@ -38,13 +36,22 @@ class Undelivered:
     """Wakes the sessions of undelivered requests, after this worker's start and each start of the server."""
 
     def __init__(
-        self, journal: Journal, intake: Intake, members: Members, routing: Routing, *, ack_wait_s: float
+        self,
+        journal: Journal,
+        intake: Intake,
+        wake: Callable[[Delivery], Awaitable[None]],
+        is_first: Callable[[], bool],
+        *,
+        ack_wait_s: float,
     ) -> None:
-        """After `ack_wait_s` the server redelivers every request without an ack."""
+        """`wake` wakes a session for a request. A worker looks only while its `is_first()` is true.
+
+        After `ack_wait_s` the server redelivers every request without an ack.
+        """
         self._journal = journal
         self._intake = intake
-        self._members = members
-        self._routing = routing
+        self._wake = wake
+        self._is_first = is_first
         self._wait_s = ack_wait_s + _SLACK_S
 
     async def run(self) -> None:
@@ -52,7 +59,7 @@ class Undelivered:
         server = ""
         while True:
             await sleep(self._wait_s)
-            if server != self._journal.server and self._members.is_first:
+            if server != self._journal.server and self._is_first():
                 with contextlib.suppress(nats.errors.Error, APIError, OSError):
                     server = await self._look(self._journal.server)
 
@@ -70,7 +77,7 @@ class Undelivered:
             elif earlier.get(key) == entry.seq:
                 log.warning("a request has lost its result or its delivery", session=str(key), seq=entry.seq)
                 # In doubt: a worker may have crashed over it.
-                await self._routing.wake(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
+                await self._wake(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
         return server
 
     async def _found(self) -> AsyncIterator[tuple[SessionKey, Entry]]:

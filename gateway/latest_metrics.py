@@ -21,7 +21,7 @@ _SEEN_S: Final = 1.0
 _BETWEEN_S: Final = 0.1
 
 
-class Presence:
+class LatestMetrics:
     """The latest metrics of the worker behind one client. Event loop only."""
 
     def __init__(self, client: Client) -> None:

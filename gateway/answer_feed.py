@@ -11,12 +11,12 @@ from turnkeep_client.messages import Chunk, Generated
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .index import Asked
+    from .index import IndexedRequest
+    from .logged_answers import Note
     from .planning import How
-    from .recorded import Note
 
 
-class Found(NamedTuple):
+class Match(NamedTuple):
     """Event: the session that answers a turn, and how much of the conversation this session has already.
 
     The session has the first `num_known` messages, which are `position` tokens. If an earlier answer was not
@@ -35,14 +35,14 @@ class Found(NamedTuple):
         return f"{found}; tokens={self.position}; differs={self.differs or 'none'}"
 
 
-class Begun(NamedTuple):
+class Receipt(NamedTuple):
     """Event: the log has stored the request."""
 
 
-Event = Found | Begun | Chunk | Generated | TurnkeepError
+Event = Match | Receipt | Chunk | Generated | TurnkeepError
 
 
-class Answering:
+class AnswerFeed:
     """The answers to one turn while they run. `events` is a queue of (number of the answer, event)."""
 
     def __init__(
@@ -51,7 +51,7 @@ class Answering:
         """`on_end` is called with each result, even if the client has disconnected.
 
         The log stores `note` with the request. `key_id` is the answer's id if the request has an idempotency
-        key. An answer that `stays` goes on after its client disconnects, and sends `Begun`.
+        key. An answer that `stays` goes on after its client disconnects, and sends `Receipt`.
         """
         self.on_end = on_end
         self.note = note
@@ -59,6 +59,6 @@ class Answering:
         self.stays = stays or bool(key_id)
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.begun = asyncio.Event()
-        self.running: set[Asked] = set()
+        self.running: set[IndexedRequest] = set()
         self.is_abandoned = False
         self.following: asyncio.Task[None] | None = None

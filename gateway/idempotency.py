@@ -1,4 +1,4 @@
-"""Follows and cancels answers whose requests are in the log, whichever client or gateway sent them.
+"""Says what the log has for an idempotency key, whichever client or gateway sent the request.
 
 A request with an `Idempotency-Key` has a session of its own, whose name is derived from the key, so any
 gateway can read the request's state from the log at any time.
@@ -11,41 +11,35 @@ import contextlib
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from turnkeep_client.chunks import Assembly
 from turnkeep_client.errors import InvalidMessageError, NoAnswerError, NoServerError, RequestFailedError
-from turnkeep_client.messages import Failed, Generated, Opened, decode_result
+from turnkeep_client.messages import Failed, Opened, decode_result
 from turnkeep_client.subjects import session_key
 
-from . import recorded
+from . import logged_answers
 from .index import PREFIX, RequestName, base_of
+from .logged_answers import FIRST_PAUSE_S, MISTAKEN
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from turnkeep_client.client import Client
-    from turnkeep_client.messages import Chunk
 
-    from .recorded import Note, Recorded
+    from .logged_answers import LoggedAnswer, Note
 
 _T = TypeVar("_T")
 
-#: Failure codes which mean that a session differs from its entry in the gateway's index.
-MISTAKEN: Final = {"position_conflict", "unknown_session", "history_diverged", "id_conflict"}
-#: The first and the longest pause between two attempts to cancel an answer.
-FIRST_PAUSE_S: Final = 0.05
-LAST_PAUSE_S: Final = 5.0
 #: The failure code of a request whose idempotency key was sent before with another request.
 KEY_REUSED: Final = "key_reused"
 
 
-class Standing(NamedTuple):
+class KeyState(NamedTuple):
     """What the log has for an idempotency key: the request's last attempt, and the session's fork point.
 
     The fork point, in `opened`, is a boundary's digest and a position; None if the session is no fork.
     """
 
     session: str
-    last: Recorded | None = None
+    last: LoggedAnswer | None = None
     opened: tuple[bytes, int] | None = None
 
     @property
@@ -55,7 +49,7 @@ class Standing(NamedTuple):
         return name.nonce + 1 if name else 0
 
     @property
-    def answer(self) -> Recorded | None:
+    def answer(self) -> LoggedAnswer | None:
         """The last attempt if it has an answer, runs, or failed for good; None if the request may be sent."""
         failed = self.last.result if self.last else None
         may_try = isinstance(failed, Failed) and (failed.retryable or failed.code in MISTAKEN)
@@ -67,16 +61,16 @@ def id_of(key: str) -> str:
     return blake2b(key.encode(), digest_size=24).hexdigest()
 
 
-async def standing(client: Client, answer_id: str, body: str) -> Standing:
+async def state_of(client: Client, answer_id: str, body: str) -> KeyState:
     """Read from the log the state of a request with an idempotency key.
 
     Raises `RequestFailedError` if the logged request had another body (`body` is a digest).
     """
     session = PREFIX + answer_id[:32]
-    last = (await recorded.find(client, {answer_id}, conversation=False)).get(answer_id)
+    last = (await logged_answers.find(client, {answer_id}, conversation=False)).get(answer_id)
     if last is not None and last.note.body != body:
         raise key_reused()
-    found, opened = Standing(session, last), None
+    found, opened = KeyState(session, last), None
     if found.answer is None:
         async for _, one in client.stored.every(session_key(client.tenant, session), "out"):
             with contextlib.suppress(InvalidMessageError):
@@ -93,9 +87,9 @@ def key_reused() -> RequestFailedError:
     return RequestFailedError(KEY_REUSED, why, retryable=False)
 
 
-async def first_copy(client: Client, answer_id: str) -> Recorded | None:
+async def first_copy(client: Client, answer_id: str) -> LoggedAnswer | None:
     """Read a request's last attempt, as the log first stored it. Retries while the log cannot be read."""
-    found = await _read(lambda: recorded.find(client, {answer_id}, conversation=False))
+    found = await _read(lambda: logged_answers.find(client, {answer_id}, conversation=False))
     return found.get(answer_id)
 
 
@@ -104,7 +98,7 @@ async def first_note(client: Client, session: str, request_id: str, note: Note) 
 
     Retries while the log cannot be read.
     """
-    first = await _read(lambda: recorded.note_of(client, session, request_id))
+    first = await _read(lambda: logged_answers.note_of(client, session, request_id))
     return first if first is not None and first.body == note.body else note
 
 
@@ -114,31 +108,3 @@ async def _read(read: Callable[[], Awaitable[_T]]) -> _T:
             return await read()
         except (NoAnswerError, NoServerError):
             await asyncio.sleep(FIRST_PAUSE_S)
-
-
-async def follow(client: Client, found: Recorded, tell: Callable[[Chunk], None]) -> Generated:
-    """Pass an answer's chunks to `tell`, from the first on; return its result. Raises `TurnkeepError`."""
-    match found.result:
-        case Failed() as failed:
-            raise failed.as_error()
-        case Generated() as result:
-            if (whole := Assembly().finish(result)) is not None:
-                tell(whole)
-            return result
-    generation = client.session(found.session).follow(found.request, found.seq)
-    async for chunk in generation:
-        tell(chunk)
-    return generation.result
-
-
-async def cancel(client: Client, answer_id: str) -> Recorded | None:
-    """Cancel a running answer; return its entry in the log, None if it has none. Raises `TurnkeepError`."""
-    pause_s = FIRST_PAUSE_S
-    while True:
-        found = (await recorded.find(client, {answer_id})).get(answer_id)
-        if found is None or found.result is not None or pause_s > LAST_PAUSE_S:
-            return found
-        with contextlib.suppress(RequestFailedError):  # the worker has not read it yet, or has ended it
-            await client.session(found.session).cancel(found.request.id)
-        await asyncio.sleep(pause_s)
-        pause_s *= 2

@@ -1,0 +1,277 @@
+"""The work of the writer thread: writes, shortens and removes a directory's files, and changes its catalog.
+
+All methods block, and belong to the thread. Nothing here knows the index, or the order of the jobs.
+"""
+
+from __future__ import annotations
+
+import enum
+import errno
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
+
+import structlog
+
+from . import format as snapshot_format
+from .rows import PARTIAL
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from pathlib import Path
+
+    from cache.names.identity import Identity
+    from cache.names.marks import ErasureProgress
+    from cache.names.snapshot import ModelLayout
+
+    from .catalog import Catalog
+    from .folder import Folder
+    from .format import EncodedSnapshot
+    from .rows import Row
+
+T = TypeVar("T")
+
+_log = structlog.get_logger("turnkeep.cache")
+
+#: Why a snapshot was dropped.
+#: queue_full: the disk is slower than the device. too_large: the snapshot exceeds a limit by itself.
+#: disk_limit: the disk is full, and nothing can be evicted. disk_error: writing is paused after a failure, or
+#: has ended.
+#: no_parent: the prefix before it was lost. memory: the device needs the memory. closing: the store closes.
+DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "memory", "closing"]
+
+#: Errors of a write when a folder was removed, or when something blocks a file's path.
+_IN_THE_WAY: Final = frozenset({errno.ENOENT, errno.EISDIR, errno.ELOOP})
+
+
+class WriteState(enum.Enum):
+    """The state of a write. The last three are final."""
+
+    QUEUED = "queued"
+    WRITING = "writing"
+    DURABLE = "durable"
+    FAILED = "failed"
+    ABANDONED = "abandoned"
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One snapshot to be written.
+
+    The event loop sets `abandoned`; the thread checks it before it starts to write and before it renames the
+    file to its final name. A write that is abandoned after the rename still ends DURABLE; the event loop then
+    removes the file, so that no abandoned snapshot comes back.
+    """
+
+    row: Row
+    encoded: EncodedSnapshot | None  # None once abandoned, and for a fetched file
+    fetched: Path | None = None  # a whole file from the remote tier
+    state: WriteState = WriteState.QUEUED
+    abandoned: DropReason | Literal["cancelled"] | None = None
+    error: Exception | None = None
+
+    def abandon(self, reason: DropReason | Literal["cancelled"]) -> None:
+        """Abandon the write. Its tensors are freed at once, unless the thread is using them."""
+        self.abandoned = self.abandoned or reason
+        self.encoded = None  # set after `abandoned`: the thread reads the two in the other order
+
+
+@dataclass(slots=True)
+class FreedSpace:
+    """What the removal of files did to the file system's free bytes, measured just before and after it."""
+
+    removed_bytes: int
+    before_bytes: int = 0
+    after_bytes: int = 0
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether less than half came back: a snapshot of the file system or another link keeps the files."""
+        return self.after_bytes < self.enough_bytes
+
+    @property
+    def enough_bytes(self) -> int:
+        """Free bytes from which on the removal has had its effect, perhaps later."""
+        return self.before_bytes + self.removed_bytes // 2
+
+
+class DiskWork:
+    """Changes the files and the catalog of an open directory."""
+
+    def __init__(self, folder: Folder, catalog: Catalog, noted: Iterable[bytes]) -> None:
+        #: Set after a fault of the program: then no further snapshots are written.
+        self.has_failed = False
+        self._folder = folder
+        self._catalog = catalog
+        self._catalog_failed = False
+        #: Snapshots that could not be removed from the disk or the catalog.
+        self._left: dict[bytes, Row] = {}
+        #: Identities in the catalog.
+        self.noted = set(noted)
+        #: False if the last erasure of everything failed in part.
+        self._cleared = True
+
+    def write(self, write: Write) -> None:
+        """Write a snapshot, or move a fetched file into the directory, unless the write is abandoned."""
+        encoded = write.encoded
+        if self._end_if_abandoned(write):
+            if write.fetched is not None:
+                write.fetched.unlink(missing_ok=True)
+            return
+        if self.has_failed:
+            write.state = WriteState.FAILED
+            return
+        write.state = WriteState.WRITING
+        digest = write.row.digest
+        try:
+            try:
+                self._place(write, encoded)
+            except OSError as error:
+                if error.errno not in _IN_THE_WAY:
+                    raise
+                self._folder.repair(digest)
+                self._place(write, encoded)
+        except Exception as error:  # noqa: BLE001  # the thread must go on
+            write.state, write.error = WriteState.FAILED, error
+            if write.fetched is not None:  # an erasure removed the fetched file: no fault of the disk
+                write.state, write.abandoned = WriteState.ABANDONED, "cancelled"
+            return
+        if write.state is WriteState.DURABLE:
+            self._left.pop(digest, None)
+            self._in_catalog(self._catalog.put, [write.row])
+
+    def _place(self, write: Write, encoded: EncodedSnapshot | None) -> None:
+        with self._folder.placing(write.row.digest) as path:
+            if write.fetched is not None:  # not synced: a load detects damage by a power failure
+                write.fetched.rename(path)
+            elif encoded is not None:
+                snapshot_format.write(encoded, path, self._folder.codec)
+            if not self._end_if_abandoned(write):
+                self._folder.place(path, write.row.digest)
+                write.state = WriteState.DURABLE
+
+    def _end_if_abandoned(self, write: Write) -> bool:
+        if write.abandoned is None:
+            return False
+        write.state = WriteState.ABANDONED
+        return True
+
+    def use(self, used: int, digest: bytes) -> None:
+        """Store a snapshot's time of last use."""
+        self._in_catalog(self._catalog.use, [(used, digest)])
+
+    def note_erased(self, erased: ErasureProgress) -> None:
+        """Store how far a log's erasures are carried out."""
+        self._in_catalog(self._catalog.note_erased, [erased])
+
+    def note_identity(self, identity: bytes, model: str) -> None:
+        """Add a model identity to the catalog's list of identities that have snapshots."""
+        if identity not in self.noted and self._in_catalog(
+            partial(self._catalog.note_identities, name=model), [identity]
+        ):
+            self.noted.add(identity)
+
+    def measured(self, freed: FreedSpace, work: Callable[[], None]) -> None:
+        """Do `work`, which removes files, and measure the free bytes before and after it."""
+        with suppress(OSError):
+            freed.before_bytes = self._folder.free_bytes()
+        work()
+        with suppress(OSError):
+            freed.after_bytes = self._folder.free_bytes()
+
+    def unlink(self, rows: list[Row], *, quarantined: bool) -> None:
+        """Remove files and rows; with `quarantined` also the copies in quarantine."""
+        self._remove(rows)
+        try:
+            for row in rows if quarantined else ():
+                self._folder.remove_quarantined(row.digest)
+        except OSError as error:
+            _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
+
+    def make_gaps(self, rows: list[Row], *, needed: bool) -> None:
+        """Remove files, but keep their rows, with a size of 0; if rows cannot be written only if `needed`."""
+        # A start adopts a file whose row has the size 0; a row whose file is missing would break the chain.
+        put = partial(self._catalog.put, durable=True)
+        if self._in_catalog(put, [row._replace(size_bytes=0) for row in rows]) or needed:
+            self._remove_files(rows)
+
+    def shorten(self, row: Row, layout: ModelLayout, identity: Identity) -> int | None:
+        """Rewrite a file without the KV of layers with windows; return its new size, None after a failure.
+
+        If the process dies before the row is written, the row wrongly says that the file is whole; shortening
+        the file again corrects the row.
+        """
+        path = self._folder.path(row.digest)
+        try:
+            encoded = snapshot_format.shortened(path, row, layout, identity, self._folder.codec)
+            if encoded is not None:
+                with self._folder.placing(row.digest) as fresh:
+                    snapshot_format.write(encoded, fresh, self._folder.codec)
+                    self._folder.place(fresh, row.digest)
+            size_bytes = path.stat().st_size
+        except Exception as error:  # noqa: BLE001  # the thread must go on; the file stays valid
+            _log.warning("snapshot_not_shortened", digest=row.digest.hex(), error=str(error) or repr(error))
+            return None
+        changed = row._replace(size_bytes=size_bytes, resumable=row.resumable | PARTIAL)
+        self._in_catalog(self._catalog.put, [changed])
+        return size_bytes
+
+    def _remove(self, rows: list[Row]) -> None:
+        """Remove files and rows. If that fails, the next erasure or the next start tries again."""
+        self._remove_files(rows)
+        if not self._in_catalog(self._catalog.remove, rows):
+            self._left.update((row.digest, row) for row in rows)
+
+    def _remove_files(self, rows: list[Row]) -> None:
+        for row in rows:
+            try:
+                self._folder.remove(row.digest)
+                self._left.pop(row.digest, None)
+            except OSError as error:
+                if row.digest not in self._left:
+                    _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
+                self._left[row.digest] = row
+
+    def erase(self, packed: bytes | None) -> bool:
+        """Erase all traces of the `packed` tokens, whose files are unlinked; with None, all files and rows.
+
+        Returns whether no file in the directory contains any of these tokens, even after a crash.
+        """
+        try:
+            if packed is None:
+                self._cleared = False
+                left = self._folder.clear()
+                for name in left:
+                    _log.error("snapshot_not_removed", digest=name)
+                self._left.clear()
+                clean = self._cleared = self._in_catalog(self._catalog.clear, []) and not left
+            else:
+                self._remove([row for row in self._left.values() if row.is_of(packed)])
+                self._folder.remove_quarantined_of(packed)
+                clean = self._cleared and not any(row.is_of(packed) for row in self._left.values())
+            self._folder.clear_tmp()  # nothing is being written now
+            self._folder.sync()
+            return clean and not self.has_failed and self._catalog.purge_log()
+        except Exception as error:  # noqa: BLE001  # the thread must go on
+            _log.error("erasure_failed", error=str(error) or repr(error))
+            return False
+
+    def measure(self) -> tuple[int, int] | None:
+        """Return the free bytes of the file system and the bytes in quarantine; None if the disk fails."""
+        try:
+            return self._folder.free_bytes(), self._folder.quarantined_bytes()
+        except OSError:  # the directory is gone: the next write reports it
+            return None
+
+    def _in_catalog(self, change: Callable[[list[T]], None], rows: list[T]) -> bool:
+        """Change the catalog; False if that fails. Logs the first of several failures in a row."""
+        try:
+            change(rows)
+        except Exception as error:  # noqa: BLE001  # the thread must go on, whatever SQLite raises
+            if not self._catalog_failed:
+                _log.error("index_not_written", error=str(error) or repr(error))
+            self._catalog_failed = True
+        else:
+            self._catalog_failed = False
+        return not self._catalog_failed

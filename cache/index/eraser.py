@@ -1,0 +1,154 @@
+"""Erases KV that must not stay: the snapshots of forgotten tokens, or everything, with all copies.
+
+Belongs to the event loop; the write queue removes files. Remembers erasures that are not certain yet, and how
+far those of a log of requests are carried out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cache.disk.header import NO_NAME
+from cache.names import blocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from cache.names.marks import ErasureProgress, Marks
+
+    from .directory import OpenDirectory
+    from .nodes import Node
+    from .remote import Remote
+    from .remover import Remover
+    from .write_queue import WriteQueue
+
+
+@dataclass(frozen=True, slots=True)
+class ErasureResult:
+    """The result of an erasure. `settled` is true if certainly no copy is left on disk or in the tier."""
+
+    num_snapshots: int
+    settled: bool
+
+
+class Eraser:
+    """Erases snapshots of all models and policies in an open directory, and their copies in the tier."""
+
+    def __init__(
+        self, opened: OpenDirectory, queue: WriteQueue, remover: Remover, remote: Remote | None
+    ) -> None:
+        self._index = opened.index
+        self._identities = opened.identities
+        self._queue = queue
+        self._remover = remover
+        self._remote = remote
+        self._progress = {one.log: one for one in opened.erased}
+        #: Erasures that are not certain yet (tenant, packed tokens, `shared`): `erase_marked` repeats them,
+        #: since the index no longer has their tokens.
+        self._unsettled: set[tuple[str, bytes, int]] = set()
+
+    def forget(self, tenant: str, packed: bytes, shared: int = 0) -> int:
+        """Remove the snapshots of these packed tokens, except those that other sequences of tokens share.
+
+        Shared snapshots are those that a remaining snapshot continues, and those of the first `shared`
+        tokens. Covers all identities: other models, policies, `kv_bits`. Returns how many snapshots were
+        removed. A snapshot that a load or a turn uses is removed at its release. No removed snapshot comes
+        back, not even by a write in flight.
+        """
+        if self._remote is not None:
+            self._remote.forget()
+        within = self._within(tenant, packed)
+        return self._remover.discard(node for node in within if node.end > shared)
+
+    async def erase(
+        self, tenant: str, packed: bytes, timeout_s: float = 2.0, *, shared: int = 0
+    ) -> ErasureResult:
+        """Call `forget` at once, then wait at most `timeout_s` until the removal is durable.
+
+        Removes copies in quarantine and in the remote tier too. The result is not settled if time ran out, if
+        a turn still uses one of the snapshots, if a removal failed, or if there are files of another format
+        version, whose tokens are unknown.
+        """
+        self._unsettled.add((tenant, packed, shared))
+        num_snapshots = self.forget(tenant, packed, shared)
+        erasing = None if self._remote is None else self._remote.erase(tenant, packed, shared)
+        is_remote_clean = True
+        erasure = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._queue.drained()
+                erasure = self._queue.erase(packed)
+                is_disk_clean = bool(await erasure)
+                if erasing is not None:
+                    is_remote_clean = await asyncio.shield(erasing)
+        except TimeoutError:
+            return ErasureResult(num_snapshots, settled=False)
+        finally:
+            if erasure is None:
+                self._queue.erase(packed)  # although nobody waits for its end
+        is_held = any(node.doomed for node in self._within(tenant, packed))
+        is_clean = is_disk_clean and is_remote_clean and not is_held
+        if is_clean:
+            self._unsettled.discard((tenant, packed, shared))
+        # These files are not tried again: only another version of the program can read them.
+        is_unknown = bool(self._index.children(NO_NAME.parent))
+        return ErasureResult(num_snapshots, is_clean and not is_unknown)
+
+    async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
+        """Erase, like `erase`, the snapshots of a forgotten session, given the marks of its tokens.
+
+        Repeats earlier erasures of these tokens, also those by `erase`, that could not be settled. Returns
+        false if one still cannot: call again later. Snapshots that differ from the tokens only after the last
+        mark are erased too.
+        """
+        chains = {(tenant, packed, marks.shared) for packed in self._marked(tenant, marks)}
+        for one in self._unsettled:
+            if one[0] == tenant and marks.begin(tenant).then(one[1]) is not None:
+                chains.add(one)
+        for one in chains:
+            _, packed, shared = one
+            await self.erase(tenant, packed, timeout_s, shared=shared)
+        return self._unsettled.isdisjoint(chains)
+
+    def erased_up_to(self, log: str) -> ErasureProgress | None:
+        """Return how far this cache has carried out a log's erasures, by `note_erased`; None if unknown."""
+        return self._progress.get(log)
+
+    def note_erased(self, erased: ErasureProgress) -> None:
+        """Store how far this cache has carried out a log's erasures; on disk only after the queued ones."""
+        self._progress[erased.log] = erased
+        self._queue.note_erased(erased)
+
+    async def clear(self, timeout_s: float = 5.0) -> bool:
+        """Remove everything from this directory: the snapshots of all tenants and models, and quarantine.
+
+        False if time ran out or a removal failed. Snapshots that are saved after the call stay. No earlier
+        snapshot comes back, not even by a write in flight.
+        """
+        if self._remote is not None:
+            self._remote.forget()
+        self._index.clear()
+        erasure = self._queue.clear()
+        return await self._queue.drained(timeout_s) and bool(erasure.result())
+
+    def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
+        """Yield a tenant's snapshots, of all models, that hold only tokens of `packed`; last ones first."""
+        for identity in self._identities:
+            yield from reversed(self._index.within(blocks.root(identity, tenant), packed))
+
+    def _marked(self, tenant: str, marks: Marks) -> set[bytes]:
+        """Return the packed tokens of each longest chain, stored or queued, that agrees with the marks."""
+        found: set[bytes] = set()
+        for identity in self._identities:
+            trails = [(blocks.root(identity, tenant), marks.begin(tenant))]
+            while trails:
+                parent, trail = trails.pop()
+                ways = [(one, trail.then(one.tokens)) for one in self._index.children(parent)]
+                behind = [(one.digest, way) for one, way in ways if way is not None]
+                trails += behind
+                last = None if behind else self._index.get(parent)
+                if last is not None and last.end > marks.shared:
+                    found.add(b"".join(reversed([node.tokens for node in last.chain()])))
+        return found

@@ -1,0 +1,99 @@
+"""A request without a result, as it goes through the session's task. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from anyio import Event
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Append, Generate, decode_request
+from worker.observe.traces import trace_headers
+from worker.process.clock import monotonic, time
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import datetime
+
+    from turnkeep_client.messages import Change, Request
+    from worker.observe.traces import Phase
+    from worker.wire.consistent_reads import Entry
+
+
+@dataclass(slots=True, eq=False)
+class Pending:
+    """A request without a result."""
+
+    seq: int
+    #: None if the body is invalid; then `invalid` says why, and has the body's id, if any.
+    request: Request | None
+    invalid: InvalidMessageError | None
+    #: When the log stored the request.
+    stored: datetime
+    received_s: float = field(default_factory=monotonic)
+    #: Names the publisher's span.
+    parent: Mapping[str, str] = field(default_factory=dict)
+    #: Set once the request has a result, or was read again.
+    done: Event = field(default_factory=Event)
+    # Written by `cancel`.
+    cancelled: bool = False
+    # Written by the session, the last two when it begins the request: the sequence of its last known result,
+    # and the NATS server process that it was read from.
+    expired: bool = False
+    after: int = 0
+    server: str = ""
+    #: Written by the execution: the request's tokens, once they may have KV.
+    change: Change | None = None
+    #: Written by the engine: the parts of the turn's time, for its span.
+    phases: list[Phase] = field(default_factory=list)
+
+    @property
+    def id(self) -> str | None:
+        """The request's id; None if the body has no valid id."""
+        if self.invalid is not None:
+            return self.invalid.request_id
+        return self.request.id if self.request else None
+
+    def cancel(self) -> None:
+        """Mark the request as cancelled: it is not begun any more, and one that runs is to be ended."""
+        self.cancelled = True
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the request was cancelled or has expired, and so has to end as soon as possible."""
+        return self.cancelled or self.expired
+
+    @property
+    def deadline_s(self) -> float | None:
+        """The request's deadline in seconds since 1970; None without a deadline.
+
+        It is counted from the time at which the log stored the request, so that a restart does not extend it.
+        """
+        request = self.request
+        if not isinstance(request, Append | Generate) or request.deadline_s is None:
+            return None
+        return self.stored.timestamp() + request.deadline_s
+
+    def waited_s(self, moment_s: float) -> float:
+        """Return the seconds from when the log stored the request to `moment_s` of the monotonic clock."""
+        return max(time() - self.stored.timestamp() - (monotonic() - moment_s), 0.0)
+
+    @property
+    def priority(self) -> int:
+        """The request's priority; higher ones run first."""
+        return self.request.priority if isinstance(self.request, Append | Generate) else 0
+
+    @property
+    def type(self) -> str:
+        """The request's type, for the metrics."""
+        return str(self.request.__struct_config__.tag) if self.request else "invalid"
+
+
+def pending_at(entry: Entry) -> Pending:
+    """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
+    try:
+        parent = trace_headers(entry.headers)
+        return Pending(entry.seq, decode_request(entry.body), None, entry.stored, parent=parent)
+    except InvalidMessageError as error:
+        return Pending(entry.seq, None, error, entry.stored)

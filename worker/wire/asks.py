@@ -1,0 +1,110 @@
+"""Answers asks: a generate with a reply. It is stored in the log like any other, and its result awaited."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+import nats.errors
+from anyio import fail_after, move_on_after
+from msgspec import structs
+from nats.js.errors import APIError
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
+from worker.observe.traces import trace_headers
+from worker.process.concurrency import shielded
+
+from .journal import MESSAGE_TOO_LARGE
+
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+    from nats.aio.msg import Msg
+    from nats.aio.subscription import Subscription
+    from nats.js import JetStreamContext
+
+    from turnkeep_client.messages import Generate, Result
+    from turnkeep_client.subjects import SessionKey, Subjects
+
+    from .journal import Journal
+
+_PUBLISH_TIMEOUT_S: Final = 5.0
+#: How often an ask looks for its result in the log: while its connection was lost, it received nothing.
+_LOOK_S: Final = 10.0
+_TOO_LARGE: Final = "the request is larger than a message may be: send it as several appends"
+
+
+class Asks:
+    """Answers asks. Event loop only."""
+
+    def __init__(
+        self, nc: Client, js: JetStreamContext, journal: Journal, subjects: Subjects, *, timeout_s: float
+    ) -> None:
+        """An ask waits `timeout_s` for its result on `out`."""
+        self._nc = nc
+        self._js = js
+        self._journal = journal
+        self._subjects = subjects
+        self._timeout_s = timeout_s
+
+    async def answer(self, message: Msg, request_id: str) -> Result:
+        """Store an ask in the log, and wait for its result; `request_id` is its id if it has none."""
+        try:
+            key, _, _ = self._subjects.parse(message.subject)
+            request = decode_ask(message.data, request_id)
+        except InvalidMessageError as error:
+            return failure(error.request_id, "invalid_request", str(error))
+        results = await self._nc.subscribe(self._subjects.of(key, "out"))
+        try:
+            seq = await self._store(key, request, trace_headers(message.headers or {}))
+            if isinstance(seq, Failed):
+                return seq
+            with fail_after(self._timeout_s):
+                return await self._result(results, key, request.id, seq)
+        except TimeoutError:
+            text = f"no result within {self._timeout_s:g} s; it comes on the session's out"
+            late = failure(request.id, "overloaded", text)
+            return structs.replace(late, retryable=False)  # it would be a second request
+        finally:
+            await shielded(results.unsubscribe)
+
+    async def _store(self, key: SessionKey, request: Generate, headers: dict[str, str]) -> int | Failed:
+        """Store the request in the log; return its sequence, or the failure."""
+        try:
+            ack = await self._js.publish(
+                self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S, headers=headers
+            )
+        except nats.errors.MaxPayloadError:
+            return failure(request.id, "invalid_request", _TOO_LARGE)
+        except APIError as error:
+            if error.err_code == MESSAGE_TOO_LARGE:
+                return failure(request.id, "invalid_request", _TOO_LARGE)
+            return failure(request.id, "overloaded", f"the log refused the request: {error.description}")
+        except (nats.errors.Error, OSError) as error:
+            reason = str(error) or type(error).__name__
+            return failure(request.id, "overloaded", f"the log did not confirm the request: {reason}")
+        return ack.seq
+
+    async def _result(self, results: Subscription, key: SessionKey, request_id: str, seq: int) -> Result:
+        """Wait for the result of the request at `seq` on `out`; look for it in the log too, every 10 s."""
+        while True:
+            with move_on_after(_LOOK_S):
+                while True:
+                    body = (await results.next_msg(timeout=None)).data
+                    if (result := _as_result(body, request_id, seq)) is not None:
+                        return result
+            after, more = seq, 1
+            while more:
+                entries, more = await self._journal.page(key, "out", after)
+                for entry in entries:
+                    after = entry.seq
+                    if (result := _as_result(entry.body, request_id, seq)) is not None:
+                        return result
+
+
+def _as_result(body: bytes, request_id: str, seq: int) -> Result | None:
+    """Decode a message on `out`; None if it is not the result of this request."""
+    with contextlib.suppress(InvalidMessageError):  # not from a worker
+        if (result := decode_result(body)).seq == seq and result.id == request_id:
+            return result
+    return None

@@ -1,0 +1,116 @@
+"""The workers' records: messages in an in-memory stream, in the layout of a KV bucket.
+
+`cluster.members` writes and watches them; the command `drain` reads them too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+import msgspec
+import nats.errors
+from nats.js import api
+from nats.js.errors import APIError, NotFoundError
+
+from turnkeep_client.messages import VERSION as PROTOCOL
+
+from .connection import BrokerError, answered
+from .streams import DEDUPE_S, ensure_stream, reason
+
+if TYPE_CHECKING:
+    from nats.js import JetStreamContext
+
+    from turnkeep_client.direct import DirectGets
+    from turnkeep_client.subjects import Subjects
+
+#: Limit of the stream: records have some 400 bytes each.
+_MAX_BYTES: Final = 2**20
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A worker of the prefix. `directory` identifies its data directory, `boot` its process.
+
+    `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
+    `load` is the number of sessions with requests that wait or run there, at the last renewal. A worker that
+    does not serve yet (`serves`) loads its model, and owns no sessions. A worker that `drains` takes no
+    sessions, and gives its own away. `protocol` is the version of the messages that it writes.
+    """
+
+    worker: str
+    host: str
+    pid: int
+    directory: str
+    boot: str
+    since: float = 0.0
+    model: str = ""
+    load: int = 0
+    serves: bool = False
+    drains: bool = False
+    protocol: int = PROTOCOL
+
+    def __str__(self) -> str:
+        return f"worker {self.worker!r} (pid {self.pid} on {self.host})"
+
+
+def records_stream(subjects: Subjects) -> str:
+    """Return the name of the stream of the workers' records."""
+    return f"KV_{subjects.workers_bucket}"
+
+
+def record_subject(subjects: Subjects, worker: str) -> str:
+    """Return the subject of a worker's record."""
+    return f"$KV.{subjects.workers_bucket}.live.{worker}"
+
+
+async def ensure_records(js: JetStreamContext, subjects: Subjects, replicas: int | None) -> bool:
+    """Create or update the stream of records; return whether it was created.
+
+    It has `replicas` copies; None: as many as the log. Raises `BrokerError`.
+    """
+    name, is_new = records_stream(subjects), False
+    try:
+        await answered(partial(js.stream_info, name))
+    except NotFoundError:
+        is_new = True
+    except (APIError, nats.errors.Error, OSError) as error:
+        raise BrokerError(f"the stream {name} cannot be looked at: {reason(error)}") from None
+    with contextlib.suppress(APIError, nats.errors.Error):
+        replicas = replicas or (await js.stream_info(subjects.log_stream)).config.num_replicas
+    await ensure_stream(
+        js,
+        api.StreamConfig(
+            name=name,
+            subjects=[f"$KV.{subjects.workers_bucket}.live.>"],
+            retention=api.RetentionPolicy.LIMITS,
+            storage=api.StorageType.MEMORY,  # renewed twice a second: not worth disk writes
+            discard=api.DiscardPolicy.NEW,
+            max_msgs_per_subject=1,
+            max_bytes=_MAX_BYTES,
+            duplicate_window=DEDUPE_S,
+            num_replicas=replicas,
+            allow_direct=True,
+            allow_msg_ttl=True,
+        ),
+    )
+    return is_new
+
+
+def address(subjects: Subjects, member: Member, verb: str) -> str:
+    """Return the subject on which a worker receives `verb` requests from other workers and commands."""
+    return f"$KV.{subjects.workers_bucket}.peer.{member.boot}.{verb}"
+
+
+async def recorded(gets: DirectGets, subjects: Subjects) -> list[Member]:
+    """Read the records of a prefix's workers; a killed worker's record stays for 2 s.
+
+    Raises nats-py's errors.
+    """
+    asked = {"multi_last": [f"$KV.{subjects.workers_bucket}.live.*"], "batch": 1024}
+    found: list[Member] = []
+    for message in (await gets.read(records_stream(subjects), asked))[0]:
+        with contextlib.suppress(msgspec.MsgspecError):
+            if message.headers:
+                found.append(msgspec.json.decode(message.data, type=Member))
+    return found
