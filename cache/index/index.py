@@ -99,12 +99,6 @@ class Index:
             nodes.pop()
         return nodes
 
-    def names_up_to(self, root: bytes, digest: bytes) -> list[bytes]:
-        """Return the digests from a root to a node, in order; an empty list if the root has no such node."""
-        node = self._nodes.get(digest)
-        nodes = [*node.chain()][::-1] if node is not None else []
-        return [one.digest for one in nodes] if nodes and nodes[0].parent == root else []
-
     def num_known(self, digests: Sequence[bytes]) -> int:
         """Return how many of a chain's first nodes, given by their digests, are in the index.
 

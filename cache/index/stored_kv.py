@@ -136,14 +136,7 @@ class StoredKv:
             self._index.limit(root, prefixes.layout.reach)
         self._window_eviction.follow(root, prefixes)
         chain = Chain(root, prefixes.identity.block_tokens, policy)
-        if of is None:
-            return chain
-        if root not in of.chains:
-            for boundary in of.boundaries:
-                names = self._index.names_up_to(root, boundary.name) if boundary.root == root else []
-                if names and len(names) * chain.block == boundary.end:
-                    chain.resume(of, names)
-        return of.chains.setdefault(root, chain)
+        return chain if of is None else of.chains.setdefault(root, chain)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
         """Find the longest prefix of `tokens` on disk; also once the store is closed. Protects nothing."""

@@ -58,9 +58,5 @@ class InterruptionError(Exception):
     """Base class of what ends the work on a request before it has a result: the request is begun again."""
 
 
-class CutOffError(CacheError, InterruptionError):
-    """An operation needs token ids or turns that are not in memory; the caller must reread the log."""
-
-
 class LostPastError(CacheError):
     """KV that the model's next pass needs from disk is missing or cannot be read; the message says why."""

@@ -1,6 +1,6 @@
 """A session's token ids, and the names of its blocks. Pure.
 
-Appending tokens does not copy the earlier ids. Long sessions do not keep the ids in the middle.
+Appending tokens does not copy the earlier ids.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import sys
 from array import array
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple, overload
+from typing import TYPE_CHECKING, Final, overload
 
 import numpy as np
 
 from . import blocks
-from .errors import CutOffError
 from .policy import FULL, Policy
 
 if TYPE_CHECKING:
@@ -39,21 +38,13 @@ _BEHIND: Final = hashlib.blake2b(digest_size=_DIGESTED, person=b"turnkeep.behind
 
 
 class _Part:
-    """`_PART` tokens: their ids, or None if dropped, and a digest of all tokens up to the part's end."""
+    """`_PART` tokens: their ids, and a digest of all tokens up to the part's end."""
 
     __slots__ = ("digest", "ids")
 
-    def __init__(self, ids: _Ids | None, digest: bytes) -> None:
+    def __init__(self, ids: _Ids, digest: bytes) -> None:
         self.ids = ids
         self.digest = digest
-
-
-class Boundary(NamedTuple):
-    """The name (a digest) of a session's first `end` tokens under a root; `end` is the end of a block."""
-
-    root: bytes
-    end: int
-    name: bytes
 
 
 class Tokens(Sequence[int]):
@@ -62,25 +53,20 @@ class Tokens(Sequence[int]):
     So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
     hashed again. `chains` has the names of the blocks, by root, and is shared by all tokens that extend each
     other. `chains` belongs to the event loop.
-
-    A long session's tokens may be `shortened`: the ids in the middle are dropped. A method that needs such an
-    id raises `CutOffError`. `boundaries` are known names of prefixes of these tokens.
     """
 
-    __slots__ = ("_parts", "_rest", "boundaries", "chains")
+    __slots__ = ("_parts", "_rest", "chains")
 
     def __init__(
         self,
         parts: tuple[_Part, ...] = (),
         rest: _Ids | None = None,
         chains: dict[bytes, Chain] | None = None,
-        boundaries: Sequence[Boundary] = (),
     ) -> None:
         """Make tokens from whole parts and from `rest`, the ids after the last part."""
         self._parts = parts
         self._rest = array("I") if rest is None else rest
         self.chains: dict[bytes, Chain] = {} if chains is None else chains
-        self.boundaries = boundaries
 
     def __len__(self) -> int:
         return len(self._parts) * _PART + len(self._rest)
@@ -100,9 +86,7 @@ class Tokens(Sequence[int]):
             if end == len(self):
                 return self
             num = end // _PART
-            # Without the names of longer prefixes: other tokens may be appended to these.
-            named = tuple(one for one in self.boundaries if one.end <= end)
-            return Tokens(self._parts[:num], self.ids(num * _PART, end), self.chains, named)
+            return Tokens(self._parts[:num], self.ids(num * _PART, end), self.chains)
         at = range(len(self))[at]
         return self._ids_from(at // _PART)[at % _PART]
 
@@ -115,7 +99,7 @@ class Tokens(Sequence[int]):
         for at in range(0, num_whole, _PART):
             ids = rest[at : at + _PART]
             parts.append(_Part(ids, _digest(parts[-1:], ids).digest()))
-        return Tokens(tuple(parts), rest[num_whole:], self.chains, self.boundaries)
+        return Tokens(tuple(parts), rest[num_whole:], self.chains)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tokens):
@@ -129,24 +113,10 @@ class Tokens(Sequence[int]):
 
     def _ids_from(self, num: int) -> _Ids:
         """Return the ids of part `num`; after the last part, the ids of the rest."""
-        if num == len(self._parts):
-            return self._rest
-        if (ids := self._parts[num].ids) is None:
-            raise CutOffError(f"the ids of the tokens from {num * _PART} on were left out")
-        return ids
-
-    @property
-    def held_from(self) -> int:
-        """The position from which on all ids are in memory; 0 if no ids were dropped."""
-        nums = range(len(self._parts), 0, -1)
-        return next((num * _PART for num in nums if self._parts[num - 1].ids is None), 0)
-
-    def holds(self, at: int) -> bool:
-        """Whether the id at position `at` is in memory."""
-        return not _PART <= at < self.held_from
+        return self._rest if num == len(self._parts) else self._parts[num].ids
 
     def ids(self, start: int = 0, end: int | None = None) -> _Ids:
-        """Copy the ids of `[start, end)`. Raises `CutOffError`."""
+        """Copy the ids of `[start, end)`."""
         found = array("I")
         end = len(self) if end is None else min(end, len(self))
         while start < end:
@@ -157,20 +127,15 @@ class Tokens(Sequence[int]):
         return found
 
     def packed(self, start: int = 0, end: int | None = None) -> bytes:
-        """Pack the tokens of `[start, end)`; see `pack`. Raises `CutOffError`."""
+        """Pack the tokens of `[start, end)`; see `pack`."""
         return pack(self.ids(start, end))
 
     def num_common(self, other: Tokens) -> int:
-        """Count the leading tokens that these two sequences share.
-
-        If they first differ in a part whose ids are not in memory, only the parts before it count.
-        """
+        """Count the leading tokens that these two sequences share."""
         num = min(len(self._parts), len(other._parts))
         while num and self._parts[num - 1].digest != other._parts[num - 1].digest:
             num -= 1
         num *= _PART
-        if not (self.holds(num) and other.holds(num)):
-            return num
         return num + num_common(self.packed(num, num + _PART), other.packed(num, num + _PART))
 
     def digest(self) -> str:
@@ -184,35 +149,7 @@ class Tokens(Sequence[int]):
     def apart(self) -> Tokens:
         """Return a copy with separate `chains`, for a fork of the session."""
         chains = {root: chain.copy() for root, chain in self.chains.items()}
-        return Tokens(self._parts, self._rest, chains, self.boundaries)
-
-    def shortened(self, end: int) -> Tokens:
-        """Return these tokens without the ids of whole parts before `end`, except for the first part."""
-        first, num = max(self.held_from // _PART, 1), end // _PART
-        if num <= first:
-            return self
-        cut = (_Part(None, part.digest) for part in self._parts[first:num])
-        parts = (*self._parts[:first], *cut, *self._parts[num:])
-        behind = (chain.boundary(self, num * _PART) for chain in self.chains.values())
-        found = tuple(one for one in behind if one is not None)
-        return Tokens(parts, self._rest, self.chains, found)
-
-    def pack_shortened(self) -> tuple[bytes, bytes, bytes]:
-        """Pack the ids before the dropped ones, the digests of the dropped parts, and the ids after them."""
-        start = min(_PART, self.held_from)
-        cut = self._parts[start // _PART : self.held_from // _PART]
-        return self.packed(0, start), b"".join(part.digest for part in cut), self.packed(self.held_from)
-
-    @classmethod
-    def unpack_shortened(
-        cls, before: bytes, digests: bytes, behind: bytes, boundaries: Sequence[Boundary]
-    ) -> Tokens:
-        """Make tokens from the results of `pack_shortened`, and their boundaries. Raises `ValueError`."""
-        begun = unpack(before)
-        if len(begun) % _PART or len(digests) % _DIGESTED:
-            raise ValueError("not whole parts of tokens")
-        cut = (_Part(None, digests[at : at + _DIGESTED]) for at in range(0, len(digests), _DIGESTED))
-        return Tokens((*begun._parts, *cut), boundaries=boundaries) + unpack(behind)  # noqa: SLF001  # of this class
+        return Tokens(self._parts, self._rest, chains)
 
 
 class Chain:
@@ -225,28 +162,14 @@ class Chain:
         self._named = as_tokens()
         self._names = [root]
 
-    def resume(self, tokens: Tokens, names: Iterable[bytes]) -> None:
-        """Start with known `names` of the first blocks of `tokens`, whose ids need not be in memory."""
-        self._names = [self.root, *names]
-        self._named = tokens[: (len(self._names) - 1) * self.block].alone()
-
     def copy(self) -> Chain:
         """Return an independent copy of the chain."""
         chain = Chain(self.root, self.block, self.policy)
         chain._named, chain._names = self._named, [*self._names]  # of this class
         return chain
 
-    def boundary(self, tokens: Tokens, position: int) -> Boundary | None:
-        """Return the first block end at or after `position`, with its name; None if it has no name yet."""
-        num = -(-position // self.block)
-        is_named = num < len(self._names) and self._named.num_common(tokens) >= num * self.block
-        return Boundary(self.root, num * self.block, self._names[num]) if is_named else None
-
     def names(self, tokens: Tokens) -> Sequence[bytes]:
-        """Return the names of the empty prefix, then of every full block of the tokens, in order.
-
-        Raises `CutOffError`.
-        """
+        """Return the names of the empty prefix, then of every full block of the tokens, in order."""
         num, shared = len(tokens) // self.block, self._named.num_common(tokens) // self.block
         if shared == num:
             return self._names[: num + 1]

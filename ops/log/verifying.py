@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from cache.names.tokens import Tokens, as_tokens, from_compact
+from cache.names.tokens import Tokens, as_tokens, from_compact, unpack
 from turnkeep_client import __version__
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
@@ -343,8 +343,8 @@ def _base(packed: bytes) -> Tokens:
     """Unpack the tokens that a fork copied from its parent. Raises `_FaultError`."""
     try:
         fields = msgspec.msgpack.decode(zlib.decompressobj().decompress(packed, _MAX_BYTES))
-        before, digests, behind = fields[_TOKENS]
-        return Tokens.unpack_shortened(before, digests, behind, ())
+        tokens: bytes = fields[_TOKENS]
+        return unpack(tokens)
     except (msgspec.MsgspecError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise _FaultError(f"what the fork took from its parent cannot be read: {error}") from None
 

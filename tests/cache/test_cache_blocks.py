@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from array import array
 from collections.abc import Sequence
@@ -12,11 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache.names import blocks
-from cache.names.errors import CutOffError
 from cache.names.tokens import (
-    Boundary,
     Chain,
-    Tokens,
     as_tokens,
     from_compact,
     num_common,
@@ -103,86 +99,6 @@ def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> N
             for other, theirs in made:
                 assert (tokens == other) == (ids == theirs)
                 assert tokens.num_common(other) == common(ids, theirs)
-
-
-@given(st.data())
-def test_shortened_tokens_return_the_same_ids_or_raise_an_error_for_dropped_ones(data) -> None:
-    """Also after packing, and if block names continue from the names of dropped tokens."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cache.names.tokens._PART", 4)
-        block = data.draw(st.sampled_from((1, 2, 3, 4, 8)))
-        made = [(as_tokens(), list[int]())]
-        chain_of = {ROOT: Chain(ROOT, block)}
-        for _ in range(data.draw(st.integers(1, 12))):
-            tokens, ids = data.draw(st.sampled_from(made[-3:]))
-            end = len(ids) - data.draw(st.integers(0, min(len(ids), 6)))
-            more = [data.draw(st.integers(0, 2))] * data.draw(st.integers(0, 21))
-            tokens.chains.setdefault(ROOT, chain_of[ROOT])
-            if data.draw(st.booleans()):
-                with contextlib.suppress(CutOffError):
-                    tokens.chains[ROOT].names(tokens)
-            if data.draw(st.booleans()):
-                tokens = tokens.shortened(data.draw(st.integers(0, len(ids))))
-            if data.draw(st.booleans()):
-                bounds = tokens.boundaries
-                tokens = Tokens.unpack_shortened(*tokens.pack_shortened(), bounds)
-                for one in bounds:
-                    names = chain(ids, block)[: one.end // block]
-                    assert one.name == names[-1]
-                    tokens.chains.setdefault(ROOT, Chain(ROOT, block)).resume(tokens, names)
-            with contextlib.suppress(CutOffError):
-                tokens, ids = tokens[:end], ids[:end]
-            tokens, ids = tokens + more, ids + more
-            made.append((tokens, ids))
-            left_out = [at for at in range(len(ids)) if not tokens.holds(at)]
-            assert tokens.held_from == max(left_out, default=-1) + 1
-            for at in range(len(ids)):
-                if at in left_out:
-                    with pytest.raises(CutOffError):
-                        tokens[at]
-                else:
-                    assert tokens[at] == ids[at]
-            assert (len(tokens), tokens.digest()) == (len(ids), as_tokens(ids).digest())
-            if left_out:
-                begun, *rest = tokens.pack_shortened()
-                other = Tokens.unpack_shortened(bytes(b ^ 1 for b in begun), *rest, ())
-                assert other.digest() != tokens.digest()
-            with contextlib.suppress(CutOffError):
-                named = tokens.chains.setdefault(ROOT, Chain(ROOT, block)).names(tokens)
-                assert [*named[1:]] == chain(ids, block)
-            for other, theirs in made:
-                assert (tokens == other) == (ids == theirs)
-                assert tokens.num_common(other) <= common(ids, theirs)
-
-
-def test_shortened_tokens_keep_the_digest_of_a_prefix_only_while_the_prefix_is_unchanged(
-    monkeypatch,
-) -> None:
-    monkeypatch.setattr("cache.names.tokens._PART", 4)
-    session, names = as_tokens(range(20)), Chain(ROOT, 3)
-    session.chains[ROOT] = names
-    other = session[:6] + [7] * 14
-    names.names(session)
-    assert other.shortened(12).boundaries == (), "named was another branch"
-    short = session.shortened(8)
-    assert short.boundaries == (Boundary(ROOT, 9, chain([*range(9)], 3)[-1]),)
-    assert (short[:9] + range(1)).boundaries == short.boundaries
-    assert (short[:8] + range(1)).boundaries == (), "it goes on in another way"
-
-
-def test_shortened_tokens_keep_their_beginning_end_and_block_names() -> None:
-    session = as_tokens(range(1_000_000))
-    names = session.chains.setdefault(ROOT, Chain(ROOT, 128)).names(session)[:]
-    short = session.shortened(999_000)
-    assert len(pack([*short[:4096]])) + sum(map(len, short.pack_shortened())) < 60_000
-    after = short + range(500)
-    assert (after.chains[ROOT].names(after)[: len(names)], after.digest()) == (
-        names,
-        (session + range(500)).digest(),
-    )
-    assert after.num_common(session) == 1_000_000
-    with pytest.raises(CutOffError, match="left out"):
-        after[5000]
 
 
 def test_a_turn_does_not_pack_or_hash_a_session_of_a_million_tokens_again(monkeypatch) -> None:

@@ -19,10 +19,10 @@ from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
 from cache.index import gap_rules
 from cache.index.nodes import Node
-from cache.names.errors import CacheError, CutOffError
+from cache.names.errors import CacheError
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout, seen
-from cache.names.tokens import Boundary, Tokens, as_tokens, pack
+from cache.names.tokens import as_tokens, pack
 
 LIMITED = LAYOUT.under(POLICY)
 TOKENS = [at * 7 % 50 for at in range(400)]
@@ -484,32 +484,3 @@ async def test_a_session_of_a_model_with_only_window_layers_may_exceed_the_disk_
     assert match.num_tokens == 200
     assert_restored(await store.kv.load(match), LIMITED, TOKENS[:200])
     assert store.kv.chain("a").policy == FULL
-
-
-async def test_shortened_tokens_take_block_names_only_from_a_valid_boundary_of_the_same_chain(
-    open_store, monkeypatch
-) -> None:
-    """They take none from another tenant, an unknown chain, or a chain shorter than the boundary says."""
-    monkeypatch.setattr("cache.names.tokens._PART", 2 * BLOCK)
-    store = await open_store()
-    for tenant in ("a", "b"):
-        await grown(store, store.kv.chain(tenant, POLICY), 400)
-    tokens = as_tokens(TOKENS)
-    chain = store.kv.chain("a", POLICY, tokens)
-    names = [*chain.names(tokens)]
-    theirs = [*store.kv.chain("b", POLICY, as_tokens(TOKENS)).names(tokens)]
-    (boundary,) = tokens.shortened(8 * BLOCK).boundaries
-
-    def found(boundary: Boundary) -> list[bytes]:
-        short = Tokens.unpack_shortened(*tokens.shortened(8 * BLOCK).pack_shortened(), (boundary,))
-        return [*store.kv.chain("a", POLICY, short).names(short)]
-
-    assert found(boundary) == names
-    for forged in (
-        boundary._replace(name=theirs[8]),
-        boundary._replace(name=names[7]),
-        boundary._replace(name=bytes(32)),
-        boundary._replace(root=theirs[0], name=theirs[8]),
-    ):
-        with pytest.raises(CutOffError):
-            found(forged)

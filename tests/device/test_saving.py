@@ -239,16 +239,16 @@ async def test_only_snapshots_that_found_no_room_in_the_queue_count_as_such(
         assert process.store.stats().dropped.keys() <= {"too_large", "no_parent"}
 
 
-async def test_a_session_whose_early_token_ids_are_no_longer_in_memory_does_not_end_saving(
+async def test_a_session_whose_early_kv_has_left_the_device_does_not_end_saving(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))
     async with open_process(make_model("llama"), tmp_path / "kv", num_blocks=64, trials=trials) as process:
         await process.engine.run(TurnRequest(key("s"), long, policy=policy), lambda: False)
-        shortened = long.shortened(2 * 4096) + as_tokens([1, 2, 3])
-        await process.engine.run(TurnRequest(key("s"), shortened, policy=policy), lambda: False)
+        longer = long + as_tokens([1, 2, 3])
+        await process.engine.run(TurnRequest(key("s"), longer, policy=policy), lambda: False)
         await process.store.eraser.clear()  # as if it were evicted
         process.engine._saving._note(key("s"))
         async with saved(process):
             pass
-        assert process.engine._saving.unstored() == [len(shortened) - 1]
+        assert process.engine._saving.unstored() == [len(longer) - 1]

@@ -12,13 +12,12 @@ from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, pro
 
 from cache.kv import layers
 from cache.names.blocks import Span, spans
-from cache.names.errors import CutOffError
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import Sampling
 from worker.batch.rows import PrefillPiece
 from worker.device.request import TurnRequest
 from worker.device.runner import Runner
-from worker.device.turn import Faulted, Finished, Prefilled, Sampled, SnapshotCut, Turn
+from worker.device.turn import Faulted, Finished, NoRoomError, Prefilled, Sampled, SnapshotCut, Turn
 
 
 class Wrapped:
@@ -347,7 +346,7 @@ def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_comple
 
     def cut(runner: Runner, turn: Turn, num_tokens: int) -> PrefillPiece:
         if turn.request.key.session == "doomed":
-            raise CutOffError("the ids were left out")
+            raise NoRoomError("no room")
         return piece(runner, turn, num_tokens)
 
     monkeypatch.setattr(Runner, "_piece", cut)

@@ -1,8 +1,8 @@
-"""A turn renders only the messages that it adds; the tokens equal those of a full render anyway."""
+"""A turn tokenises only what it adds; the tokens equal those of a conversation read from a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,10 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_templates import TEMPLATES, Chat
 
-from cache.names.errors import CutOffError
 from worker.models.tokenizer import Tokenizer
-from worker.text import conversation, templates
-from worker.text.locality import num_first
+from worker.text import templates
 from worker.text.templates import Conversation
 
 pytestmark = pytest.mark.model
@@ -47,110 +45,44 @@ SPEAKER_CHANGES = (
     "{% else %} / {% endif %}{{ said(m) }}{% endfor %}"
     "{% if add_generation_prompt and messages[-1].role != 'assistant' %}\nassistant: {% endif %}"
 )
-NEAR = TEMPLATES | {
+TEMPLATES_HERE = TEMPLATES | {
     "first": FIRST,
     "system apart": SYSTEM_APART,
     "tool runs": TOOL_RUNS,
     "speaker changes": SPEAKER_CHANGES,
 }
-LOOKING_BACK = {
-    "numbers": "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}",
-    "thirds": "{% for m in messages %}{{ '|' if loop.index0 % 3 == 0 }}{{ m.content }}{% endfor %}",
-    "length": "{{ messages | length }} messages: {% for m in messages %}{{ m.content }}{% endfor %}",
-    "from the end": "{% for m in messages %}{{ m.content if loop.revindex0 < 3 }};{% endfor %}",
-    "last": "{% for m in messages %}{{ messages[-1].content }}{{ m.content }}{% endfor %}",
-    "last, renamed": (
-        "{% set end = messages[-1] %}{% for m in messages %}{{ end.content }}{{ m.content }}{% endfor %}"
-    ),
-    "counter": (
-        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + m.content | length %}"
-        "{{ ns.n }}{{ m.content }}{% endfor %}"
-    ),
-    "counting macro": (
-        "{% set ns = namespace(n=0) %}{% macro said(m) %}{% set ns.n = ns.n + 1 %}{{ ns.n }}{% endmacro %}"
-        "{% for m in messages %}{{ said(m) }}{% endfor %}"
-    ),
-    "stops": (
-        "{% for m in messages %}{% if m.content == 'a' %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
-    ),
-    "header": (
-        "{% for m in messages %}{{ m.content }}{{ '.' if add_generation_prompt else ';' }}{% endfor %}"
-    ),
-    "header, renamed": (
-        "{% if add_generation_prompt %}{% set dot = '.' %}{% endif %}"
-        "{% for m in messages %}{{ m.content }}{{ dot }}{% endfor %}"
-    ),
-    "twice": (
-        "{% for m in messages %}{{ m.role }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
-    ),
-    "within": "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}",
-    "chosen": "{% for m in messages if m.role == 'user' %}{{ loop.index0 % 2 }}{{ m.content }}{% endfor %}",
-    "reversed": "{% for m in messages[::-1] %}{{ m.content }}{% endfor %}",
-    "sorted": "{% for m in messages | sort(attribute='content') %}{{ m.content }}{% endfor %}",
-    "joined": "{{ messages | map(attribute='content') | join }}",
-    "alternately": (
-        "{% set c = cycler('a', 'b') %}{% for m in messages %}{{ c.next() }}{{ m.content }}{% endfor %}"
-    ),
-    "changes": "{% for m in messages %}{{ m.role if loop.changed(m.role) }}{{ m.content }}{% endfor %}",
-    "loop, renamed": "{% for m in messages %}{% set l = loop %}{{ l.length }}{{ m.content }}{% endfor %}",
-    "all at once": "{% filter upper %}{% for m in messages %}{{ m.content }}{% endfor %}{% endfilter %}",
-    "no loop": "{{ messages[0].content }}",
-}
 
 
 @pytest.fixture(scope="module")
 def tokenizers(with_template: Callable[[str], Tokenizer], tokenizer: Tokenizer) -> dict[str, Tokenizer]:
-    return {"packaged": tokenizer} | {
-        name: with_template(text) for name, text in (NEAR | LOOKING_BACK).items()
-    }
-
-
-@pytest.mark.parametrize("name", ["packaged", *NEAR])
-def test_a_template_that_depends_only_on_neighbouring_messages_is_recognised(
-    tokenizers: dict[str, Tokenizer], name: str
-) -> None:
-    assert num_first(tokenizers[name].template) in (1, 2)
-
-
-@pytest.mark.parametrize("name", LOOKING_BACK)
-def test_a_template_that_depends_on_distant_messages_is_recognised(
-    tokenizers: dict[str, Tokenizer], name: str
-) -> None:
-    assert num_first(tokenizers[name].template) is None
-
-
-def test_a_missing_or_invalid_template_counts_as_depending_on_distant_messages() -> None:
-    assert num_first(None) is None
-    assert num_first("{% for m in messages %}") is None
+    return {"packaged": tokenizer} | {name: with_template(text) for name, text in TEMPLATES_HERE.items()}
 
 
 @pytest.mark.parametrize("name", ["packaged", "trimming", "system apart", "tool runs", "thoughts"])
-def test_a_late_turn_of_a_chat_renders_and_tokenises_no_more_than_an_early_one(
+def test_a_late_turn_of_a_chat_tokenises_and_decodes_no_more_than_an_early_one(
     tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Counts the rendered messages and tokenised characters of turns that all have the same text."""
     chat = Chat(tokenizers[name])
-    rendered, encoded = [], []
-    render, encode = chat.tokenizer.render, chat.tokenizer.encode
-
-    def counting_render(messages: Any, **options: Any) -> str:
-        rendered.append(len(messages))
-        return render(messages, **options)
+    counted: list[int] = []
+    encode, decode = chat.tokenizer.encode, chat.tokenizer.decode
 
     def counting_encode(text: str, **options: Any) -> list[int]:
-        encoded.append(len(text))
+        counted.append(len(text))
         return encode(text, **options)
+
+    def counting_decode(ids: Sequence[int]) -> str:
+        counted.append(len(ids))
+        return decode(ids)
 
     costs = []
     for _ in range(40):
         with monkeypatch.context() as patch:
-            patch.setattr(chat.tokenizer, "render", counting_render)
             patch.setattr(chat.tokenizer, "encode", counting_encode)
-            rendered.clear()
-            encoded.clear()
+            patch.setattr(chat.tokenizer, "decode", counting_decode)
+            counted.clear()
             chat.say(("user", "What now?"))
             chat.open()
-            costs.append((sum(rendered), sum(encoded)))
+            costs.append(sum(counted))
         chat.reply("Wait.")
     assert costs[10:12] * 14 == costs[10:38]
     chat.say(("user", "end"))
@@ -168,7 +100,6 @@ TURNS = st.lists(
         st.tuples(st.just("header"), st.none()),
         st.tuples(st.just("raw"), TEXTS),
         st.tuples(st.just("rewind"), st.floats(0, 1)),
-        st.tuples(st.just("shorten"), st.none()),
     ),
     min_size=8,
     max_size=40,
@@ -176,31 +107,17 @@ TURNS = st.lists(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(["packaged", *NEAR]), begin=st.booleans(), turns=TURNS)
-def test_any_mix_of_turns_gives_the_same_tokens_as_rendering_the_whole_conversation(
-    tokenizers: dict[str, Tokenizer], name: str, begin: bool, turns: list[tuple[str, Any]]
+@given(name=st.sampled_from(["packaged", *TEMPLATES_HERE]), turns=TURNS)
+def test_a_conversation_that_is_stored_and_loaded_between_any_turns_gets_the_same_tokens(
+    tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, Any]]
 ) -> None:
-    """The turns have messages of any role, truncated answers, raw content and rewinds to any position.
-
-    Between them the conversation is shortened, stored and loaded.
-    """
-    near, full = Chat(tokenizers[name]), Chat(tokenizers[name])
-    steady = [("ask", ("so?", "yes", True))] * 16
-    for turn in [*(steady if begin else ()), *turns]:
-        before = near.conversation, list(near.tokens), list(near.messages)
-        try:
-            outcome = _take(near, turn)
-        except CutOffError:
-            _, near.tokens, near.messages = before
-            near.conversation = full.conversation
-            outcome = _take(near, turn)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(templates, "num_first", lambda _: None)
-            patch.setattr(conversation, "num_first", lambda _: None)
-            assert _take(full, turn) == outcome
-        assert near.tokens == full.tokens
-        steps = near.conversation._segments
-        assert steps == full.conversation._segments[len(full.conversation._segments) - len(steps) :]
+    """The turns have messages of any role, truncated answers, raw content and rewinds to any position."""
+    kept, loaded = Chat(tokenizers[name]), Chat(tokenizers[name])
+    for turn in turns:
+        loaded.conversation = Conversation.unpack(loaded.tokenizer, loaded.conversation.pack())
+        assert _take(kept, turn) == _take(loaded, turn)
+        assert kept.tokens == loaded.tokens
+        assert kept.conversation == loaded.conversation
 
 
 def _take(chat: Chat, turn: tuple[str, Any]) -> str:
@@ -220,9 +137,6 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
             chat.open()
         elif kind == "raw":
             chat.raw(what)
-        elif kind == "shorten":
-            packed = chat.conversation.shortened().pack()
-            chat.conversation = Conversation.unpack(chat.tokenizer, packed)
         else:
             position = int(what * len(chat.tokens))
             chat.conversation = chat.conversation.rewind(chat.tokens, position)
@@ -245,27 +159,3 @@ def test_a_chat_has_the_text_of_the_full_render_if_the_template_treats_its_begin
             chat.reply(f"Answer {turn}", end=turn % 3 > 0)
             chat.say(("user", f"Question {turn}"))
             assert chat.text == chat.render()
-
-
-def test_a_shortened_conversation_has_about_the_same_size_however_long_it_was(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    """The conversation continues and rewinds a little; a longer rewind raises `CutOffError`."""
-    sizes = []
-    for num_turns in (40, 400):
-        chat = Chat(tokenizers["system apart"])
-        chat.say(("system", "Rules."))
-        for _ in range(num_turns):
-            chat.say(("user", "What now?"))
-            chat.open()
-            chat.reply(" Wait.")
-            if len(chat.messages) % 50 == 0:
-                chat.conversation = chat.conversation.shortened()
-        whole_text = chat.render()
-        chat.conversation = chat.conversation.shortened()
-        sizes.append(len(chat.conversation.pack()))
-        chat.conversation = chat.conversation.rewind(chat.tokens, len(chat.tokens) - 10)
-        with pytest.raises(CutOffError):
-            chat.conversation.rewind(chat.tokens, 30)
-        assert whole_text.startswith(chat.tokenizer.decode(chat.tokens[:-10]))
-    assert sizes[1] < sizes[0] * 1.1

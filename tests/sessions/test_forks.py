@@ -191,7 +191,6 @@ async def test_a_repeated_fork_request_gets_the_recorded_result(
 async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(
     local_worker: Start, endless_model: Path, cache: dict[str, Any] | None
 ) -> None:
-    """Most of the conversation is no longer in memory, so the fork reads it from the parent's checkpoints."""
     worker = await local_worker(model=str(endless_model))
     parent = await conversation(worker.client, turns=14, cache=cache)
     end = (await parent.info()).position

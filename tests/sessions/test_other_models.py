@@ -114,9 +114,8 @@ async def test_a_session_continues_with_different_weights_and_its_result_names_t
 async def test_a_session_is_tokenised_again_when_the_model_has_a_different_tokenizer(
     world: World, foreign: Tokenizer, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    """Also a long session of which only a part is in memory."""
+    """Also a long session that is read from a checkpoint."""
     monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 4)
-    monkeypatch.setattr("worker.text.conversation._KEPT", 4)
     if policy == "window":
         world.crash(Policy(2, 40))
     texts = [(await world.ask(asks(number, f"question {number}"))).text for number in range(20)]

@@ -22,7 +22,6 @@ from worker import app
 from worker.cluster import endpoints
 from worker.observe import counters
 from worker.process import clock
-from worker.sessions import history as sessions_history
 from worker.sessions import limits, record, sessions
 from worker.wire import consistent_reads, erasures, intake, retention
 from worker.wire.erasures import Erasures
@@ -181,7 +180,6 @@ def patched(history: History) -> Iterator[None]:
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
-            (sessions_history, "KEPT", 8),
             (retention, "_PERIOD_S", 1.0),
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),

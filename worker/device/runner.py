@@ -15,7 +15,7 @@ import mlx.core as mx
 import structlog
 
 from cache.kv import layers
-from cache.names.errors import CutOffError, LostPastError
+from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
@@ -318,7 +318,7 @@ class Runner:
         del self._turns[turn]
         if isinstance(error, LostPastError):
             log.warning("a turn lacks KV on disk", session=str(turn.request.key), error=str(error))
-        elif not isinstance(error, NoRoomError | CutOffError | LostKvError):
+        elif not isinstance(error, NoRoomError | LostKvError):
             log.error("a turn failed on the device", session=str(turn.request.key), exc_info=error)
         self._scheduler.remove(turn)
         self._paging.discard(turn)
@@ -393,7 +393,7 @@ class Runner:
         if end == request.target and request.draws:
             turn.row = Row(
                 caches=turn.caches,
-                known=context.ids(max(len(context) - MOST_SEEN, context.held_from)),
+                known=context.ids(max(len(context) - MOST_SEEN, 0)),
                 sampler=request.sampler(),
                 num_cached=end,
                 num_left=turn.num_left,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from cache.names.errors import CutOffError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
@@ -406,13 +405,9 @@ class Engine(EnginePort):
         if isinstance(end, Faulted) and not (isinstance(end.error, LostKvError) and self._is_over(run, end)):
             if run.admitted is not None:
                 return False
-            match end.error:
-                case CutOffError() as error:
-                    raise error
-                case NoRoomError() as error:
-                    raise NoMemoryError(str(error)) from error
-                case error:
-                    raise DeviceFaultError(repr(error)) from error
+            if isinstance(end.error, NoRoomError):
+                raise NoMemoryError(str(end.error)) from end.error
+            raise DeviceFaultError(repr(end.error)) from end.error
         self._finder.rates.prefilled(cost.num_prefilled, cost.prefill_s)
         run.count(request, cost, live_bytes)
         if self._stopping and not (request.is_drawn and run.is_complete):

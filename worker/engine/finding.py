@@ -226,8 +226,6 @@ class Finder:
             if key.tenant != request.tenant or min(len(tokens), len(context)) <= most:
                 continue
             # Compare one token first: most sessions differ there.
-            if not (tokens.holds(most) and context.holds(most)):
-                continue
             if tokens[most] != context[most] or (num := tokens.num_common(context)) <= most:
                 continue
             if key in busy or self._residency.num_usable(key, num, request.policy):

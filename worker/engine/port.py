@@ -74,8 +74,7 @@ class EnginePort(Protocol):
         tokens; a chunk has several if `publish` is slower than the device. Returns None if `cancelled()` was
         true before the turn reached the device; after that, `cancel` ends the turn and its tokens stay.
         Appends the phases of the turn's time to `phases`, even if the turn fails. Raises `DeviceFaultError`;
-        `NoMemoryError`; `CutOffError` if the turn needs token ids that the context leaves out; and
-        `StoppingError` if the worker stops before the end.
+        `NoMemoryError`; and `StoppingError` if the worker stops before the end.
         """
 
     async def embed(

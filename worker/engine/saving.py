@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
-from cache.names.errors import CutOffError
 from worker.device.request import TurnRequest
 from worker.device.turn import SnapshotCut, Turn, TurnPlan
 
@@ -136,19 +135,13 @@ class Saving:
 
     def _num_unstored(self, key: SessionKey) -> int:
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        try:
-            chain = self._store.kv.chain(key.tenant, policy, tokens)
-            return len(tokens) - self._store.kv.find(chain, tokens).num_tokens
-        except CutOffError:
-            return len(tokens)
+        chain = self._store.kv.chain(key.tenant, policy, tokens)
+        return len(tokens) - self._store.kv.find(chain, tokens).num_tokens
 
     def _missing(self, key: SessionKey) -> list[Span]:
         """Return the spans of a session's KV on the device that are neither stored nor queued."""
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
-        try:
-            return self._store.kv.wanted(self._store.kv.chain(key.tenant, policy, tokens), tokens)
-        except CutOffError:  # tokens that the model does not see any more: their KV is not on the device
-            return []
+        return self._store.kv.wanted(self._store.kv.chain(key.tenant, policy, tokens), tokens)
 
     def _due(self) -> list[SessionKey]:
         """List the sessions to look at now, the most recently active one first."""

@@ -173,4 +173,4 @@ def is_marked(text: str) -> bool:
 
 def unmarked(text: str) -> str:
     """Return a text of the same length, with the characters that the stand-ins replace."""
-    return _STAND_IN.sub(lambda found: chr(ord(found[0]) - _DISTANCE), text)
+    return text if text.isascii() else _STAND_IN.sub(lambda found: chr(ord(found[0]) - _DISTANCE), text)

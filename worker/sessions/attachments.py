@@ -17,7 +17,7 @@ import structlog
 from anyio import TaskHandle, sleep
 from msgspec import Struct
 
-from cache.names.tokens import Boundary, Tokens
+from cache.names.tokens import unpack
 from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
@@ -51,7 +51,7 @@ _MAX_PAUSE_S: Final = 5.0
 
 
 class _Body(Struct, frozen=True, array_like=True):
-    """The content of a checkpoint. `tokens` are the results of `Tokens.pack_shortened`.
+    """The content of a checkpoint. `tokens` are packed.
 
     `turnkeep sessions --verify` reads the fields by their position.
     """
@@ -61,8 +61,7 @@ class _Body(Struct, frozen=True, array_like=True):
     exists: bool
     closed: bool
     conversation: bytes
-    tokens: tuple[bytes, bytes, bytes]
-    boundaries: tuple[Boundary, ...]
+    tokens: bytes
     ids: bytes
     cache: SessionCache | None
     parent: Parent | None
@@ -72,7 +71,7 @@ class _Body(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a session after the request at `in_seq`; its history may be `History.shortened`."""
+    """The state of a session after the request at `in_seq`."""
 
     in_seq: int
     history: History
@@ -87,8 +86,7 @@ class Checkpoint:
             history.exists,
             history.closed,
             history.conversation.pack(),
-            history.tokens.pack_shortened(),
-            tuple(history.tokens.boundaries),
+            history.tokens.packed(),
             self.answered.pack(),
             in_words(history.policy) if history.exists else None,
             history.parent,
@@ -107,7 +105,7 @@ class Checkpoint:
             answered.load(body.ids)
             history = History(
                 Conversation.unpack(tokenizer, body.conversation),
-                Tokens.unpack_shortened(*body.tokens, body.boundaries),
+                unpack(body.tokens),
                 exists=body.exists,
                 closed=body.closed,
                 policy=recorded(body.cache),

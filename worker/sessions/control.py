@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from msgspec import UNSET, structs
 
-from cache.names.errors import CutOffError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import (
     CancelRequest,
@@ -120,8 +119,6 @@ class Control:
             extended = await self._fold.extended(tenant, history, asked)
         except (RefusedError, ValueError) as error:
             return failure(None, "invalid_request", str(error))
-        except CutOffError:
-            return failure(None, "internal", "the session's last checkpoint is not stored yet: ask again")
         position = extended.history.position
         return Counted(
             tokens=position - extended.kept, position=position, rewritten_from=extended.rewritten_from
@@ -166,10 +163,7 @@ class Control:
         if self._store is None or self._engine.refusal(history.policy) is not None:
             return UNSET
         tokens = history.tokens
-        try:
-            match = self._store.kv.find(self._store.kv.chain(key.tenant, history.policy, tokens), tokens)
-        except CutOffError:
-            return UNSET  # tokens that the history leaves out have no snapshots any more
+        match = self._store.kv.find(self._store.kv.chain(key.tenant, history.policy, tokens), tokens)
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
 
 

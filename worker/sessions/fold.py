@@ -123,8 +123,7 @@ class Fold:
 
         If `answer` is given, it is added as a message instead of the header. If the session's tokens were
         made with another tokenizer, the whole conversation is rendered and tokenised anew. Raises
-        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses,
-        and `CutOffError`.
+        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses.
         """
         self._check_model(history)
         kept, num_added, num_raw, warnings = history.position, 0, 0, list[str]()
@@ -170,7 +169,7 @@ class Fold:
         """Return the history of a fork, given its parent's `whole` history.
 
         The fork starts as the parent after a rewind to `parent.position`, which may be inside an answer or
-        a prompt. Raises `CutOffError`.
+        a prompt.
         """
         begun = self.rewound(whole, parent.position)
         return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
@@ -180,7 +179,7 @@ class Fold:
         return replace(history, closed=True)
 
     def rewound(self, history: History, position: int) -> History:
-        """Drop the tokens from `position` on. Raises `CutOffError`."""
+        """Drop the tokens from `position` on."""
         conversation = history.conversation.rewind(history.tokens, position)
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
@@ -197,7 +196,7 @@ class Fold:
         `base` is the history that a fork starts with, if the request opens one. `packed` are the encoded
         tokens of the request's input, if the result does not contain them. Tokenises nothing.
 
-        Raises `DivergedError` if the result does not follow from the history, and `CutOffError`.
+        Raises `DivergedError` if the result does not follow from the history.
         """
         match request, result:
             case _, Failed():
@@ -322,7 +321,7 @@ class Fold:
         """Tokenise the whole conversation for this tokenizer; also count the tokens up to its last raw part.
 
         Raw parts are text outside of chat messages. Raises `RefusedError` if only the tokens of a part are
-        known, `TemplateError`, and `CutOffError`.
+        known, `TemplateError`.
         """
         conversation, tokens, num_raw = history.conversation.emptied(), as_tokens(), 0
         for part in history.conversation.parts():
@@ -365,7 +364,9 @@ class Fold:
                 f"{_counted(number)} told to the model in another form: {what}"
                 for what, number in noted.items()
             ]
-            yield lambda state: state.conversation.add_said(state.tokens, said)
+            opens = isinstance(request, Generate) and answer is None and not request.raw
+            opens = opens and not (request.text or request.tokens)
+            yield lambda state: state.conversation.add_said(state.tokens, said, opens_answer=opens)
         if request.text:
             text = (
                 request.text if request.special_tokens is not False else self._tokenizer.as_text(request.text)

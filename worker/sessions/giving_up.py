@@ -17,7 +17,7 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from cache.names.errors import CutOffError, InterruptionError
+from cache.names.errors import InterruptionError
 from turnkeep_client.messages import DeadLetter, Generate, Open, encode
 from worker.engine.port import StoppingError
 from worker.process.concurrency import task_group
@@ -99,10 +99,8 @@ class Doubt:
                     await self._store(note)
                 self._begun_seq = pending.seq
                 return await answer(pending)
-        except (StoppingError, CutOffError) as error:  # this worker has survived it
-            is_stopped = isinstance(error, StoppingError)
-            if self._log.is_doubted or is_stopped:  # else it goes on here, without a note
-                await self._uncount(pending, note)
+        except StoppingError:  # this worker has survived it
+            await self._uncount(pending, note)
             raise
 
     async def _next(self, note: AttemptNote, pending: Pending) -> AttemptNote:

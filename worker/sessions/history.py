@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from turnkeep_client.errors import ErrorCode, TokenLimit
     from turnkeep_client.messages import Called, Model, Parent
     from worker.text.templates import Conversation, Message
-
-#: Number of last tokens that an endless session keeps in memory, for drafts that repeat earlier text.
-KEPT: Final = 16_384
 
 
 class RefusedError(Exception):
@@ -67,26 +64,9 @@ class History:
         """Return the 16-byte digest of the tokens, as hex."""
         return self.tokens.digest()
 
-    def shortened(self, *, tokens: bool = True) -> History:
-        """Return the history without the parts that only a rewind, or a prefill after KV was lost, needs.
-
-        This saves memory and loading time; those two operations then raise `CutOffError`. With `tokens`, an
-        endless session also drops the ids of tokens that the model no longer sees, except the last `KEPT`.
-        """
-        conversation, held, policy = self.conversation.shortened(), self.tokens, self.policy
-        if tokens and policy.is_endless and not conversation.looks_back:
-            seen_from = min(policy.visible_from(len(held)), len(held) - KEPT)
-            held = held.shortened(min(seen_from, conversation.begins))
-        return replace(self, conversation=conversation, tokens=held)
-
     def changed(self, change: Change) -> History:
         """Return the history with the tokens after a request's input; the conversation stays as it is."""
         return replace(self, tokens=self.tokens[: change.kept] + from_compact(change.input))
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the history has all tokens and the whole conversation; see `shortened`."""
-        return not (self.conversation.begins or self.tokens.held_from)
 
 
 def prefilled_by(parts: History | str | None) -> Change | None:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 #: Limit of different cache policies, each of which takes memory, and slows down a forget. At the limit, only
 #: tenants that have chosen less than an equal share of them may choose further ones.
 MOST_POLICIES: Final = 64
+#: The largest number of tokens of a session that sees only the last ones: it is in memory as a whole.
+MOST_TOKENS: Final = 10_000_000
 #: Bytes of a result and its headers besides the tokens of input and answer and their text. This includes
 #: text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
 _RESULT_BYTES: Final = 4096
@@ -116,12 +118,15 @@ class Limits:
 
     def check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
         """Refuse a prompt that, with `room` tokens for its answer, exceeds the context or all KV memory."""
-        if not policy.is_endless and num_prompt + room > self.context_tokens:
+        most, what = self.context_tokens, "the context"
+        if policy.is_endless:
+            most, what = MOST_TOKENS, "the limit of any session"
+        if num_prompt + room > most:
             raise RefusedError(
                 "context_exceeded",
-                f"the session would hold {num_prompt} tokens and {room} new ones, the context is "
-                f"{self.context_tokens}: rewind it, or start a new session",
-                limit=TokenLimit(asked=num_prompt, allowed=self.context_tokens),
+                f"the session would hold {num_prompt} tokens and {room} new ones, {what} is {most}: "
+                "rewind it, or start a new session",
+                limit=TokenLimit(asked=num_prompt, allowed=most),
             )
         needed = self.engine.size_bytes(num_prompt + room, policy)
         smaller = "shorten the session" if policy.window is None else "open it with a smaller window"

@@ -50,11 +50,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-#: Approximate bytes of a session, and of each token (its id, and its text in the conversation).
+#: Approximate bytes of a session, of each token (its id, and its text twice), and of each prompt or answer.
 _SIZE_BYTES: Final = 12_000
-_TOKEN_BYTES: Final = 8
+_TOKEN_BYTES: Final = 16
+_SEGMENT_BYTES: Final = 1_000
 #: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
+#: In a longer session, the part of its results after which the next checkpoint is due.
+_CHECKPOINT_SHARE: Final = 8
 #: Codes of failures that may follow a prefill. A request that ended with `internal` may crash a worker again.
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
@@ -73,10 +76,10 @@ class Record:
     stay in the log, so a long queue takes no memory.
     """
 
-    def __init__(self, fold: Fold, *, whole: bool = False) -> None:
-        """With `whole`, the history is never shortened, since a request needs early parts of the session."""
+    def __init__(self, fold: Fold, *, notes_branches: bool = False) -> None:
+        """Collect `branches` only with `notes_branches`: only a removal of KV needs them."""
         self._fold = fold
-        self.whole = whole
+        self._notes_branches = notes_branches
         self.history: History = fold.begin(datetime.fromtimestamp(0, UTC))
         self.answered_ids = AnsweredIds()
         self.pending: deque[Pending] = deque()
@@ -98,8 +101,8 @@ class Record:
         #: of an earlier session of this name, or of a request that then changed nothing.
         self.has_branched = False
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
-        #: them; None if they are not all known. Only reading a log with `whole` collects them.
-        self.branches: list[tuple[History, Append | Generate | None]] | None = [] if whole else None
+        #: them; collected only with `notes_branches`.
+        self.branches: list[tuple[History, Append | Generate | None]] = []
         self._last: tuple[int, Pending, Result] | None = None  # the last result, and its sequence
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
@@ -111,7 +114,6 @@ class Record:
         self._last_position = 0  # from the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._num_since_checkpoint = 0  # results since the last checkpoint
-        self._has_committed = False  # whether this worker has stored a result
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Start from a checkpoint, instead of the beginning of the log."""
@@ -127,8 +129,9 @@ class Record:
     @property
     def size_bytes(self) -> int:
         """The memory that the session takes, approximately."""
-        num_tokens = self.history.position - self.history.tokens.held_from
-        return _SIZE_BYTES + _TOKEN_BYTES * num_tokens + self.answered_ids.size_bytes
+        history = self.history
+        num_bytes = _TOKEN_BYTES * history.position + _SEGMENT_BYTES * history.conversation.num_segments
+        return _SIZE_BYTES + num_bytes + self.answered_ids.size_bytes
 
     @property
     def position(self) -> int:
@@ -144,14 +147,13 @@ class Record:
         """Return a checkpoint of the session after the request at `in_seq`; None if none is due yet.
 
         The result of that request must contain a digest of the history. No checkpoint is due while an earlier
-        request is pending. Parts that the checkpoint leaves out of the history are dropped from memory too.
+        request is pending.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
-        if self._num_since_checkpoint < _CHECKPOINT_EVERY or self.diverged or waits or in_seq > self.in_seq:
+        # A checkpoint holds the whole session: its part of the log shall not grow with the square of that.
+        num_due = max(_CHECKPOINT_EVERY, len(self.answered_ids) // _CHECKPOINT_SHARE)
+        if self._num_since_checkpoint < num_due or self.diverged or waits or in_seq > self.in_seq:
             return None
-        if not self.whole:
-            # Keep all tokens of a log that was just read: their blocks have no names yet.
-            self.history = self.history.shortened(tokens=self._has_committed)
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
@@ -267,7 +269,6 @@ class Record:
             if isinstance(pending.request, Close) and pending.request.forget:
                 self.answered_ids = AnsweredIds()
         self._num_since_checkpoint += 1
-        self._has_committed = True
         if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
 
@@ -321,7 +322,7 @@ class Record:
         """Ignore what is before a close that forgets the session: it is being removed, and may have holes."""
         self.history, self.first_in = self._fold.begin(_began(close)), close.seq
         self.answered_ids, self.proven_seq = AnsweredIds(), 0
-        self.branches = None if self.branches is None else []
+        self.branches = []
         if not self._is_unreadable:
             self.diverged = None
 
@@ -335,9 +336,7 @@ class Record:
         if result.repeat_of is not None or (asked is None and _kept(result, before) == before.position):
             return
         self.has_branched = True
-        if self.folded:
-            self.branches = None
-        elif self.branches is not None:
+        if self._notes_branches:
             if asked is not None and prefilled is not None:
                 before, asked = before.changed(prefilled), None
             self.branches.append((before, asked))

@@ -13,7 +13,7 @@ import structlog
 from anyio import sleep
 from msgspec import structs
 
-from cache.names.errors import CutOffError, InterruptionError
+from cache.names.errors import InterruptionError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Close, Generate, Open
 from turnkeep_client.subjects import session_key
@@ -157,8 +157,6 @@ class Session:
                 else:
                     log.warning("this session was changed elsewhere; reading its log anew", why=str(error))
                     self.forget()
-            except CutOffError:
-                self.log.reset(whole=True)  # a request needs an early part of the session
 
     def _share(self) -> AbstractAsyncContextManager[None]:
         """Return the place among its tenant's sessions at work that the next request needs."""

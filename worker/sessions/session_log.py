@@ -14,7 +14,6 @@ import msgspec
 from anyio import Lock
 from msgspec.structs import replace
 
-from cache.names.errors import CutOffError
 from turnkeep_client.checkpoints import Link
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER
@@ -44,7 +43,7 @@ from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
     from cache.names.tokens import Tokens
-    from turnkeep_client.messages import Request, Result
+    from turnkeep_client.messages import Append, Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
 
@@ -155,11 +154,7 @@ class SessionLog:
         async with services.reading.enter(key.tenant), services.retention.lock(key):
             record = self.record
             try:
-                try:
-                    await self._read_log(record)
-                except CutOffError:
-                    record = self.reset(whole=True)
-                    await self._read_log(record)
+                await self._read_log(record)
             except BaseException:
                 self.reset()  # in a half-read record, answered requests would seem pending
                 raise
@@ -171,7 +166,7 @@ class SessionLog:
 
     async def _read_log(self, record: Record) -> None:
         """Read the log into an empty record: from a checkpoint, else from the beginning of the log."""
-        if record.diverged is None and not record.whole and (found := await self._attachments.find()):
+        if record.diverged is None and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
             record.add_results(found.results)
         rung_seq, more_results, read_seq = self._rung_seq, True, -1
@@ -242,12 +237,12 @@ class SessionLog:
                     found[entry.seq] = self._attachments.base(packed) if opens else packed.decode()
         return found
 
-    def reset(self, *, whole: bool = False) -> Record:
-        """Replace the record by an empty one; `whole` makes it keep the whole conversation.
+    def reset(self) -> Record:
+        """Replace the record by an empty one.
 
         After `max_attempts` failures, the next reading finds out no more than answered ids and positions.
         """
-        record, self.record = self.record, Record(self._services.fold, whole=whole)
+        record, self.record = self.record, Record(self._services.fold)
         if self.num_failures >= self._services.max_attempts:
             self.record.mark_diverged("its log cannot be read, this worker's log says why")
         self._attachments.end()
@@ -259,47 +254,35 @@ class SessionLog:
             pending.done.set()
         return self.record
 
-    async def whole_history(self) -> History:
-        """Return the history with all of its tokens and all of its conversation.
-
-        If a part is no longer in memory, reads the log from its beginning. Raises `CutOffError` if the log no
-        longer has the session as this worker knows it.
-        """
-        record, history = self.record, self.record.history
-        if history.is_whole:
-            return history
-        # The record may grow or be replaced meanwhile: read only up to its present end.
-        last_in, last_out = record.in_seq, record.out_seq
-        whole = Record(self._services.fold, whole=True)
-        async with self._services.retention.lock(self.key):
-            while await self._add_results(whole, last_out):
-                pass
-            whole.has_more = True
-            while whole.has_more and not whole.pending:
-                requests = await self._next_requests(whole, last_in)
-                whole.add_requests(requests, await self._parts(whole, requests))
-        if whole.history.digest() != history.digest() or not whole.history.is_whole:
-            raise CutOffError("the log no longer has all of the session")
-        return whole.history
-
     async def all_tokens(self) -> list[Tokens]:
         """Return all tokens that the session has had, and that may have KV; the present ones are the last.
 
-        If the session may have crashed a worker, requests that changed nothing are not tokenised again.
-        Raises `CutOffError` if its log must be read from the beginning for this.
+        Reads the log from its beginning if not all of them begin the present ones. If the session may have
+        crashed a worker, requests that changed nothing are not tokenised again.
         """
-        record = self.record
+        present = self.record.history.tokens
         found: list[Tokens] = []
-        if record.has_branched and record.branches is None:
-            raise CutOffError("earlier tokens of the session are not in memory")
-        for history, request in record.branches or ():
+        for history, request in await self._branches() if self.record.has_branched else ():
             if request is None:
                 found.append(history.tokens)
             elif not self.is_doubted:
                 with suppress(RefusedError):
                     extended = await in_thread(self._services.fold.extend, history, request)
                     found.append(extended.history.tokens)
-        return [*found, record.history.tokens]
+        return [*found, present]
+
+    async def _branches(self) -> list[tuple[History, Append | Generate | None]]:
+        """Read the log up to the record's present end, from its beginning; return the `Record.branches`."""
+        last_in, last_out = self.record.in_seq, self.record.out_seq
+        read = Record(self._services.fold, notes_branches=True)
+        async with self._services.retention.lock(self.key):
+            while await self._add_results(read, last_out):
+                pass
+            read.has_more = True
+            while read.has_more and not read.pending:
+                requests = await self._next_requests(read, last_in)
+                read.add_requests(requests, await self._parts(read, requests))
+        return read.branches
 
     async def find_waiting(self, request_id: str) -> Pending | None:
         """Find a request without a result: first among the pending ones, then in the rest of the log.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 from anyio import Event, move_on_after, sleep
 
-from cache.names.errors import CutOffError
 from turnkeep_client.subjects import SessionKey
 from worker.engine.port import StoppingError
 from worker.process.clock import monotonic
@@ -96,15 +95,7 @@ class Sessions:
         """Drop the KV of a session that another worker forgets; return whether no KV of it is left here."""
         with self.in_use(key) as session:
             await _read(session)
-            while True:
-                try:
-                    had = await session.log.all_tokens()
-                    break
-                except CutOffError:
-                    if session.active is not None:  # its task reads it anew
-                        return False
-                    session.log.reset(whole=True)
-                    await _read(session)  # forgets it instead, if it has changed or the server was restarted
+            had = await session.log.all_tokens()
             shared = partial(self._num_shared, key, parent=session.history.parent)
             # A turn that still runs here may have stored KV that continues these tokens. Then a note tells
             # this worker to erase all of it after the turn; see `erasures`.
@@ -182,12 +173,7 @@ class Sessions:
                 raise RefusedError(
                     "unknown_session", f"the session {of.session} {gone}: only an open session can be forked"
                 )
-            try:
-                return await parent.log.whole_history()
-            except CutOffError:
-                raise RefusedError(
-                    "internal", f"the last checkpoint of {of.session} is not stored yet: ask again"
-                ) from None
+            return history
 
     async def _num_shared(self, key: SessionKey, tokens: Tokens, parent: Parent | None) -> int:
         """Count the first tokens of a session that another open session has too; valid until the next await.
@@ -217,7 +203,7 @@ class Sessions:
                 break
             if other.key.tenant != key.tenant or other.key == key or (needed := other.needed) is None:
                 continue
-            if len(needed) <= most or (needed.holds(most) and needed[most] != tokens[most]):
+            if len(needed) <= most or needed[most] != tokens[most]:
                 continue  # an exact count takes many times as long, and sessions may be thousands
             if (num := needed.num_common(tokens)) > most:
                 most, found = num, other

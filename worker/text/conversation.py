@@ -16,11 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
 import msgspec
 from msgspec import Struct, structs
 
-from cache.names.errors import CutOffError
 from cache.names.tokens import pack
 from worker.models.answer_markup import short_id
-
-from .locality import num_first
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -31,8 +28,6 @@ Message: TypeAlias = dict[str, Any]
 
 #: The date for templates that print one, if the session's start is unknown.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
-#: Minimum of messages in a shortened conversation, besides the first ones.
-_KEPT: Final = 24
 
 
 class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
@@ -55,12 +50,11 @@ class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
 EMPTY: Final = Said({"role": "assistant", "content": ""}, trusted=True)
 
 
-class Segment(Struct, frozen=True, array_like=True):
+class Segment(Struct, frozen=True, array_like=True, dict=True):
     """The tokens `[start, end)` of a session, and where they come from.
 
     A prompt has its messages and may end with an assistant header. An end-of-turn token closes an answer. Raw
     content has its text, unless it was given as tokens; messages after raw content start a new conversation.
-    `num_before` counts the conversation's messages before this segment.
     """
 
     kind: Literal["prompt", "answer", "raw"]
@@ -69,7 +63,6 @@ class Segment(Struct, frozen=True, array_like=True):
     said: tuple[Said, ...] = ()
     opens_answer: bool = False
     closed: bool = False
-    num_before: int = 0
     text: str | None = None
 
 
@@ -86,9 +79,6 @@ class _Packed(Struct, frozen=True, array_like=True):
     started: datetime
     segments: tuple[Segment, ...]
     first: int
-    num_cut: int
-    base: int
-    head: tuple[Said, ...]
     extras: Extras
 
 
@@ -104,16 +94,22 @@ class Segments:
     started: datetime = _SOME_DAY
     _segments: tuple[Segment, ...] = ()
     _first: int = 0  # the first segment of the conversation that messages continue
-    # What `shortened` dropped: number of segments, their end position, the first messages if among them.
-    _num_cut: int = 0
-    _base: int = 0
-    _head: tuple[Said, ...] = ()
     _extras: Extras = field(default_factory=Extras)
 
     @property
     def position(self) -> int:
         """Number of tokens in the session."""
-        return self._segments[-1].end if self._segments else self._base
+        return self._segments[-1].end if self._segments else 0
+
+    @property
+    def num_segments(self) -> int:
+        """Number of prompts, answers and raw parts; what is kept of each takes memory."""
+        return len(self._segments)
+
+    @property
+    def _base(self) -> int:
+        """Number of tokens before the conversation that messages continue."""
+        return self._segments[self._first - 1].end if self._first else 0
 
     @property
     def has_messages(self) -> bool:
@@ -198,9 +194,8 @@ class Segments:
                 kept[-1] = structs.replace(kept[-1], opens_answer=False)
                 earlier = earlier[len(last[0].said) :]
             said = [*earlier, *said]
-        num_before = _num_up_to(kept[-1]) if before else 0
-        start, told = kept[-1].end if kept else self._base, tuple(in_order(said))
-        added = Segment("prompt", start, end, told, opens_answer=opens_answer, num_before=num_before)
+        start, told = kept[-1].end if kept else 0, tuple(in_order(said))
+        added = Segment("prompt", start, end, told, opens_answer=opens_answer)
         return replace(self, _segments=(*kept, added))
 
     def opens_answer(self, *, raw: bool = False) -> bool:
@@ -235,12 +230,11 @@ class Segments:
             end = len(history) + len(tokens)
             return self.with_raw(len(history), end, message.get("content"))
         if last.kind == "prompt":
-            num_before = _num_up_to(last) - 1
-            answer = self._answer(len(history), tokens, num_before, message, keeps=keeps_reasoning)
+            answer = self._answer(len(history), tokens, message, keeps=keeps_reasoning)
             return replace(self, _segments=(*self._segments, answer))
         whole = [*history[last.start :], *tokens]
         both = _joined(last.said[0].message, message)
-        answer = self._answer(last.start, whole, last.num_before, both, keeps=keeps_reasoning)
+        answer = self._answer(last.start, whole, both, keeps=keeps_reasoning)
         return replace(self, _segments=(*self._segments[:-1], answer))
 
     def with_raw(self, keep: int, end: int, text: str | None) -> Self:
@@ -254,9 +248,9 @@ class Segments:
         texts = [one.text if one.kind == "raw" else None for one in self._segments[len(kept) :]]
         known = [one for one in (*texts, text) if one is not None]
         whole = "".join(known) if len(known) == len(texts) + 1 else None
-        start = kept[-1].end if kept else self._base
+        start = kept[-1].end if kept else 0
         segments = (*kept, Segment("raw", start, end, text=whole))
-        return replace(self, _segments=segments, _first=len(segments), _head=())
+        return replace(self, _segments=segments, _first=len(segments))
 
     def tokenised_anew(self, num_raw: int) -> Self:
         """Return the conversation for another tokenizer, without the old tokens.
@@ -269,15 +263,10 @@ class Segments:
         first = len(segments)
         if said:  # without tokens yet: `given` moves the messages into the new prompt
             segments.append(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
-        return replace(self, _segments=tuple(segments), _first=first, _num_cut=0, _base=0, _head=())
+        return replace(self, _segments=tuple(segments), _first=first)
 
     def parts(self) -> Iterator[str | list[Said] | None]:
-        """Yield the content without tokens: raw texts, lists of messages; None where only tokens are known.
-
-        Raises `CutOffError` if `shortened` dropped a part.
-        """
-        if self._base:
-            raise CutOffError("what was said at the beginning was left out")
+        """Yield the content without tokens: raw texts and lists of messages; None for tokens alone."""
         for is_raw, run in groupby(self._segments, lambda segment: segment.kind == "raw"):
             segments = list(run)
             if is_raw:
@@ -292,97 +281,38 @@ class Segments:
         """Drop everything from `position` on.
 
         If `position` is inside an answer, the part before it becomes an unfinished answer; if inside a
-        prompt, raw content. Raises `CutOffError` if `shortened` dropped a part that this needs.
+        prompt, raw content.
         """
         if not position:
             return self.emptied()
-        if position <= self._base:
-            raise CutOffError("the part to rewind to was left out")
         segments = [segment for segment in self._segments if segment.end <= position]
         if len(segments) < len(self._segments):
             cut = self._segments[len(segments)]
             if cut.start < position and cut.kind == "answer":
                 kept, keeps = history[cut.start : position], cut.said[0].thoughts == "kept"
-                segments.append(self._answer(cut.start, kept, cut.num_before, {}, keeps=keeps))
+                segments.append(self._answer(cut.start, kept, {}, keeps=keeps))
             elif cut.start < position:
                 segments.append(Segment("raw", cut.start, position))
-        first = _first(segments)
-        if self._first and self._num_cut and not first:
-            raise CutOffError("the beginning of the conversation was left out")
-        return replace(self, _segments=tuple(segments), _first=first)
+        return replace(self, _segments=tuple(segments), _first=_first(segments))
 
     def emptied(self) -> Self:
         """Return an empty conversation with the same tools and variables."""
         return type(self)(self.tokenizer, self.started, _extras=self._extras)
 
-    @property
-    def begins(self) -> int:
-        """The first token position that is not dropped; 0 if `shortened` dropped no tokens.
-
-        A change that needs earlier tokens raises `CutOffError`.
-        """
-        return self._base
-
-    @property
-    def looks_back(self) -> bool:
-        """Whether a later message may change the text that the template gives to any earlier one."""
-        return num_first(self.tokenizer.template) is None
-
-    def shortened(self) -> Self:
-        """Return the conversation without segments that only a rewind needs, to save memory.
-
-        It changes nothing if `looks_back`. Later changes give the same result as on the whole conversation,
-        or raise `CutOffError`.
-        """
-        num_head, segments = num_first(self.tokenizer.template), self._segments
-        if num_head is None or not segments:
-            return self
-        start = len(segments) - 1
-        while start > self._first and (
-            segments[start].kind != "prompt"
-            or segments[-1].num_before - segments[start].num_before < num_head + _KEPT
-        ):
-            start -= 1
-        if start <= self._first:
-            start = max(self._first - 1, 0)  # keep the raw content before the conversation
-        if not start:
-            return self
-        head = self._head or tuple(self._first_said(num_head)) if start > self._first else ()
-        return replace(
-            self,
-            _segments=segments[start:],
-            _first=max(self._first - start, 0),
-            _num_cut=self._num_cut + start,
-            _base=segments[start].start,
-            _head=head,
-        )
-
     def pack(self) -> bytes:
         """Encode the conversation for a checkpoint; `unpack` decodes it."""
-        parts = (self._segments, self._first, self._num_cut, self._base, self._head, self._extras)
-        return msgspec.msgpack.encode(_Packed(self.started, *parts))
+        packed = _Packed(self.started, self._segments, self._first, self._extras)
+        return msgspec.msgpack.encode(packed)
 
     @classmethod
     def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Self:
         """Decode a conversation that `pack` encoded. Raises `MsgspecError`."""
         return cls(tokenizer, *structs.astuple(msgspec.msgpack.decode(packed, type=_Packed)))
 
-    def _answer(
-        self, start: int, tokens: Sequence[int], num_before: int, message: Message, *, keeps: bool
-    ) -> Segment:
+    def _answer(self, start: int, tokens: Sequence[int], message: Message, *, keeps: bool) -> Segment:
         said = Said(message, ids=pack(tokens), thoughts="kept" if keeps else "leaving")
         end, closed = start + len(tokens), tokens[-1] in self.tokenizer.eos_ids
-        return Segment("answer", start, end, (said,), closed=closed, num_before=num_before)
-
-    def _first_said(self, num_messages: int) -> list[Said]:
-        """Return the conversation's first `num_messages` messages."""
-        head: list[Said] = []
-        first = self._first
-        for end in range(first + 1, len(self._segments)):
-            head = said_in(self._segments[first:end])
-            if len(head) > num_messages:  # the last message may be an answer's header
-                break
-        return head[:num_messages]
+        return Segment("answer", start, end, (said,), closed=closed)
 
 
 def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
@@ -442,8 +372,3 @@ def _calls_of(message: Message, answered: Container[int] = ()) -> dict[str, dequ
 def has_question(said: Sequence[Said]) -> bool:
     """Return whether any of the messages has the role user."""
     return any(one.message.get("role") == "user" for one in said)
-
-
-def _num_up_to(segment: Segment) -> int:
-    """Count the messages up to the end of a segment; a header counts as an empty message."""
-    return segment.num_before + len(segment.said) + segment.opens_answer

@@ -1,15 +1,15 @@
 """Renders a session with the model's chat template, and finds the tokens that each turn adds.
 
-A turn adds the text by which the render of all messages is longer than the render of the earlier ones; the
-session's tokens stay. If the template now renders earlier messages differently (trims an answer, drops its
-reasoning), the `Addition` says from which position on the session's tokens are replaced. Both renders use the
-current template, so sessions continue after a template was corrected.
+A turn renders all messages, and adds the text by which that is longer than the session's text. If the
+template now renders earlier messages differently (trims an answer, drops its reasoning), the `Addition` says
+from which position on the session's tokens are replaced. Both texts come from the current template, so
+sessions continue after a template was corrected.
 
 Answers keep their sampled tokens, as the tokenizer might choose others for the same text. Prompts between two
 answers are tokenised as one text, since a token may span two of them.
 
-With a local template (`locality`) only the last messages are rendered, so the cost of a turn depends on its
-size only. Pure: no device, no broker, no clock.
+What a turn compares is text that it renders, and the texts of the session's segments, which are decoded once.
+Only new text is tokenised. Pure: no device, no broker, no clock.
 """
 
 from __future__ import annotations
@@ -17,25 +17,18 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from cache.names.errors import CutOffError
 from cache.names.tokens import unpack
 from worker.models.control_tokens import unmarked
 from worker.models.tokenizer import TemplateError, Tokenizer
 
 from .conversation import Message, Said, Segment, Segments, has_question, in_order, said_in
-from .locality import num_first
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = ["Addition", "Conversation", "Message", "Said", "TemplateError", "Tokenizer"]
-
-#: How many of the last prompts in a row, without an answer between them, are rendered again.
-_LAST_PROMPTS: Final = 4
-#: Messages rendered before those whose text is needed, besides the conversation's first ones.
-_LEAD: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +41,11 @@ class Addition:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The text that the conversation must have from the segment at index `start` on.
+    """The text that the conversation must have, from its first segment on.
 
     If `is_own`, it begins with the text of the session's own tokens, not with what the template renders.
     """
 
-    start: int
     text: str
     is_own: bool = False
 
@@ -72,22 +64,24 @@ class Conversation(Segments):
     ) -> tuple[Conversation, Addition]:
         """Add messages, after closing an answer that ended without its end-of-turn token.
 
-        Raises `TemplateError` if the template refuses them, and `CutOffError` if it needs dropped messages.
+        Raises `TemplateError` if the template refuses them.
         """
         return self.add_said(history, [Said(one, trusted) for one in messages])
 
-    def add_said(self, history: Sequence[int], said: Sequence[Said]) -> tuple[Conversation, Addition]:
-        """Add messages as `add_messages` does, each with its own `trusted`."""
+    def add_said(
+        self, history: Sequence[int], said: Sequence[Said], *, opens_answer: bool = False
+    ) -> tuple[Conversation, Addition]:
+        """Add messages as `add_messages` does, each with its own `trusted`; `opens_answer` adds a header."""
         if not said:
             return self, Addition(len(history), [])
-        return self._extend(history, said, opens_answer=False)
+        return self._extend(history, said, opens_answer=opens_answer)
 
     def set_extras(
         self, history: Sequence[int], tools: Sequence[Message] | None, variables: Mapping[str, Any] | None
     ) -> tuple[Conversation, Addition]:
         """Replace tools or variables, and render all messages again, since tools may be rendered first.
 
-        Raises `TemplateError` and `CutOffError`.
+        Raises `TemplateError`.
         """
         changed = self.with_extras(tools, variables)
         if changed is self or not self.has_messages:
@@ -97,7 +91,7 @@ class Conversation(Segments):
     def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
         """Add the assistant header that a generate needs, if `opens_answer`.
 
-        Raises `TemplateError` and `CutOffError`.
+        Raises `TemplateError`.
         """
         if not self.opens_answer(raw=raw):
             return self, Addition(len(history), [])
@@ -164,7 +158,12 @@ class Conversation(Segments):
         )
 
     def _text(self, history: Sequence[int], segment: Segment) -> str:
-        return self.tokenizer.decode(history[segment.start : segment.end])
+        """Return the text of a segment's tokens, decoded once: they never change."""
+        found: str | None = segment.__dict__.get("decoded")
+        if found is None:
+            found = self.tokenizer.decode(history[segment.start : segment.end])
+            segment.__dict__["decoded"] = found
+        return found
 
     def _extend(
         self,
@@ -178,19 +177,12 @@ class Conversation(Segments):
 
         Keeps as many tokens as possible. With `anew` any part of the text may have changed.
         """
-        near = None if anew else self._near_target(history, said, header=opens_answer)
-        addition = None if near is None else self._reach(near, history)
-        if addition is None:
-            if self._head:
-                raise CutOffError("the template needs messages that were left out")
-            target = self._whole_target(history, said, header=opens_answer, anew=anew)
-            addition = self._reach(target, history) if isinstance(target, _Target) else target
-        if addition is None:
-            raise AssertionError("a render from the first segment cannot fail")
+        target = self._target(history, said, header=opens_answer, anew=anew)
+        addition = self._reach(target, history) if isinstance(target, _Target) else target
         end = addition.keep + len(addition.tokens)
         return self.given(said, addition.keep, end, opens_answer=opens_answer), addition
 
-    def _whole_target(
+    def _target(
         self, history: Sequence[int], said: Sequence[Said], *, header: bool, anew: bool
     ) -> _Target | Addition:
         """Render the whole conversation; return a target, or an addition if only the end must change."""
@@ -199,13 +191,13 @@ class Conversation(Segments):
         wanted = self._render(every, header=header)
         prompts = _without_last_answer(segments)
         if anew or not prompts or unmarked(wanted).startswith(self._texts(history, prompts)):
-            return _Target(self._first, wanted)
+            return _Target(wanted)
         more = self._more(said_in(prompts), wanted, opened=prompts[-1].opens_answer)
         if more is None:
-            return _Target(self._first, wanted)
+            return _Target(wanted)
         # The texts differ: the tokenizer may lose characters, or an earlier template rendered the session.
         again = self._retokenised(history, segments, wanted) if len(prompts) == len(segments) else None
-        return again or self._target_of(history, self._first, prompts, more)
+        return again or self._own_target(history, prompts, more)
 
     def _retokenised(
         self, history: Sequence[int], segments: Sequence[Segment], wanted: str
@@ -226,12 +218,10 @@ class Conversation(Segments):
         same = _num_same(history[start:], ids)
         return Addition(start + same, ids[same:]) if start + same >= len(history) - 1 else None
 
-    def _target_of(
-        self, history: Sequence[int], start: int, segments: Sequence[Segment], more: str
-    ) -> _Target:
+    def _own_target(self, history: Sequence[int], segments: Sequence[Segment], more: str) -> _Target:
         """Return the target that keeps the text of the segments' tokens and appends `more`."""
         own = "".join(self.tokenizer.marked(history[one.start : one.end]) for one in segments)
-        return _Target(start, own + more, is_own=True)
+        return _Target(own + more, is_own=True)
 
     def _texts(self, history: Sequence[int], segments: Sequence[Segment]) -> str:
         return "".join(self._text(history, one) for one in segments)
@@ -244,73 +234,10 @@ class Conversation(Segments):
             return None
         return wanted[len(known) :] if wanted.startswith(known) else None
 
-    def _near_target(self, history: Sequence[int], said: Sequence[Said], *, header: bool) -> _Target | None:
-        """Return the target that starts at the last prompts; renders only the last messages for it.
-
-        None if the conversation is short, or the template is not local (see `locality`).
-        """
-        segments, num_head = self._segments, num_first(self.tokenizer.template)
-        if num_head is None or (found := self._near(num_head)) is None:
-            return None
-        lead, start, end = found
-        odd = (segments[lead].num_before - num_head) % 2  # leave out an even number: indices stay odd or even
-        head = self._head or self._first_said(num_head)
-        before = said_in(segments[lead:end])[odd:]
-        after = [*said_in(segments[lead:], drops=has_question(said))[odd:], *said]
-        try:
-            wanted = self._render([*head, *after], header=header)
-        except TemplateError:
-            return None
-        more = self._more([*head, *before], wanted, opened=segments[end - 1].opens_answer)
-        if more is None:
-            return None
-        known = wanted[: len(wanted) - len(more)]
-        plain, own = unmarked(known), self._texts(history, segments[start:end])
-        if plain.endswith(own):
-            return _Target(start, wanted[len(plain) - len(own) :])
-        return self._target_of(history, start, segments[start:end], more)
-
-    def _near(self, num_head: int) -> tuple[int, int, int] | None:
-        """Return indices of segments: where rendering starts, where the needed text starts and where it ends.
-
-        The template may use the first `num_head` messages for any text. None if the conversation is short.
-        """
-        first, segments = self._first, self._segments
-        end = len(_without_last_answer(segments))
-        if end <= first or segments[end - 1].kind != "prompt":
-            return None
-        start = end - 1
-        while (
-            start > first
-            and segments[start - 1].kind == "prompt"
-            and (end - start < _LAST_PROMPTS or segments[start - 1].opens_answer)
-        ):
-            start -= 1
-        # Render messages before those needed: a text may depend on its neighbours.
-        lead, num_lead = start, num_head + _LEAD
-        while lead > first and (
-            segments[lead].kind == "answer"
-            or segments[start].num_before - segments[lead].num_before < num_lead
-        ):
-            lead -= 1
-        if (
-            segments[lead].num_before <= num_head
-            or segments[start].num_before - segments[lead].num_before < num_lead
-        ):
-            return None
-        return lead, start, end
-
-    def _reach(self, target: _Target, history: Sequence[int]) -> Addition | None:
-        """Return the addition that makes the tokens from the target's start on spell the target's text.
-
-        Returns None if earlier segments could change too.
-        """
-        before, segments = self._segments[: target.start], self._segments[target.start :]
-        base = before[-1].end if before else self._base
-        plain = unmarked(target.text)
-        seam, seam_chars = self._seam(segments, plain, base, history, is_own=target.is_own)
-        if seam == base and target.start > self._first and before[-1].kind == "prompt":
-            return None  # the last token before and the first one here may merge
+    def _reach(self, target: _Target, history: Sequence[int]) -> Addition:
+        """Return the addition that makes the conversation's tokens spell the target's text."""
+        segments, base = self._segments[self._first :], self._base
+        seam, seam_chars = self._seam(segments, unmarked(target.text), base, history, is_own=target.is_own)
         wanted = self._encode(target.text[seam_chars:], seam, history)
         same = _num_same(history[seam:], wanted)
         return Addition(seam + same, wanted[same:])
