@@ -85,7 +85,7 @@ def ask(
     schema: Path | None,
     options: AnswerOptions,
 ) -> None:
-    """Ask one question, in a script or a pipe, and print the answer.
+    """Ask a running worker one question, in a script or a pipe.
 
     Piped input is added to QUESTION, or is the question if there is none: git diff | turnkeep ask "What
     changed?" With - for QUESTION, type the question and end it with Ctrl-D.

@@ -33,7 +33,7 @@ _GROUPS: Final = {
     "Talk": {
         "run": ("run", "Talk with a model; downloads it and starts a worker if need be."),
         "chat": ("chat", "Talk with the model of a running worker."),
-        "ask": ("ask", "Ask one question, in a script or a pipe, and print the answer."),
+        "ask": ("ask", "Ask a running worker one question, in a script or a pipe."),
         "launch": ("launch", "Start a coding agent on the gateway: claude, codex, pi and more."),
     },
     "Sessions": {
@@ -48,10 +48,10 @@ _GROUPS: Final = {
         "dead": ("show", "Requests that workers gave up: show, send again or drop one."),
     },
     "Run it": {
-        "serve": ("serve", "Run a worker, with its own NATS server unless --nats names one."),
+        "serve": ("serve", "Run a model for other programs; with --gateway over OpenAI's API."),
         "service": ("service", "A worker that starts with this machine: install, status, logs."),
         "model": ("model", "Models: list, describe, download and remove them."),
-        "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, until Ctrl-C."),
+        "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, for a worker."),
         "doctor": ("doctor", "Find out what is missing or does not work, and how to fix it."),
         "cache": ("cache", "Snapshots on disk: list, verify, remove, export and import."),
         "drain": ("drain", "Let a worker give its sessions to the other workers."),

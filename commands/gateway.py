@@ -61,7 +61,9 @@ def gateway(
     explain: bool,
     until_eof: bool,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs over HTTP, until Ctrl-C.
+    """Serve OpenAI's and Anthropic's APIs over HTTP, for a worker.
+
+    `turnkeep serve --gateway` runs both. Ctrl-C stops it.
 
     Conversations are found again by their content, also after a restart, and only what is new is prefilled.
     If turnkeep.toml has several models, a request chooses by its model.

@@ -87,10 +87,11 @@ def serve(
     console_port: int | None,
     until_eof: bool,
 ) -> None:
-    """Run a worker, with its own NATS server unless --nats names one. Ctrl-C stops it.
+    """Run a model for other programs; with --gateway over OpenAI's API.
 
-    Log lines go to standard error: as text on a terminal, as JSON in a pipe or a file. `turnkeep serve
-    --log-format console 2>&1 | tee log` shows text and keeps it.
+    It starts a NATS server of its own unless --nats names one. Ctrl-C stops all. Log lines go to standard
+    error: as text on a terminal, as JSON in a pipe or a file. `turnkeep serve --log-format console 2>&1 |
+    tee log` shows text and keeps it.
 
     If turnkeep.toml has tables [models.NAME], each of these models gets a worker when it is asked for.
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
