@@ -48,7 +48,7 @@ _GROUPS: Final = {
         "dead": ("show", "Requests that workers gave up: show, send again or drop one."),
     },
     "Run it": {
-        "serve": ("serve", "Run a model for other programs; with --gateway over OpenAI's API."),
+        "serve": ("serve", "Run a model for programs; with --gateway over OpenAI's API."),
         "service": ("service", "A worker that starts with this machine: install, status, logs."),
         "model": ("model", "Models: list, describe, download and remove them."),
         "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, for a worker."),

@@ -87,7 +87,7 @@ def serve(
     console_port: int | None,
     until_eof: bool,
 ) -> None:
-    """Run a model for other programs; with --gateway over OpenAI's API.
+    """Run a model for programs; with --gateway over OpenAI's API.
 
     It starts a NATS server of its own unless --nats names one. Ctrl-C stops all. Log lines go to standard
     error: as text on a terminal, as JSON in a pipe or a file. `turnkeep serve --log-format console 2>&1 |

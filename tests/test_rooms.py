@@ -58,8 +58,8 @@ NATS = {
 #: The lines of Python in each room and in the folders of `worker` and `tests`, and the words of the pages.
 #: These figures only go down: a change that makes a room smaller lowers its figure, and one that needs more
 #: says why in a comment at the figure.
-#: Raised since they were first taken: `gateway` and its tests, as each dialect declares its paths and its form
-#: of errors; `protocol`, as options and metrics say there all that flags, pages and exporter need;
+#: Raised since they were first taken: `gateway` and its tests, as each dialect declares its paths and its
+#: form of errors; `protocol`, as options and metrics say there all that flags, pages and exporter need;
 #: `tests/process`, as routing is tried over all states of members.
 SIZES = {
     "bench": 3_827,
