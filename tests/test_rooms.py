@@ -64,11 +64,11 @@ NATS = {
 SIZES = {
     "bench": 3_827,
     "cache": 9_478,
-    "commands": 6_128,
+    "commands": 6_131,
     "gateway": 7_272,
     "ops": 5_396,
     "protocol": 5_966,
-    "tests": 78_127,
+    "tests": 78_130,
     "tests/bench": 1_107,
     "tests/cache": 9_070,
     "tests/commands": 3_198,

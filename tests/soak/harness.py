@@ -312,7 +312,7 @@ def judge(
     for key, before in forgotten.items():
         _judge_session(verdict, key, asked[key], told[key], heard, before)
         if fold is not None and tokenizer is not None:
-            record = Record(fold, whole=True)
+            record = Record(fold)
             record.add_results(told[key])
             parts = {
                 one.seq: _part(link, checkpoints, decode_request(one.body), tokenizer)
