@@ -140,9 +140,13 @@ class App:
             log.warning("these settings need a restart", settings=sorted(changed - _RELOADED))
         news = {name: getattr(settings, name) for name in _RELOADED}
         self._settings = dataclasses.replace(self._settings, **news)
-        if self._store is not None:
-            self._store.quota.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
+        self._set_disk_limits()
         log.info("read the settings again", changed=sorted(changed & _RELOADED))
+
+    def _set_disk_limits(self) -> None:
+        if self._store is not None:
+            settings = self._settings
+            self._store.quota.set_limits(max_bytes=settings.max_disk, min_free_bytes=settings.min_free_disk)
 
     async def run(self) -> None:
         """Start, and serve until `stop` is called. Raises `TurnkeepError` for errors that a user can fix."""
@@ -174,9 +178,10 @@ class App:
             names = await streams.ensure(js, self._subjects, settings, self._constants)
             self._maker = await self._model.name()
             await self._members.name_model(digests_of(self._maker))
-            self._store = await open_store(
-                settings, self._constants, self._model, directory, codec, tier, stack
-            )
+            given = self._settings
+            self._store = await open_store(given, self._constants, self._model, directory, codec, tier, stack)
+            if self._settings != given:  # a reload has changed them meanwhile
+                self._set_disk_limits()
             if self._store is None:
                 self._has_unopened = await in_thread(may_hold, directory.snapshots)
             await self._serve(nc, js, names)
