@@ -462,8 +462,8 @@ async def test_a_worker_opens_a_session_from_the_checkpoint_that_a_real_server_s
         await asyncio.sleep(0.01)
     assert any(body["type"] == "checkpoint" for body in heard)
     before = await one.position("s")
-    one.worker.app._sessions.stop()
-    one.worker.app._sessions._sessions.clear()
+    one.worker.app._parts.sessions.stop()
+    one.worker.app._parts.sessions._sessions.clear()
     found = []
     confirmed = attachments.SessionAttachments._confirmed
 

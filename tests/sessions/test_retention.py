@@ -636,7 +636,7 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     w = await quiet_wire()
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
-    held = w.worker.app._sessions
+    held = w.worker.app._parts.sessions
     there, go_on, look = asyncio.Event(), asyncio.Event(), Session.refresh
 
     async def waits(session: Session) -> None:
@@ -672,7 +672,7 @@ async def test_a_session_is_not_removed_while_its_log_is_being_read(
     async def removes(journal: Journal, key: SessionKey, kind: Any, *args: Any, **more: Any) -> Any:
         found = await page(journal, key, kind, *args, **more)
         if kind == "in" and not tasks:
-            tasks.append(asyncio.create_task(sweep(w.worker.app._retention)))
+            tasks.append(asyncio.create_task(sweep(w.worker.app._parts.retention)))
             await asyncio.wait(tasks, timeout=0.5)
         return found
 
@@ -701,7 +701,7 @@ async def test_notes_of_closed_sessions_whose_removal_is_not_due_are_not_read_at
         return found
 
     monkeypatch.setattr(Journal, "closed", counted)
-    looks = Retention(w.worker.app._retention._journal, closed_ttl_s=3600, max_bytes=2**30)
+    looks = Retention(w.worker.app._parts.retention._journal, closed_ttl_s=3600, max_bytes=2**30)
     await looks.sweep()
     assert sum(read) >= 600
     read.clear()
@@ -862,9 +862,9 @@ async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_devi
     await w.send("s", append("a"))
     app, key = w.worker.app, SessionKey("default", "s")
     await asyncio.sleep(1)
-    assert (key in app._sessions._sessions) == (idle_timeout_s > 1)
+    assert (key in app._parts.sessions._sessions) == (idle_timeout_s > 1)
     tokens = app.device_of_hashes.resident[key]
-    await app._erasures.note(key, tokens, 0, ())  # as the worker does that forgets the session
+    await app._parts.erasures.note(key, tokens, 0, ())  # as the worker does that forgets the session
     await asyncio.sleep(erasures._PERIOD_S + 1)
     assert key not in app.device_of_hashes.resident
 
@@ -884,17 +884,19 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
         return len(running) > 1
 
     monkeypatch.setattr(disk, "clear", clear)
-    disk.note_erased(ErasureProgress(app._erasures._log, 0, erasures.time() - 8 * 86400.0))
+    disk.note_erased(ErasureProgress(app._parts.erasures._log, 0, erasures.time() - 8 * 86400.0))
     asked = await w.publish("busy", generate("g", **LONG))
-    await app._erasures.note(SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",))
+    await app._parts.erasures.note(
+        SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",)
+    )
     await asyncio.sleep(1)
     assert (asked in w.results, *kv.resident) == (False,), "only the running turn has KV"
-    assert disk.erased_up_to(app._erasures._log).seq == 0
+    assert disk.erased_up_to(app._parts.erasures._log).seq == 0
     await w.result(asked)
     await asyncio.sleep(2)
     assert running == [set(), set()]
     assert not kv.resident
-    assert disk.erased_up_to(app._erasures._log).seq > asked
+    assert disk.erased_up_to(app._parts.erasures._log).seq > asked
 
 
 async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_a_week(
@@ -914,16 +916,16 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
 
     monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
     for name in ("one", "two"):
-        await app._erasures.note(SessionKey("default", name), tokens, 0, ())
+        await app._parts.erasures.note(SessionKey("default", name), tokens, 0, ())
     await asyncio.sleep(2)
     assert tried == ["first", "again", "again"]
-    notes, _ = await app._retention._journal.erasures(0)
-    assert app._disk.erased_up_to(app._erasures._log).seq == notes[-1].seq
+    notes, _ = await app._parts.retention._journal.erasures(0)
+    assert app._disk.erased_up_to(app._parts.erasures._log).seq == notes[-1].seq
     assert len(notes) == 2
     later_s = erasures.time() + 8 * 86400.0
     monkeypatch.setattr(erasures, "time", lambda: later_s)
-    await app._erasures._clean()
-    assert [note.seq for note in (await app._retention._journal.erasures(0))[0]] == [notes[-1].seq]
+    await app._parts.erasures._clean()
+    assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]
 
 
 async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(
@@ -938,8 +940,8 @@ async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(
         return True
 
     monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
-    await app._erasures.note(key, app.device_of_hashes.resident[key], 0, ())
-    await app._erasures._look(lambda _: {key})
+    await app._parts.erasures.note(key, app.device_of_hashes.resident[key], 0, ())
+    await app._parts.erasures._look(lambda _: {key})
     assert not tried
-    await app._erasures._look(lambda _: set())
+    await app._parts.erasures._look(lambda _: set())
     assert tried == ["default"]
