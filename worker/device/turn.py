@@ -88,6 +88,7 @@ class Turn:
     behind: tuple[int, float] | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
+    rows: dict[bytes, mx.array] = field(init=False, default_factory=dict)  # by an image's fingerprint
     cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
     def __post_init__(self) -> None:
@@ -175,6 +176,14 @@ class NeedsKv:
 
 
 @dataclass(frozen=True, slots=True)
+class NeedsImage:
+    """A turn needs the views of an image; the event loop answers with `Device.show`."""
+
+    turn: Turn
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class KvRead:
     """KV from SSD for a turn: `past`, read layer by layer, and the chunks `spans` with their tensors.
 
@@ -222,7 +231,9 @@ class Starved:
 
 #: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
-Event = Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | Finished | Faulted | Dropped | Starved
+Event = (
+    Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | NeedsImage | Finished | Faulted | Dropped | Starved
+)
 
 
 class LostKvError(Exception):
