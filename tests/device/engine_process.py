@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -94,17 +94,25 @@ async def open_process(
     codec: Codec = PLAIN,
     trials: Path | None = None,
     keep_behind: int | None = None,
-    seeing: LoadedModel | None = None,
+    load: Callable[[], LoadedModel] | None = None,
     **options: Any,
 ) -> AsyncIterator[Process]:
     """Run a `Process` on a snapshot directory, with blocks of `num_blocks` times `BLOCK` tokens.
 
-    With `seeing`, this is the loaded model, whose `model` is recorded. `options` are those of a `Device`.
+    `load` loads the model on the device thread, in place of `model`. `options` are those of a `Device`.
     """
     recorded = Recorded(model)
+
+    def load_recorded() -> LoadedModel:
+        if load is None:
+            return loaded(recorded)
+        found = load()
+        recorded._model = found.model
+        return replace(found, model=recorded)
+
     block = num_blocks * BLOCK
     device = Device(
-        lambda: loaded(recorded) if seeing is None else replace(seeing, model=recorded),
+        load_recorded,
         lambda error: None,
         block_tokens=block,
         max_batch=4,

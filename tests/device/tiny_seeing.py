@@ -51,8 +51,70 @@ _SPLITS = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
 CONFIGS: dict[str, dict[str, Any]] = {
     "idefics3": {**_SPLIT, "vision_config": {**_VISION, "model_type": "idefics3_vision"}},
     "smolvlm": {**_SPLIT, "vision_config": {**_VISION, "model_type": "smolvlm_vision"}},
+    "llava": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    },
+    "pixtral": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 64},
+    },
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 64},
+        "spatial_merge_size": 2,
+    },
+    "lfm2_vl": {
+        "text_config": {
+            "model_type": "lfm2",
+            "vocab_size": 320,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "norm_eps": 1e-5,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 32,
+            "block_ff_dim": 64,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+            "rope_theta": 10000.0,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+        "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+        "projector_hidden_size": 32,
+        "downsample_factor": 2,
+    },
 }
-PROCESSORS: dict[str, dict[str, Any]] = {"idefics3": _SPLITS, "smolvlm": _SPLITS}
+FAMILIES = [*CONFIGS]
+#: Heads of a size that can be quantised.
+CONFIGS["wide"] = {
+    **_SPLIT,
+    "model_type": "smolvlm",
+    "text_config": {**_TEXT, "model_type": "llama", "hidden_size": 128, "head_dim": 32},
+    "vision_config": {**_VISION, "model_type": "smolvlm_vision"},
+}
+_SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "idefics3": _SPLITS,
+    "smolvlm": _SPLITS,
+    "wide": _SPLITS,
+    "llava": _SQUARE,
+    "pixtral": {"size": {"longest_edge": 24}},
+    "mistral3": {"size": {"longest_edge": 40}},
+    "lfm2_vl": {
+        "encoder_patch_size": 4,
+        "tile_size": 16,
+        "min_image_tokens": 2,
+        "max_image_tokens": 4,
+        "max_tiles": 4,
+    },
+}
 _MARKS = (
     "<image>",
     "<fake_token_around_image>",
@@ -90,7 +152,7 @@ def write(kind: str, folder: Path) -> Any:
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     tokenizer.save(str(folder / "tokenizer.json"))
-    module = import_module(f"mlx_vlm.models.{kind.replace('-', '_')}")
+    module = import_module(f"mlx_vlm.models.{config['model_type']}")
     given = module.ModelConfig.from_dict(config)
     given.text_config = module.TextConfig.from_dict(config["text_config"])
     given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
