@@ -30,7 +30,6 @@ from worker.models import model
 from worker.models.model import LoadedModel
 
 
-
 class Seeing(NamedTuple):
     """A tiny model in a folder, as the worker loads it, and mlx-vlm's with the same weights."""
 
@@ -260,9 +259,7 @@ async def test_quantised_kv_tells_pictures_apart(seeing, open_process) -> None:
     assert found[0][:2] == seen.answer(seen.prompt("Look: @!", images[0]), images[:1], 2)[0]
 
 
-async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(
-    seeing, open_process
-) -> None:
+async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(seeing, open_process) -> None:
     seen, image = seeing("smolvlm"), picture(4)
     tokens, read = seen.prompt("aaaa aaaa aaaa @ aaaa aaaa", image), Reader(seen, image)
     expected = seen.answer(tokens, (image,), 40)[0]
@@ -382,7 +379,11 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     more = {
         "idefics3": {"image_seq_len": 4},
         "smolvlm": {"image_seq_len": 4},
-        "llava": {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1},
+        "llava": {
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
         "pixtral": {"patch_size": 4},
         "mistral3": {"patch_size": 4, "spatial_merge_size": 2},
     }
