@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import TypeAlias
 
 from cache.names import blocks
@@ -67,9 +68,10 @@ def test_two_histories_share_what_has_the_same_content() -> None:
         (one, first), (two, second) = made(*common, *some()), made(*common, *some())
         shared = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
         shared = min(len(first), len(second)) if shared is None else shared
-        # An image right behind its own beginning, cut off, continues it: the contents agree, the images do not.
+        # An image behind its own beginning, cut off, continues it: the contents agree, the images do not.
         assert one.num_common(two) <= shared
-        assert one.num_common(two) == shared or any(span.start <= shared for span in (*one.spans, *two.spans))
+        spans = (*one.spans, *two.spans)
+        assert one.num_common(two) == shared or any(span.start <= shared for span in spans)
         assert (one == two) is (first == second) or one.num_common(two) < shared
         assert (one.digest() == two.digest()) is (first == second)
 
@@ -80,7 +82,7 @@ def test_a_history_may_be_cut_and_continued_anywhere() -> None:
         head = tokens[:at]
         assert head == made(*_parts(contents[:at]))[0]
         assert head.packed() == tokens.packed(0, at)
-        assert (head + [9]).num_common(tokens) == at
+        assert head.extended(array("I", [9])).num_common(tokens) == at
         if at not in (4, 4096, 6002, 6020):  # a tail does not know the image that begins before it
             assert head + tokens[at:] == tokens
 

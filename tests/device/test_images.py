@@ -21,10 +21,10 @@ from tiny_seeing import FAMILIES, picture
 from transformers import PreTrainedTokenizerFast
 
 from cache.names.policy import CHUNK, Policy
-from cache.names.tokens import Tokens
+from cache.names.tokens import Tokens, as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.device.request import TurnRequest
 from worker.device import vision
+from worker.device.request import TurnRequest
 from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
 from worker.models import model
 from worker.models.model import LoadedModel
@@ -53,7 +53,7 @@ class Seeing(NamedTuple):
         for name in views[0].arrays if views else ():
             found = [view.arrays[name] for view in views]
             sides = np.max([one.shape for one in found], axis=0)
-            padded = [np.pad(one, [(0, side - own) for side, own in zip(sides, one.shape)]) for one in found]
+            padded = [np.pad(one, [(0, n) for n in sides - np.array(one.shape)]) for one in found]
             arrays[name] = mx.array(np.concatenate(padded, axis))
         rows: mx.array = self.direct.get_input_embeddings(_array(tokens), **arrays).inputs_embeds
         return rows
@@ -172,11 +172,11 @@ async def test_a_prompt_may_be_cut_at_every_token(seeing, open_process, kind) ->
             await run(process, tokens[:cut], 0, read, tenant=f"t{cut}")
             assert (await run(process, tokens, 4, read, tenant=f"t{cut}"))[1] == expected, cut
         await process.store.queue.drained(10)
-    read.num = 0
+    read.num, longer = 0, tokens + as_tokens([5])
     async with open_process(seen) as process:
         for cut in cuts:
-            _, found = await run(process, tokens + [5], 4, read, tenant=f"t{cut}")
-            assert found == seen.answer(tokens + [5], (image,), 4)[0], cut
+            _, found = await run(process, longer, 4, read, tenant=f"t{cut}")
+            assert found == seen.answer(longer, (image,), 4)[0], cut
     assert read.num == 0, "restored blocks need no image"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 import resource
@@ -135,7 +136,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(name: str) -> None:
     data, before_kib = BROKEN[name](), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(ImageError, match="^the image .*; ") as raised:
+    with pytest.raises(ImageError, match=r"^the image .*; ") as raised:
         decode(data)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 160
@@ -150,10 +151,8 @@ def test_changed_bytes_anywhere_give_an_image_or_an_image_error() -> None:
             data = bytearray(whole)
             for _ in range(rng.randrange(1, 4)):
                 data[rng.randrange(len(data))] = rng.randrange(256)
-            try:
+            with contextlib.suppress(ImageError):
                 assert decode(bytes(data)).mode == "RGB"
-            except ImageError:
-                pass
 
 
 def test_the_limits_are_those_that_the_messages_name(monkeypatch) -> None:

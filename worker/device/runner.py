@@ -52,11 +52,10 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
-    from worker.models.vision.families import View
 
     from .scheduler import Step
     from .step_chooser import ChosenStep
-    from .turn import KvRead, StepReport
+    from .turn import ImageViews, KvRead, StepReport
 
 log = structlog.get_logger()
 
@@ -253,7 +252,7 @@ class Runner:
         if turn in self._paging:
             self._guarded(turn, lambda turn: self._paging.take(turn, kv))
 
-    def show(self, turn: Turn, fingerprint: bytes, views: Sequence[View] | Exception) -> None:
+    def show(self, turn: Turn, fingerprint: bytes, views: ImageViews) -> None:
         """Give a turn the image that it has requested, or why there is none; see `Vision.show`."""
         self._guarded(turn, lambda turn: self._vision.show(turn, fingerprint, views))
 

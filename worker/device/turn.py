@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import mlx.core as mx
 
     from cache.names.blocks import Span
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Row
+    from worker.models.vision.families import View
     from worker.observe.traces import Phase
 
     from .request import TurnRequest
@@ -229,6 +232,8 @@ class Starved:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
+#: What `Device.show` gives a turn: the views of an image, or why there are none.
+ImageViews: TypeAlias = "Sequence[View] | Exception"
 #: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
 Event = (

@@ -25,13 +25,13 @@ from .memory import Estimator, shape_of
 from .turn import LostKvError, NeedsImage, NoRoomError, Starved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from worker.models.vision.families import Family, View
     from worker.models.vision.sight import Sight
 
     from .room import Room
-    from .turn import Event, Turn
+    from .turn import Event, ImageViews, Turn
 
 log = structlog.get_logger()
 
@@ -101,7 +101,7 @@ class Vision:
         self._ask(turn)
         return False
 
-    def show(self, turn: Turn, fingerprint: bytes, views: Sequence[View] | Exception) -> None:
+    def show(self, turn: Turn, fingerprint: bytes, views: ImageViews) -> None:
         """Take the views of an image that a turn has requested, unless its rows are known or under way.
 
         Raises the error if there are none.

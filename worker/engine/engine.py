@@ -47,7 +47,7 @@ from .run import Run, on_device, resolve
 from .saving import Saving
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from anyio.abc import TaskGroup
 
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
-    from worker.models.vision.families import View
+    from worker.device.turn import ImageViews
     from worker.observe.counters import Telemetry
 
     from .admission import Ledger
@@ -434,12 +434,12 @@ class Engine(EnginePort):
     async def _look(self, needs: NeedsImage) -> None:
         """Show a turn an image that it needs, or why it cannot be shown."""
         try:
-            views: Sequence[View] | Exception = await self._views(needs)
+            views: ImageViews = await self._views(needs)
         except Exception as error:  # noqa: BLE001  # the turn fails with it
             views = error
         self._device.show(needs.turn, needs.fingerprint, views)
 
-    async def _views(self, needs: NeedsImage) -> Sequence[View]:
+    async def _views(self, needs: NeedsImage) -> ImageViews:
         """Read and process an image; one at a time, since its pixels take much memory."""
         read, sight = needs.turn.request.read_image, self._device.sight
         if read is None or isinstance(sight, str):
