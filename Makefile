@@ -84,6 +84,7 @@ lock: $(STAMP) ## Resolve requirements/*.in again (UPGRADE=--upgrade takes newer
 	$(COMPILE) requirements/base.in -o requirements/base.lock
 	$(COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(COMPILE) --no-deps requirements/corpora.in -o requirements/corpora.lock
+	$(COMPILE) --no-deps requirements/vision.in -o requirements/vision.lock
 	$(COMPILE) requirements/tools.in -o requirements/tools.lock
 	$(COMPILE) requirements/docs.in -o requirements/docs.lock
 
@@ -110,10 +111,11 @@ $(BIN)/pip:
 	@echo "Making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protocol/turnkeep_client/__init__.py | $(BIN)/pip
+$(STAMP): requirements/dev.lock requirements/corpora.lock requirements/vision.lock pyproject.toml protocol/turnkeep_client/__init__.py | $(BIN)/pip
 	@echo "Installing packages into $(VENV): a minute or two"
 	@$(INSTALL) --require-hashes -r requirements/dev.lock
 	@$(INSTALL) --require-hashes -r requirements/corpora.lock
+	@$(INSTALL) --require-hashes -r requirements/vision.lock
 	@$(INSTALL) --no-build-isolation -e .
 	@# Without OpenBLAS a Linux CPU computes correctly, but 15 times slower: advice, never a failure.
 	@$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \

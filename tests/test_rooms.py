@@ -47,7 +47,7 @@ FLOORS = {
 FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
-    *("worker/device", "worker/batch", "worker/models", "worker/sizing.py"),
+    *("worker/device", "worker/batch", "worker/models", "worker/models/vision", "worker/sizing.py"),
     *(f"bench/programs/{name}.py" for name in ("device", "in_process")),
 }
 NATS = {

@@ -27,6 +27,7 @@ from worker.device.turn import (
     Finished,
     KvRead,
     LostKvError,
+    NeedsImage,
     NeedsKv,
     NoRoomError,
     Prefilled,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
+    from worker.device.turn import ImageViews
     from worker.observe.counters import Telemetry
 
     from .admission import Ledger
@@ -107,6 +109,7 @@ class Engine(EnginePort):
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
+        self._looking = asyncio.Lock()
         #: The last report of the device.
         self.report = StepReport()
 
@@ -276,7 +279,9 @@ class Engine(EnginePort):
                 self._turns[turn].prefilled(num_cached)
             case Sampled():
                 self._sampled(event)
-            case NeedsKv(turn):  # not in the queue of `events`: publishing those waits while NATS is away
+            case NeedsKv(turn) | NeedsImage(
+                turn
+            ):  # not in the queue of `events`: publishing those waits while NATS is away
                 self._turns[turn].needs.put_nowait(event)
             case Finished() | Faulted():
                 self._end_turn(event)
@@ -372,7 +377,7 @@ class Engine(EnginePort):
                 return run.is_stopped
             run.started_s = run.started_s or monotonic()
             async with task_group() as reads:
-                if snapshots is not None:
+                if snapshots is not None or turn.request.context.spans:
                     reads.start_soon(self._serve, run, snapshots, reads)
                 end = await self._follow(run, turn, publish)
                 reads.cancel_scope.cancel()
@@ -414,13 +419,33 @@ class Engine(EnginePort):
             raise StoppingError
         return run.admitted is None
 
-    async def _serve(self, run: Run, snapshots: TurnSnapshots, reads: TaskGroup) -> None:
-        """Start a read from SSD for each KV request of a run's turn, until cancelled.
+    async def _serve(self, run: Run, snapshots: TurnSnapshots | None, reads: TaskGroup) -> None:
+        """Start a read for each request for KV on SSD, or for an image, of a run's turn, until cancelled.
 
         Must be a task: with sniffio installed, anyio cannot start a task from a callback of the loop.
         """
         while True:
-            reads.start_soon(self._read, await run.needs.get(), snapshots)
+            match await run.needs.get():
+                case NeedsImage() as needs:
+                    reads.start_soon(self._look, needs)
+                case NeedsKv() as needs if snapshots is not None:
+                    reads.start_soon(self._read, needs, snapshots)
+
+    async def _look(self, needs: NeedsImage) -> None:
+        """Show a turn an image that it needs, or why it cannot be shown."""
+        try:
+            views: ImageViews = await self._views(needs)
+        except Exception as error:  # noqa: BLE001  # the turn fails with it
+            views = error
+        self._device.show(needs.turn, needs.fingerprint, views)
+
+    async def _views(self, needs: NeedsImage) -> ImageViews:
+        """Read and process an image; one at a time, since its pixels take much memory."""
+        read, sight = needs.turn.request.read_image, self._device.sight
+        if read is None or isinstance(sight, str):
+            raise ValueError("the request cannot read its images")
+        async with self._looking:
+            return await asyncio.to_thread(sight.eyes.views, await read(needs.fingerprint))
 
     async def _read(self, needs: NeedsKv, snapshots: TurnSnapshots) -> None:
         kv = KvRead()
