@@ -150,7 +150,7 @@ def check_step(model: Model, shared: Shared, label: Label, before: Session, afte
     if label[0] == "chunk":
         return _check_chunk(before, after, label[1], label[2])
     if label[0] in ("lose", "dequeue"):
-        return _check_asked(model, after)
+        return _check_asked(after)
     if label[0] == "deliver" and sum(map(at_work, after.memory)) > 1 and not model.rules.routes_freely:
         if shared.life == 0 and not any(one.is_unsure or one.status != UP for one in shared.workers):
             faults = model.rules.num_faults - shared.num_faults
@@ -208,13 +208,12 @@ def _check_chunk(before: Session, after: Session, w: int, request: int) -> str:
     return ""
 
 
-def _check_asked(model: Model, session: Session) -> str:
-    """Check that each request that was asked is in the queue, or has a result, or is forgotten."""
-    there = {one.request for one in session.log if one.kind in ("in", "out") and not one.is_gone}
-    closes = [r for r in there if model.kind(r) == "F"]
-    for one in session.log:
-        is_lost = one.kind == "in" and one.request not in there
-        if is_lost and not any(close > one.request for close in closes):
+def _check_asked(session: Session) -> str:
+    """Check that each request that was asked is in the queue, or has a result, or was forgotten."""
+    told = [one for one in session.log if one.kind in ("in", "out")]
+    known = {one.request for one in told if not one.is_gone or one.by == "forget"}
+    for one in told:
+        if one.request not in known:
             return f"request {one.request} is in neither queue nor results"
     return ""
 
@@ -224,7 +223,7 @@ def check_rest(model: Model, session: Session) -> str:
     log = session.log
     if has_unanswered(log):
         return "a request has no result"
-    if wrong := _check_asked(model, session):
+    if wrong := _check_asked(session):
         return wrong
     closes = [one.request for one in log if one.kind == "out" and model.kind(one.request) == "F"
               and not one.is_gone and not one.repeats]  # fmt: skip

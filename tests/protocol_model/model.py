@@ -67,8 +67,8 @@ class Shared(NamedTuple):
 class Entry(NamedTuple):
     """An entry of a session's log; its sequence is its place, from 1. A removed entry stays as `is_gone`.
 
-    `kind` is `in`, `note` or `out`. A delivered request may be `acked`. A note has the workers (`by`) whose
-    disks have no KV of the session. A result has its worker (`by`), the sequence of the result before it
+    `kind` is `in`, `note` or `out`. A request has the workers (`by`) to which it was delivered, until it is
+    `acked`; a note those whose disks have no KV of the session. A result has its worker (`by`), the sequence of the result before it
     (`fence`), the tokens of an answer, and the history `after` it. A `repeats` is not the first of its id; a
     `fails` changes nothing. `life` is the server's process that stored it.
     """
@@ -99,7 +99,7 @@ class Chunk(NamedTuple):
 class Memory(NamedTuple):
     """What a worker knows of a session, and what it does next.
 
-    idle: nothing; rung: it has to read; listed: it has read the queue (`listed`); fresh: it has read the
+    idle: nothing; stale: whatever it does next is fenced; rung: it has to read; listed: it has read the queue (`listed`); fresh: it has read the
     results up to `known`; ready: `request`, at `seq`, is next; begun: its chunks are read, the last one is at
     `after`; told: its first chunk is stored; ending: it is to end without tokens; noted: a note of the close
     is stored; checked: the request was still there.
@@ -139,8 +139,10 @@ class Rules(NamedTuple):
     num_drains: int = 1
     num_ends: int = 1
     queue_first: bool = True  # whether an unread log is read from its queue, else from its results
+    reads_at_once: bool = False  # whether a log that was not read before is read in one step
     routes_freely: bool = False  # whether a worker that is not the owner may take a session
     most_chunks: int = 1
+    wakes: bool = True
     without: frozenset[str] = frozenset()
 
     def has(self, rule: str) -> bool:
@@ -173,27 +175,35 @@ class Model(NamedTuple):
     def num_chunks(self, request: int) -> int:
         return self.rules.most_chunks if self.kind(request) == "G" else 0
 
-    def routes(self, shared: Shared, session: Session, *, is_sent: bool = False) -> set[int]:
-        """Return the workers that may get a delivery, by what any of them may believe of the others.
+    def owners(self, shared: Shared, session: Session) -> set[int]:
+        """Return the workers that may own a session, by what any of them may believe of the others."""
+        return {one for members, drained in _beliefs(shared) for one in self._owner(members, drained, session)}
 
-        With `is_sent` also a paused one, which hears it when it goes on.
-        """
-        hear = (UP, PAUSED) if is_sent else (UP,)
-        if self.rules.routes_freely:
-            return {w for w, one in enumerate(shared.workers) if one.status in hear}
+    def _owner(self, members: list[int], drained: set[int], session: Session) -> list[int]:
         last = last_out(session.log)
-        named = session.log[last - 1].by if last else None
-        found = set()
+        takers = [one for one in members if one not in drained] or members
+        if last and session.log[last - 1].by in takers:
+            return [session.log[last - 1].by]
+        return takers[:1]  # the lowest has the highest hash
+
+    def routes(self, shared: Shared, session: Session) -> set[int]:
+        """Return the workers that may get a delivery: the one that is at work, else the owner.
+
+        One that drains says: later.
+        """
+        workers = shared.workers
+        ups = {w for w, one in enumerate(workers) if one.status == UP}
+        if self.rules.routes_freely:
+            return ups
+        found = set[int]()
         for members, drained in _beliefs(shared):
-            if self.rules.has("a session moves between two requests") and any(
-                one in members and at_work(session.memory[one]) for one in range(len(shared.workers))
-            ):
-                continue  # that worker has it, or says: later
-            takers = [one for one in members if one not in drained] or members
-            owner = named if named in takers else min(takers, default=None)  # the lowest has the highest hash
-            if owner is not None and shared.workers[owner].status in hear:
-                found.add(owner)
-        return found
+            busy = [one for one in members if at_work(session.memory[one])]
+            if not self.rules.has("a session moves between two requests"):
+                busy = [one for one in busy if one not in drained]
+            found |= {one for one in busy if one not in drained}
+            if not busy:
+                found |= {*self._owner(members, drained, session)}
+        return found & ups
 
     # ---- steps of all sessions
 
@@ -219,7 +229,7 @@ class Model(NamedTuple):
             if worker.status == PAUSED:
                 yield ("resume", w), becomes(status=UP, is_unsure=True)
             if worker.status == DEAD:
-                yield ("restart", w), becomes(status=UP, is_unsure=True)
+                yield ("restart", w), becomes(status=UP, is_unsure=False)  # it has greeted all others
             if worker.status == UP and not worker.drains and shared.num_drains:
                 yield ("drain", w), becomes(drains=True, num_drains=1)
             if worker.status == UP and worker.drains:
@@ -233,22 +243,31 @@ class Model(NamedTuple):
         """Return what becomes of a session by a step of `shared_steps`; `shared` is the state after it."""
         match label:
             case "crash", w:
-                yield _with(session, w, None)
-            case "notice", w if shared.workers[w].status != UP and has_unanswered(session.log):
+                yield self._given_back(session, w)
+            case "notice", w if shared.workers[w].status != UP and self._is_lost(shared, session):
                 # Those that are left take over what nobody has (`_take_unanswered`).
-                rung = [self._ring(session, v) for v in self.routes(shared, session, is_sent=True)]
-                yield from rung or [session]
+                yield from [self._ring(session, v) for v in self.owners(shared, session)] or [session]
+            case "restart", w if self._is_lost(shared, session) and w in self.owners(shared, session):
+                yield self._ring(session, w)
             case ("lose",):
                 yield from self._lost(session)
             case _:
                 yield session
 
+    def _is_lost(self, shared: Shared, session: Session) -> bool:
+        """Whether the queue has a request without a result, and no worker that answers is at work on it."""
+        ups = [w for w, one in enumerate(shared.workers) if one.status == UP]
+        return has_unanswered(session.log) and not any(at_work(session.memory[w]) for w in ups)
+
     def _lost(self, session: Session) -> Iterator[Session]:
         lefts = product(*(range(len(one) + 1) for one in session.chunks))
         cuts = [tuple(one[:n] for one, n in zip(session.chunks, left, strict=True)) for left in lefts]
+        if not self.rules.without:
+            memory = [_overtaken(one) for one in session.memory]
+            session = session._replace(memory=tuple(memory))
         for kept in range(session.synced, len(session.log) + 1):
             for chunks in cuts:
-                yield session._replace(log=session.log[:kept], chunks=chunks, synced=0)
+                yield session._replace(log=session.log[:kept], chunks=chunks, synced=0, is_swept=False)
 
     # ---- steps of one session
 
@@ -257,17 +276,17 @@ class Model(NamedTuple):
         log = session.log
         asked = sum(one.kind == "in" for one in log)
         if asked < len(self.program):
-            yield ("ask", asked), _logged(session, Entry("in", asked, life=shared.life))
+            yield ("ask", asked), _logged(session, Entry("in", asked, by=frozenset()))
         ups = [w for w, one in enumerate(shared.workers) if one.status == UP]
-        if any(one.kind == "in" and not one.acked and not one.is_gone for one in log):
-            for w in self.routes(shared, session):
-                if not at_work(session.memory[w]):
-                    yield ("deliver", w), self._ring(session, w)
+        for seq, one in _queue(log):
+            if not one.acked and not any(w in ups and at_work(session.memory[w]) for w in one.by):
+                for w in self.routes(shared, session):
+                    held = session._replace(log=_put(log, seq - 1, one._replace(by=one.by | {w})))
+                    yield ("deliver", w, one.request), self._ring(held, w)
         if session.looked < shared.life and ups and self.rules.has("undelivered requests are found"):
             seen = session._replace(looked=shared.life)
-            heard = self.routes(shared, session, is_sent=True) if has_unanswered(log) else set()
-            rung = [self._ring(seen, w) for w in heard]
-            for one in rung or [seen]:
+            heard = self.owners(shared, session) if has_unanswered(log) else set()
+            for one in [self._ring(seen, w) for w in heard] or [seen]:
                 yield ("look",), one
         if ups:
             yield from self._sweep(shared, session)
@@ -277,6 +296,7 @@ class Model(NamedTuple):
             yield from self._erase(session, w)
 
     def _ring(self, session: Session, w: int) -> Session:
+        """Wake a session at a worker: also at a paused one, which hears it when it goes on."""
         memory = session.memory[w]
         return session if at_work(memory) else _with(session, w, (memory or Memory())._replace(phase="rung"))
 
@@ -290,6 +310,9 @@ class Model(NamedTuple):
         def fenced() -> Iterator[tuple[Label, Session]]:
             yield from self._fenced(shared, session, w)
 
+        if memory.phase == "stale":
+            yield from fenced()
+            return
         if memory.phase not in ("idle", "rung", "listed") and memory.life != shared.life and has(
             "a restart of the server is noticed"
         ):
@@ -302,6 +325,13 @@ class Model(NamedTuple):
                     yield from fenced()
                 else:
                     yield ("look on", w), then(phase="fresh")
+            case "rung" if self.rules.reads_at_once:
+                known, history = read(log)
+                pending = _pending(log, [seq for seq, _ in _queue(log)], known)
+                now = Memory("fresh", shared.life, known, history)
+                if pending is not None:
+                    now = now._replace(phase="ready", request=log[pending - 1].request, seq=pending)
+                yield ("read", w), _with(session, w, now)
             case "rung" if self.rules.queue_first:
                 listed = tuple(seq for seq, one in _queue(log))
                 yield ("list", w), then(phase="listed", listed=listed, life=shared.life)
@@ -325,16 +355,19 @@ class Model(NamedTuple):
             case "fresh":
                 pending = _pending(log, [seq for seq, _ in _queue(log)], memory.known)
                 if pending is None:
-                    yield ("ack", w), self._acked(then(phase="idle"))
+                    yield ("ack", w), self._acked(then(phase="idle"), w)
                 elif pending <= len(log):
                     now = then(phase="ready", request=log[pending - 1].request, seq=pending)
-                    yield ("next", w), now if has("no ack before the result") else self._acked(now)
+                    yield ("next", w), now if has("no ack before the result") else self._acked(now, w)
             case "ready":
                 yield from self._begin(shared, session, w, memory)
             case "begun" if len(memory.tokens) < self.num_chunks(memory.request) and not memory.fails:
                 yield from self._publish(session, w, memory)
             case "told":
-                if log[memory.seq - 1 :] == () or log[memory.seq - 1].is_gone:
+                is_answered = any(one.request == memory.request for _, one in _outs(log))
+                if is_answered and has("a chunk of an answered request stays"):
+                    yield from fenced()
+                elif log[memory.seq - 1 :] == () or log[memory.seq - 1].is_gone:
                     chunks = _put(session.chunks, memory.request, session.chunks[memory.request][:-1])
                     for label, one in self._fenced(shared, session, w):
                         yield ("withdraw", w), one._replace(chunks=chunks)
@@ -359,14 +392,15 @@ class Model(NamedTuple):
     def _fenced(self, shared: Shared, session: Session, w: int) -> Iterator[tuple[Label, Session]]:
         """Return what a worker does whose knowledge is stale: it reads anew, or leaves it to another one."""
         others = [v for v, one in enumerate(shared.workers) if v != w and one.status == UP]
+        left = self._given_back(session, w)
         if any(at_work(session.memory[v]) for v in others):
-            yield ("leave", w), _with(session, w, None)
+            yield ("leave", w), left
             return
         last = last_out(session.log)
         owner = session.log[last - 1].by if last else None
         for members, _ in _beliefs(shared):
             if owner is not None and owner != w and owner in members:
-                yield ("leave", w), _with(session, w, None)
+                yield ("leave", w), self._ring(left, owner) if self.rules.wakes else left
             else:
                 yield ("read anew", w), _with(session, w, Memory())
 
@@ -390,7 +424,7 @@ class Model(NamedTuple):
             is_sealed, tokens = False, ()
         begun = memory._replace(phase="begun", after=len(told), tokens=tokens, fails=is_over and not tokens)
         if not begun.fails:
-            kv = _put(session.kv, w, session.kv[w] | 1 << request)
+            kv = _put(session.kv, w, session.kv[w] | 1 << request) if "F" in self.program else session.kv
             yield ("begin", w), _with(session, w, begun)._replace(kv=kv)
         elif not is_sealed and kind == "G":
             yield ("end", w), _with(session, w, begun._replace(phase="ending"))
@@ -433,10 +467,11 @@ class Model(NamedTuple):
                 session = _with(session, v, None)
         said = frozenset(done if self.rules.has("a forget waits for absent workers") else range(len(kv)))
         session = _with(session, w, memory._replace(phase="noted"))._replace(kv=kv)
-        return _logged(session, Entry("note", memory.request, by=said, life=shared.life))
+        return _logged(session, Entry("note", memory.request, by=said))
 
     def _commit(self, shared: Shared, session: Session, w: int, memory: Memory) -> Iterator[tuple[Label, Session]]:
         log, request, has = session.log, memory.request, self.rules.has
+        has_all = not self.rules.without
         is_fenced = last_out(log) != memory.known
         if is_fenced and has("results are fenced"):
             yield from self._fenced(shared, session, w)
@@ -450,17 +485,43 @@ class Model(NamedTuple):
             after = history
         else:
             after = (*history, (request, memory.tokens))
-        entry = Entry("out", request, by=w, fence=memory.known, after=after, life=shared.life,
-                      tokens=memory.tokens, repeats=first is not None, fails=fails)  # fmt: skip
+        entry = Entry("out", request, by=w, fence=memory.known, after=after,
+                      tokens=memory.tokens, repeats=first is not None, fails=fails,
+                      life=0 if has("a restart makes no result safe") else shared.life)  # fmt: skip
         stored = _logged(session, entry)
         now = Memory("fresh", shared.life, len(stored.log), after)
-        yield ("commit", w, request), _with(stored, w, now)
+        if not has_all:
+            yield ("commit", w, request), _with(stored, w, now)
+            return
+        others = [self._behind(one) for one in session.memory]
+        yield ("commit", w, request), stored._replace(memory=_put(tuple(others), w, now))
 
-    def _acked(self, session: Session) -> Session:
+    def _behind(self, memory: Memory | None) -> Memory | None:
+        """Forget what no longer matters of a memory, as another worker has stored a result."""
+        if memory is None or memory.phase in ("listed", "told", "stale") or memory.life < 0:
+            return memory
+        is_next = memory.phase in ("fresh", "ready") and not (
+            memory.phase == "ready" and self.kind(memory.request) == "G"
+        )
+        publishes = memory.phase == "begun" and not memory.fails
+        publishes = publishes and len(memory.tokens) < self.num_chunks(memory.request)
+        return memory if is_next or publishes or memory.phase == "ending" else _overtaken(memory)
+
+    def _acked(self, session: Session, w: int) -> Session:
+        """Acknowledge what was delivered to a worker."""
         log = tuple(
-            one._replace(acked=True) if one.kind == "in" and not one.is_gone else one for one in session.log
+            one._replace(acked=True, by=frozenset()) if _holds(one, w) else one
+            for one in session.log
         )
         return session._replace(log=log)
+
+    def _given_back(self, session: Session, w: int) -> Session:
+        """Forget a session at a worker, which returns what was delivered to it."""
+        log = tuple(
+            one._replace(by=one.by - {w}) if _holds(one, w) else one
+            for one in session.log
+        )
+        return _with(session, w, None)._replace(log=log)
 
     def _erase(self, session: Session, w: int) -> Iterator[tuple[Label, Session]]:
         """Return how a worker that was away carries out a note of a forget."""
@@ -498,13 +559,13 @@ class Model(NamedTuple):
         for kind in kinds:
             for i, one in old:
                 if one.kind == kind:
-                    yield ("remove", kind, one.request), session._replace(log=_gone(log, i))
+                    yield ("remove", kind, one.request), session._replace(log=_gone(log, i, by="forget"))
                     return
         if not session.is_swept:
             chunks = tuple(() if r < close else one for r, one in enumerate(session.chunks))
             yield ("remove", "chunks", close), session._replace(chunks=chunks, is_swept=True)
         if not self.rules.has("the last result stays"):
-            yield ("remove", "out", close), session._replace(log=_gone(log, at))
+            yield ("remove", "out", close), session._replace(log=_gone(log, at, by="forget"))
 
 
 def last_out(log: tuple[Entry, ...]) -> int:
@@ -575,6 +636,17 @@ def _beliefs(shared: Shared) -> list[tuple[list[int], set[int]]]:
     return found
 
 
+def _overtaken(memory: Memory | None) -> Memory | None:
+    """Return a memory whose next step is fenced, without what no longer matters of it."""
+    if memory is None or (memory.phase == "rung" and memory.life < 0):
+        return memory
+    return Memory("idle", 0, -1) if memory.phase == "idle" else Memory("stale")
+
+
+def _holds(entry: Entry, w: int) -> bool:
+    return entry.kind == "in" and not entry.is_gone and w in entry.by
+
+
 def _with(session: Session, w: int, memory: Memory | None) -> Session:
     return session._replace(memory=_put(session.memory, w, memory))
 
@@ -583,9 +655,8 @@ def _logged(session: Session, entry: Entry) -> Session:
     return session._replace(log=(*session.log, entry))
 
 
-def _gone(log: tuple[Entry, ...], at: int) -> tuple[Entry, ...]:
-    one = log[at]
-    return _put(log, at, Entry(one.kind, one.request, is_gone=True))
+def _gone(log: tuple[Entry, ...], at: int, *, by: str = "") -> tuple[Entry, ...]:
+    return _put(log, at, Entry(log[at].kind, log[at].request, is_gone=True, by=by or None))
 
 
 def _put(values: tuple[Any, ...], at: int, value: Any) -> tuple[Any, ...]:
