@@ -1,10 +1,11 @@
-"""Writes the pages of docs/reference from the code: commands, settings, messages, metrics, errors.
+"""Writes the pages of docs/reference from the code: commands, settings, messages, metrics, errors, models.
 
 `make site` runs it before each build, so the pages are never older than the code, and not in the repository.
 """
 
 from __future__ import annotations
 
+import csv
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -188,6 +189,28 @@ def error_codes() -> str:
     )
 
 
+def architectures() -> str:
+    """How a worker serves each architecture, by the trials in `tests/device/architectures.py`."""
+    rows = csv.reader(FOLDER.with_name("architectures.csv").read_text().splitlines())
+    head = "|".join(next(rows))
+    text = """
+A worker finds this out by trials when it loads a model. These results are from a CPU, with tiny random
+models. Architectures that are not listed were not tried.
+
+- **answers**: *one pass* runs all answers and prompts together; *merged* decodes answers together in
+  padded caches, and prefills prompts one after the other; *one by one* runs each session alone. Models with
+  recurrent layers cannot share a pass, nor can models whose attention computes scores itself
+  (`deepseek_v3`, `gemma2`).
+- **sink_window**, **paged**: whether sessions may have these
+  [cache policies](../protocol.md#cache-policies). If not, an `open` with the policy is refused; if both are
+  impossible, the worker's log says so at the start.
+- **restored**: whether a session restored in the middle of a block continues with the same bits.
+- **16 bits**: the same in bfloat16. MLX multiplies the experts of mixtures (`GatherMM`) only in float32 on
+  a CPU, where a worker loads them in float32.
+"""
+    return f"# Architectures of models\n{text}\n" + _table(head, ((f"`{one[0]}`", *one[1:]) for one in rows))
+
+
 def _table(head: str, rows: Iterable[Iterable[str]]) -> str:
     heads = head.split("|")
     body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -201,6 +224,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "sampling.md": sampling,
     "metrics.md": metrics,
     "errors.md": error_codes,
+    "architectures.md": architectures,
 }
 
 if __name__ == "__main__":
