@@ -15,6 +15,10 @@ import msgspec
 
 from commands import cli
 from commands.flags import ALL_OPTIONS
+from gateway.app import Gateway
+from gateway.http.guide import openapi
+from gateway.keys import Keys
+from gateway.metrics import Counters
 from ops.exposition import families
 from turnkeep_client import errors
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
@@ -24,6 +28,8 @@ from worker.process.settings import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from turnkeep_client import Client
 
 FOLDER = Path(__file__).with_name("reference")
 WIDTH = 100
@@ -165,6 +171,45 @@ def metrics() -> str:
     return f"# Metrics\n\n{text}\n\n" + _table("name|type|what it is|further labels", rows)
 
 
+def http() -> str:
+    """The gateway's paths, the fields of its requests, and its metrics."""
+
+    async def connect(*_: str) -> Client:
+        raise NotImplementedError
+
+    document = openapi(Gateway(connect, Keys(), idle_s=0).routes)
+    paths, schemas = document["paths"], document["components"]["schemas"]
+    found = ((path, method.upper(), one) for path, named in paths.items() for method, one in named.items())
+    by_kind: dict[str, list[str]] = {}
+    rows = []
+    for path, method, one in found:
+        rows.append((f"`{method} {path}`", one["summary"]))
+        if (body := one.get("requestBody")) is not None:
+            kind = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            by_kind.setdefault(kind, []).append(f"`{path}`")
+    fields = (
+        (", ".join(of), ", ".join(f"`{name}`" for name in schemas[kind]["properties"] if name not in OPTIONS))
+        for kind, of in by_kind.items()
+    )
+    lines = Counters().page(0).decode().splitlines()
+    helps = [line.split(" ", 3)[2:] for line in lines if line.startswith("# HELP")]
+    types = [line.split(" ")[3] for line in lines if line.startswith("# TYPE")]
+    counts = ((f"`{name}`", kind, told) for (name, told), kind in zip(helps, types, strict=True))
+    return "\n\n".join(
+        [
+            "# HTTP",
+            "What each path does: [the gateway](../gateway.md).",
+            "## Paths",
+            _table("path|", rows),
+            "## Fields of requests",
+            "Beside the [sampling options](sampling.md). Some are refused by name.",
+            _table("path|fields", fields),
+            "## Metrics of a gateway",
+            _table("name|type|what it is", counts),
+        ]
+    )
+
+
 def error_codes() -> str:
     """Error codes, the client's exceptions, exit codes."""
     codes = ((f"`{one}`", "yes" if one in errors.RETRYABLE else "no") for one in errors.ERROR_CODES)
@@ -223,6 +268,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "messages.md": messages,
     "sampling.md": sampling,
     "metrics.md": metrics,
+    "http.md": http,
     "errors.md": error_codes,
     "architectures.md": architectures,
 }
