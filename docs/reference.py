@@ -24,6 +24,7 @@ from turnkeep_client import errors
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
 from turnkeep_client.messages import OPTIONS, Chunk, DeadLetter, GatewayMetrics, Generate, Metrics
 from turnkeep_client.wire import Backlog
+from worker.models.answer_markup import FAMILIES
 from worker.process.settings import describe
 
 if TYPE_CHECKING:
@@ -253,7 +254,24 @@ models. Architectures that are not listed were not tried.
 - **16 bits**: the same in bfloat16. MLX multiplies the experts of mixtures (`GatherMM`) only in float32 on
   a CPU, where a worker loads them in float32.
 """
-    return f"# Architectures of models\n{text}\n" + _table(head, ((f"`{one[0]}`", *one[1:]) for one in rows))
+    calls = (
+        (f"`{family}`", _code(one.calls[0]), _code(one.form[0].strip() + ("..." if one.form[0] else "")))
+        for family, one in FAMILIES.items()
+    )
+    return "\n".join(
+        [
+            f"# Architectures of models\n{text}",
+            _table(head, ((f"`{one[0]}`", *one[1:]) for one in rows)),
+            "\n## How calls are written\n",
+            "Which of these a model uses: [models](../models.md#how-calls-and-reasoning-are-written).\n",
+            _table("family|before the calls|before a call's arguments", calls),
+        ]
+    )
+
+
+def _code(text: str) -> str:
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}".replace("\n", " ") if text else ""
 
 
 def _table(head: str, rows: Iterable[Iterable[str]]) -> str:
