@@ -1,10 +1,11 @@
-"""Writes the pages of docs/reference from the code: commands, settings, messages, metrics, errors.
+"""Writes the pages of docs/reference from the code: commands, settings, messages, metrics, errors, models.
 
 `make site` runs it before each build, so the pages are never older than the code, and not in the repository.
 """
 
 from __future__ import annotations
 
+import csv
 import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +15,23 @@ import msgspec
 
 from commands import cli
 from commands.flags import ALL_OPTIONS
+from gateway.app import Gateway
+from gateway.http.guide import openapi
+from gateway.keys import Keys
+from gateway.metrics import Counters
 from ops.exposition import families
 from turnkeep_client import errors
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
 from turnkeep_client.messages import OPTIONS, Chunk, DeadLetter, GatewayMetrics, Generate, Metrics
 from turnkeep_client.wire import Backlog
+from worker.models.answer_markup import FAMILIES
 from worker.models.habits import INSTEAD
 from worker.process.settings import describe
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
+
+    from turnkeep_client import Client
 
 FOLDER = Path(__file__).with_name("reference")
 WIDTH = 100
@@ -177,6 +185,45 @@ def metrics() -> str:
     return f"# Metrics\n\n{text}\n\n" + _table("name|type|what it is|further labels", rows)
 
 
+def http() -> str:
+    """The gateway's paths, the fields of its requests, and its metrics."""
+
+    async def connect(*_: str) -> Client:
+        raise NotImplementedError
+
+    document = openapi(Gateway(connect, Keys(), idle_s=0).routes)
+    paths, schemas = document["paths"], document["components"]["schemas"]
+    found = ((path, method.upper(), one) for path, named in paths.items() for method, one in named.items())
+    by_kind: dict[str, list[str]] = {}
+    rows = []
+    for path, method, one in found:
+        rows.append((f"`{method} {path}`", one["summary"]))
+        if (body := one.get("requestBody")) is not None:
+            kind = body["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+            by_kind.setdefault(kind, []).append(f"`{path}`")
+    fields = (
+        (", ".join(of), ", ".join(f"`{name}`" for name in schemas[kind]["properties"] if name not in OPTIONS))
+        for kind, of in by_kind.items()
+    )
+    lines = Counters().page(0).decode().splitlines()
+    helps = [line.split(" ", 3)[2:] for line in lines if line.startswith("# HELP")]
+    types = [line.split(" ")[3] for line in lines if line.startswith("# TYPE")]
+    counts = ((f"`{name}`", kind, told) for (name, told), kind in zip(helps, types, strict=True))
+    return "\n\n".join(
+        [
+            "# HTTP",
+            "What each path does: [the gateway](../gateway.md).",
+            "## Paths",
+            _table("path|", rows),
+            "## Fields of requests",
+            "Beside the [sampling options](sampling.md). Some are refused by name.",
+            _table("path|fields", fields),
+            "## Metrics of a gateway",
+            _table("name|type|what it is", counts),
+        ]
+    )
+
+
 def error_codes() -> str:
     """Error codes, the client's exceptions, exit codes."""
     codes = ((f"`{one}`", "yes" if one in errors.RETRYABLE else "no") for one in errors.ERROR_CODES)
@@ -201,6 +248,45 @@ def error_codes() -> str:
     )
 
 
+def architectures() -> str:
+    """How a worker serves each architecture, by the trials in `tests/device/architectures.py`."""
+    rows = csv.reader(FOLDER.with_name("architectures.csv").read_text().splitlines())
+    head = "|".join(next(rows))
+    text = """
+A worker finds this out by trials when it loads a model. These results are from a CPU, with tiny random
+models. Architectures that are not listed were not tried.
+
+- **answers**: *one pass* runs all answers and prompts together; *merged* decodes answers together in
+  padded caches, and prefills prompts one after the other; *one by one* runs each session alone. Models with
+  recurrent layers cannot share a pass, nor can models whose attention computes scores itself
+  (`deepseek_v3`, `gemma2`).
+- **sink_window**, **paged**: whether sessions may have these
+  [cache policies](../protocol.md#cache-policies). If not, an `open` with the policy is refused; if both are
+  impossible, the worker's log says so at the start.
+- **restored**: whether a session restored in the middle of a block continues with the same bits.
+- **16 bits**: the same in bfloat16. MLX multiplies the experts of mixtures (`GatherMM`) only in float32 on
+  a CPU, where a worker loads them in float32.
+"""
+    calls = (
+        (f"`{family}`", _code(one.calls[0]), _code(one.form[0].strip() + ("..." if one.form[0] else "")))
+        for family, one in FAMILIES.items()
+    )
+    return "\n".join(
+        [
+            f"# Architectures of models\n{text}",
+            _table(head, ((f"`{one[0]}`", *one[1:]) for one in rows)),
+            "\n## How calls are written\n",
+            "Which of these a model uses: [models](../models.md#how-calls-and-reasoning-are-written).\n",
+            _table("family|before the calls|before a call's arguments", calls),
+        ]
+    )
+
+
+def _code(text: str) -> str:
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}".replace("\n", " ") if text else ""
+
+
 def _table(head: str, rows: Iterable[Iterable[str]]) -> str:
     heads = head.split("|")
     body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
@@ -213,7 +299,9 @@ PAGES: dict[str, Callable[[], str]] = {
     "messages.md": messages,
     "sampling.md": sampling,
     "metrics.md": metrics,
+    "http.md": http,
     "errors.md": error_codes,
+    "architectures.md": architectures,
 }
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Builds tiny random models of mlx-lm's architectures, and a table of how a worker serves each of them.
 
-    python tests/device/architectures.py    # writes the table in docs/architectures.md
+    python tests/device/architectures.py    # writes docs/architectures.csv
 
 Nearly all get the same configuration, with the fields of all architectures; each reads those that it knows.
 """
@@ -8,6 +8,7 @@ Nearly all get the same configuration, with the fields of all architectures; eac
 from __future__ import annotations
 
 import copy
+import csv
 import importlib
 import logging
 from dataclasses import dataclass, replace
@@ -96,7 +97,8 @@ seed_oss smollm3 solar_open starcoder2 telechat3
 THEIR_OWN = {"falcon_h1", "granitemoehybrid", "llama4", "longcat_flash", "mamba2", "recurrent_gemma", "rwkv7"}
 CHANGES = {"exaone4": {"sliding_window_pattern": "LLGL"}}
 BLOCK = 32
-PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+TABLE = Path(__file__).parents[2] / "docs" / "architectures.csv"
+HEAD = ["architecture", "caches", "answers", "sink_window", "paged", "restored", "16 bits"]
 
 
 @dataclass(frozen=True)
@@ -177,9 +179,9 @@ def _is_restored(model: Any) -> bool:
     )
 
 
-def table() -> list[str]:
-    """Return the table's rows, one for each architecture: the outcome in float32, then in bfloat16."""
-    rows = []
+def table() -> list[list[str]]:
+    """Return the table: the head, then a row for each architecture."""
+    rows = [HEAD]
     for family in FAMILIES:
         model = build(family)
         wide = serve(model)
@@ -188,12 +190,11 @@ def table() -> list[str]:
         same = replace(narrow, caches=wide.caches) == wide
         note = f"untested ({narrow.fault})" if narrow.fault else "" if same else str(narrow)
         marks = ("yes" if one else "no" for one in (wide.window, wide.paged, wide.restored))
-        cells = (f"`{family}`", wide.caches, wide.together, *marks, note or "as in 32")
-        rows.append("| " + " | ".join(cells) + " |")
+        rows.append([family, wide.caches, wide.together, *marks, note or "as in 32"])
     return rows
 
 
 if __name__ == "__main__":
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    prose = [line for line in PAGE.read_text().splitlines() if not line.startswith("| `")]
-    PAGE.write_text("\n".join([*prose, *table()]) + "\n")
+    with TABLE.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(table())

@@ -146,7 +146,8 @@ _XTML_FORM: Final = either(
     parse_calls,
 )
 _XTML_QUOTES: Final = ("<|open|>argument ", "<|close|>argument")
-_FAMILIES: Final[dict[str, AnswerMarkup]] = {
+#: The markup of each family of models; families have mlx-lm's names where mlx-lm has a parser for them.
+FAMILIES: Final[dict[str, AnswerMarkup]] = {
     "minimax_m2": AnswerMarkup(
         _tag_forms("<minimax:tool_call>", "</minimax:tool_call>", "invoke", "parameter", " name="),
         ('\n<invoke name="NAME">\n', None),
@@ -293,17 +294,17 @@ def markup_of(template: str, vocabulary: Container[str], parser: str | None = No
     reasoning = _reasoning(vocabulary)
     if not renders_tools(template):
         return replace(_GENERIC, reasoning=reasoning)
-    family = _FAMILIES[_family(template, vocabulary, parser)]
+    family = FAMILIES[_family(template, vocabulary, parser)]
     strays = family.strays if reasoning else ()
     return replace(family, reasoning=reasoning, renders_tools=True, strays=strays)
 
 
 def _family(template: str, vocabulary: Container[str], parser: str | None) -> str:
-    marks = (*_MARKS, *((_FAMILIES[family].calls[0], family) for family in _BY_MARKER))
+    marks = (*_MARKS, *((FAMILIES[family].calls[0], family) for family in _BY_MARKER))
     found = next((family for mark, family in marks if mark in template), None)
     if found == "deepseek_v31" and "```json" in template:
         return "deepseek_v3"
-    if isinstance(parser, str) and parser in _FAMILIES and found != "mistral_args":
+    if isinstance(parser, str) and parser in FAMILIES and found != "mistral_args":
         return parser
     if found is not None:
         return found

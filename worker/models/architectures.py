@@ -1,4 +1,4 @@
-"""Lists the cache policies that work with each mlx-lm architecture (results: docs/architectures.md)."""
+"""Lists the cache policies that work with each mlx-lm architecture (results: docs/architectures.csv)."""
 
 from __future__ import annotations
 
