@@ -30,8 +30,9 @@ from turnkeep_client.errors import (
     ResultTimeoutError,
     TurnkeepError,
 )
-from turnkeep_client.messages import UNLOADED, Generate, Opened, decode_request
+from turnkeep_client.messages import UNLOADED, Generate, Opened
 from turnkeep_client.session import build
+from turnkeep_client.session_log import find_request, read
 from turnkeep_client.subjects import session_key
 
 from .actions import ACTIONS, PATIENCE_S, Act, Details
@@ -349,9 +350,8 @@ class Console:
         if form := request.query_params.get("form"):
             return await self._written(name, form)
         key = session_key(self._client.tenant, name)
-        entries = await self._client.log(name)
-        parts = await copies.read_parts(self._client, key, entries)
-        file = await asyncio.to_thread(copies.exported, key, entries, parts)
+        log = await read(self._client.stored, key)
+        file = await asyncio.to_thread(copies.exported, log, await copies.read_parts(self._client, log))
         attached = {"Content-Disposition": f'attachment; filename="{name}.turnkeep"'}
         return StreamingResponse(pieces(file), 200, attached, "application/octet-stream")
 
@@ -408,8 +408,8 @@ class Console:
     async def _answer(self, request: Request) -> Response:
         """Stream the answer to a question in the log, from the first token on, whichever client asked it."""
         name, seq = request.path_params["name"], request.path_params["seq"]
-        stored = await self._client.stored.get(session_key(self._client.tenant, name), "in", seq)
-        asked = decode_request(stored.body) if stored else None
+        stored = await find_request(self._client.stored, session_key(self._client.tenant, name), seq)
+        asked = stored and stored.request
         if not isinstance(asked, Generate):
             raise HTTPException(404, f"the log has no question at {seq} in {name}")
         if self._num_streams >= MAX_STREAMS:

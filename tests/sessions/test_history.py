@@ -11,7 +11,6 @@ import pytest
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
-from turnkeep_client.log import Stored
 from turnkeep_client.messages import Generate, Message
 
 pytestmark = pytest.mark.simulated
@@ -125,14 +124,14 @@ async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each
             fork = await client.session(parent).fork(name)
             await fork.append(text=f"{name} {number}")
             await client.session(parent).close()
-    read, num_reads = client._wire.read_all, 0
+    read, num_reads = client._wire.batches, 0
 
-    async def counted(*args: Any, **options: Any) -> list[Stored]:
+    def counted(*args: Any, **options: Any) -> Any:
         nonlocal num_reads
         num_reads += 1
-        return await read(*args, **options)
+        return read(*args, **options)
 
-    monkeypatch.setattr(client._wire, "read_all", counted)
+    monkeypatch.setattr(client._wire, "batches", counted)
     history = await client.session("chat").history()
     assert num_reads == 4, "requests and results of two sessions"
     forked = [("user", f"{name} {number}") for number in range(5) for name in ("tmp", "chat")]
