@@ -18,7 +18,7 @@ from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
 from .messages import Failed, Generate, Generated, decode_request, decode_result
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 
     from .messages import Request, Result
     from .stream import LogStream
@@ -174,6 +174,33 @@ async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | 
     stored = await stream.get(key, "in", seq)
     found = stored and stream.entry(stored)
     return Asked(found, decoded(decode_request, found.body)) if found else None
+
+
+class End(NamedTuple):
+    """The last result and the last request of a session; a request that has a result may be left out."""
+
+    answered: Entry | None
+    asked: Entry | None
+
+
+async def ends(
+    stream: LogStream, keys: Collection[SessionKey], waiting: Iterable[SessionKey] | None = None
+) -> dict[SessionKey, End]:
+    """Read the ends of the logs of sessions, of which only some may have a request without a result.
+
+    `waiting` has the keys of these; None: all may. Leaves out sessions that the log does not have. Needs
+    `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    results = {key: stream.entry(one) async for key, one in stream.last(keys, "out")}
+    requests = {
+        key: stream.entry(one) async for key, one in stream.last(keys if waiting is None else waiting, "in")
+    }
+    return {key: End(results.get(key), requests.get(key)) for key in {**results, **requests}}
+
+
+def num_waiting(kinds: Mapping[str, int]) -> int:
+    """Return how many requests have no result, given a session's numbers of entries."""
+    return max(kinds.get("in", 0) - kinds.get("out", 0), 0)
 
 
 async def read_part(stream: LogStream, answered: Entry) -> bytes | None:

@@ -11,7 +11,7 @@ import pytest
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
-from turnkeep_client.messages import Generate, Message
+from turnkeep_client.messages import Generate, Generated, Message
 
 pytestmark = pytest.mark.simulated
 
@@ -51,6 +51,22 @@ async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_po
     assert [turn.start for turn in history.turns] == [0, begun.position, first.position]
     assert history.turns[1].answer == first
     assert history.position == (await session.info()).position
+
+
+async def test_a_history_has_no_message_of_a_request_that_was_cancelled_before_its_first_token(
+    client: Client,
+) -> None:
+    session = client.session("s")
+    running = await client.submit(session.key, Generate(id="a", text="a?", max_tokens=60_000))
+    waiting = await client.submit(session.key, Generate(id="b", text="b?", max_tokens=3))
+    await asyncio.sleep(1)
+    for request_id in ("b", "a"):
+        await session.cancel(request_id)
+    first, second = await running, await waiting
+    assert isinstance(first, Generated)
+    assert isinstance(second, Generated)
+    assert (second.tokens, second.finish_reason) == ((), "cancelled")
+    assert said(await session.history()) == [("user", "a?"), ("assistant", first.text)]
 
 
 async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(client: Client) -> None:
