@@ -12,8 +12,9 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from turnkeep_client.errors import NoWorkerError
-from turnkeep_client.messages import Generate, decode_request
+from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
+from turnkeep_client.session_log import find_request
 from turnkeep_client.subjects import session_key
 
 from .actions import ACTIONS, PATIENCE_S, Act, Details
@@ -122,8 +123,8 @@ class QuestionApi:
     async def _answer(self, request: Request) -> Response:
         """Stream the answer to a question in the log, from the first token on, whichever client asked it."""
         name, seq = request.path_params["name"], request.path_params["seq"]
-        stored = await self._client.stored.get(session_key(self._client.tenant, name), "in", seq)
-        asked = decode_request(stored.body) if stored else None
+        stored = await find_request(self._client.stored, session_key(self._client.tenant, name), seq)
+        asked = stored and stored.request
         if not isinstance(asked, Generate):
             raise HTTPException(404, f"the log has no question at {seq} in {name}")
         if self._num_streams >= MAX_STREAMS:

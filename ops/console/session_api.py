@@ -16,6 +16,7 @@ from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Opened
+from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
 
 from .actions import PATIENCE_S
@@ -140,9 +141,8 @@ class SessionApi:
         if form := request.query_params.get("form"):
             return await self._written(name, form)
         key = session_key(self._client.tenant, name)
-        entries = await self._client.log(name)
-        parts = await copies.read_parts(self._client, key, entries)
-        file = await asyncio.to_thread(copies.exported, key, entries, parts)
+        log = await read(self._client.stored, key)
+        file = await asyncio.to_thread(copies.exported, log, await copies.read_parts(self._client, log))
         attached = {"Content-Disposition": f'attachment; filename="{name}.turnkeep"'}
         return StreamingResponse(pieces(file), 200, attached, "application/octet-stream")
 

@@ -272,18 +272,6 @@ class Client:
         subjects = self._wire.subjects
         return self._entries(await self._wire.read_all(subjects.log_stream, subjects.log(key)))
 
-    async def log_backwards(self, session: str, end: int | None = None) -> AsyncIterator[list[Entry]]:
-        """Yield a session's log in pieces, the newest piece first; each piece is in log order.
-
-        The first piece ends before the stream sequence `end` (None: after the last result). Raises
-        `NoWorkerError` if the log cannot be read.
-        """
-        key, subjects = session_key(self.tenant, session), self._wire.subjects
-        if end is None:
-            end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
-        async for stored in self._backwards(subjects.log(key), end):
-            yield self._entries(stored)
-
     async def _backwards(self, subject: str, end: int) -> AsyncIterator[list[Stored]]:
         """Yield the log's messages of a subject before the sequence `end`, the newest piece first."""
         num_entries = wire.READ_BATCH
@@ -293,7 +281,7 @@ class Client:
             end, num_entries = start, 4 * num_entries
 
     def _entries(self, stored: Sequence[Stored]) -> list[Entry]:
-        found = (entry(self._wire.subjects, one.seq, one.body, one.headers) for one in stored)
+        found = (entry(self._wire.subjects, one) for one in stored)
         return [one for one in found if one is not None]
 
     @property
