@@ -651,7 +651,8 @@ async def _newer(history: History, random: Random) -> None:
         waiting, results = _waiting(stream, subject), stream.matching(f"{subject[:-3]}.out")
         request = decode_request(waiting[0].data) if waiting else None
         if isinstance(request, Append | Rewind) and random.random() < 0.7:
-            body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq}
+            asked = {"request": json.loads(waiting[0].data), "stored": waiting[0].stored}
+            body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq, "asked": asked}
             after = results[-1].seq if results else 0
             headers = {HISTORY_HEADER: "00", EXPECT_HEADER: str(after)}
             told = json.dumps(body | {"position": 1}).encode()

@@ -177,6 +177,7 @@ def patched(history: History) -> Iterator[None]:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (limits, "_MOST_INPUT", 16),
+            (limits, "_MOST_REQUEST", 120),
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),

@@ -25,10 +25,19 @@ from weakref import WeakValueDictionary
 import nats.errors
 import structlog
 from anyio import Event, Lock, move_on_after
+from msgspec import UNSET
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Close, Closed, Failed, Generated, decode_request, decode_result
+from turnkeep_client.messages import (
+    Close,
+    Closed,
+    Failed,
+    Generated,
+    decode_asked,
+    decode_request,
+    decode_result,
+)
 from worker.process.clock import time
 
 from .intake import session_of
@@ -239,14 +248,16 @@ class Retention:
                 with contextlib.suppress(InvalidMessageError):
                     result = decode_result(entry.body)
                     if isinstance(result, Closed) and result.repeat_of is None:
-                        return await self._closing(entry, result)
+                        return _closing(entry, result)
                     if not (
                         isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)
                     ):
                         return None
         return None
 
-    async def _closing(self, entry: Entry, result: Closed) -> _Closing | None:
-        body = await self._journal.get(result.seq or 0)
-        request = decode_request(body) if body is not None else None
-        return _Closing(entry, result, bool(request.forget)) if isinstance(request, Close) else None
+
+def _closing(entry: Entry, result: Closed) -> _Closing | None:
+    """Return a close whose result has its request; None if no worker wrote the result."""
+    asked = decode_asked(entry.body)
+    request = decode_request(bytes(asked.request)) if asked and asked.request is not UNSET else None
+    return _Closing(entry, result, bool(request.forget)) if isinstance(request, Close) else None
