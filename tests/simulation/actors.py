@@ -27,6 +27,7 @@ from turnkeep_client.messages import (
     Generate,
     Open,
     Rewind,
+    decode_asked,
     decode_request,
     decode_result,
     encode,
@@ -662,11 +663,14 @@ async def _newer(history: History, random: Random) -> None:
 async def _rot(history: History, _: Random) -> None:
     """Replace the content of each checkpoint by an earlier checkpoint's, perhaps of another session.
 
-    Bases of forks and long inputs stay, because only these checkpoints have their tokens. Checkpoints of
+    Bases of forks, long inputs and long requests stay, because nothing else has them. Checkpoints of
     sessions with a waiting request stay too: one may be such a base, named only by a result yet to come.
     """
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
-    bases = {one.headers[PARTS_HEADER].partition(" ")[0] for one in stream.all if PARTS_HEADER in one.headers}
+    links = [one.headers[PARTS_HEADER] for one in stream.all if PARTS_HEADER in one.headers]
+    results = stream.matching(SUBJECTS.every("out"))
+    links += [asked.link for one in results if (asked := decode_asked(one.data)) is not None]
+    bases = {link.partition(" ")[0] for link in links}
     opening = {
         f"{subject[:-3]}.checkpoint"
         for subject in stream.counts(SUBJECTS.every("in"))

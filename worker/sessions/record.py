@@ -264,7 +264,7 @@ class Record:
         if isinstance(result, Closed) and result.repeat_of is None:
             self.diverged = None  # the next session of this name begins anew
             if isinstance(pending.request, Close) and pending.request.forget:
-                self.answered_ids = AnsweredIds()
+                self.answered_ids = self.answered_ids.behind(pending.seq)
         self._num_since_checkpoint += 1
         if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
@@ -291,7 +291,7 @@ class Record:
         self._last = (pending, result)
         changes = result.repeat_of is None and not changes_nothing(result)
         if changes and isinstance(request, Close) and request.forget:
-            self._begin_behind(entry)
+            self._begin_behind(seq, entry)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(seq, entry.seq))
         if pending is not None:
@@ -304,9 +304,10 @@ class Record:
             proves = HISTORY_HEADER in entry.headers and (before.exists or not isinstance(result, Closed))
             self.proven_seq = seq if proves else self.proven_seq
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
-            if self.diverged is None and pending is None:
+            may_follow = self.diverged is None and not self._lost_out
+            if may_follow and pending is None:
                 self._stop(entry, "the request of a result is gone from the log")
-            elif self.diverged is None:
+            elif may_follow:
                 self._replay(entry, request, result, parts.value, proves=proves)
             # A worker answers out of order only to cancel or expire a request.
             self.in_seq = max(self.in_seq, seq)
@@ -315,10 +316,13 @@ class Record:
             self._answered.add(seq)
         self._note_branch(before, request, result, None if changes else prefilled_by(parts.value))
 
-    def _begin_behind(self, close: Entry) -> None:
-        """Ignore what is before a close that forgets the session: it is being removed, and may have holes."""
-        self.history, self.first_out = self._fold.begin(close.stored), close.seq
-        self.answered_ids, self.proven_seq = AnsweredIds(), 0
+    def _begin_behind(self, seq: int, closed: Entry) -> None:
+        """Ignore what is before a close that forgets the session: it is being removed, and may have holes.
+
+        Only the ids of requests behind the close stay, which may have been cancelled before it was answered.
+        """
+        self.history, self.first_out = self._fold.begin(closed.stored), closed.seq
+        self.answered_ids, self.proven_seq = self.answered_ids.behind(seq), 0
         self.branches = []
         if not self._is_unreadable:
             self.diverged = None
