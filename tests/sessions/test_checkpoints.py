@@ -32,7 +32,7 @@ from worker.sessions import attachments, record
 from worker.sessions.attachments import _Body
 from worker.sessions.session import Session
 from worker.wire.consistent_reads import Entry
-from worker.wire.journal import answers
+from worker.wire.written import answers
 
 EVERY = 4
 WINDOW = Policy(2, 40)

@@ -123,6 +123,8 @@ class Plan:
     meddling: float
     #: The time between syncs of the server's files. A crash may lose the messages of this time.
     sync_s: float
+    #: How long an answered request stays in the log: longer than the server may lose the result.
+    queued_s: float
     #: Whether the worker has the least limits (`history._TIGHT`), so that sessions wait for each other.
     tight: bool
     #: The relative frequencies of the request types in `_ASKED`.
@@ -170,8 +172,10 @@ class Plan:
             roundings=random.choice((1, 2)),
             meddling=random.choice((0.0, 0.2, 0.5)),
             sync_s=random.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.2, 2.0)),
+            queued_s=random.choice((0.0, 1.0, 150.0)),
             tight=some() < 0.2,
         )
+        plan.queued_s = max(plan.queued_s, 2 * plan.sync_s)
         if plan.sync_s:
             plan.kinds += ("crash server",)
             plan.num_faults = max(plan.num_faults, 1)
@@ -209,6 +213,7 @@ PLAIN: Final[dict[str, Any]] = {
     "skews": (0.0, 0.0),
     "roundings": 1,
     "sync_s": 0.0,
+    "queued_s": 150.0,
     "tight": False,
 }
 

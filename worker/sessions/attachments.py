@@ -23,7 +23,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.process.concurrency import in_thread
 from worker.text.templates import Conversation
-from worker.wire.journal import answers
+from worker.wire.written import answers
 
 from .answered_ids import AnsweredIds
 from .history import History, in_words, recorded

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import structlog
 from msgspec import UNSET
 
-from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
@@ -29,8 +28,8 @@ from turnkeep_client.messages import (
     Rewound,
     UnknownResult,
     decode_asked,
-    decode_result,
 )
+from worker.wire.written import changes_nothing, written
 
 from .answered_ids import AnsweredAt, AnsweredIds
 from .attachments import Checkpoint
@@ -118,6 +117,7 @@ class Record:
         self._lost_out = 0  # the first result that the log has lost
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
         self._answered: set[int] = set()  # requests behind `in_seq` that have a result
+        self._stored: list[int] = []  # requests that were answered here, and not taken by `take_settled`
         self._last_position = 0  # from the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._num_since_checkpoint = 0  # results since the last checkpoint
@@ -174,6 +174,13 @@ class Record:
         last, self._last = self._last, None
         return last
 
+    def take_settled(self) -> list[int]:
+        """Return, once, the requests that were answered here and behind no request without a result."""
+        end = self.pending[0].seq if self.pending else self.in_seq + 1
+        settled = sorted(seq for seq in self._stored if seq < end)
+        self._stored = [seq for seq in self._stored if seq >= end]
+        return settled
+
     def has_result(self, seq: int) -> bool:
         """Whether the request at `seq`, which was not read yet, is known to have a result."""
         return seq in self._answered
@@ -189,7 +196,7 @@ class Record:
         found = False
         for entry in entries:
             self.out_seq = max(self.out_seq, entry.seq)
-            result = _result(entry)
+            result = written(entry)
             self._note_holes(entry, result)
             seq = (result.seq or 0) if result else 0
             if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it
@@ -258,6 +265,7 @@ class Record:
             self.pending.remove(pending)
         else:
             self._answered.add(pending.seq)
+        self._stored.append(pending.seq)
         self.out_seq = self._last_out = out_seq
         before, self.history = self.history, history
         self._note_branch(before, pending.request, result, pending.change)
@@ -384,21 +392,6 @@ class Record:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
 
 
-def _result(entry: Entry) -> Result | None:
-    """Decode an entry of `out`; None if no worker can have written it."""
-    try:
-        result = decode_result(entry.body)
-    except InvalidMessageError:
-        return None
-    seq = result.seq
-    if seq is None or not 0 < seq < entry.seq:
-        return None
-    is_valid = _is_failure(result) or HISTORY_HEADER in entry.headers
-    needs_request = result.repeat_of is None and not changes_nothing(result)
-    is_valid = is_valid and (not needs_request or decode_asked(entry.body) is not None)
-    return result if is_valid else None
-
-
 def _kept(result: Result, before: History) -> int:
     """Return how many tokens of the history before a result stayed in the session."""
     match result:
@@ -411,17 +404,6 @@ def _kept(result: Result, before: History) -> int:
     return before.position
 
 
-def changes_nothing(result: Result) -> bool:
-    """Whether a result leaves the session as it was."""
-    if isinstance(result, Generated):
-        return not result.tokens and result.finish_reason == "cancelled"
-    return _is_failure(result)
-
-
 def _is_first(result: Result) -> bool:
     """Whether a result is the first of its request id: no repeat, and no failure for a reused id."""
     return result.repeat_of is None and not (isinstance(result, Failed) and result.code == "id_conflict")
-
-
-def _is_failure(result: Result) -> bool:
-    return isinstance(result, Failed) or (isinstance(result, UnknownResult) and result.type == "failed")

@@ -38,11 +38,12 @@ from worker.wire.chunks import Published
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.journal import TooLargeError
+from worker.wire.written import changes_nothing
 
 from .attachments import SessionAttachments
 from .history import RefusedError
 from .pending import pending_at
-from .record import Parts, Record, changes_nothing
+from .record import Parts, Record
 from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
@@ -408,6 +409,7 @@ class SessionLog:
                 outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
             outcome, out_seq = await self._store(pending, outcome)
             record.committed(pending, outcome.result, out_seq, outcome.history)
+            self._services.retention.note_answered(record.take_settled(), server=self.server)
             pending.done.set()
             if not is_withdrawal and not isinstance(outcome.result, Failed):
                 record.proven_seq = pending.seq
