@@ -502,13 +502,13 @@ def owners_of(me: Member, others: list[Member], out: dict[str, str], forks: dict
         made = out.get(key.session)
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={made}"}) if made else None
 
-    async def first_request(key: SessionKey) -> Any:
+    async def first(key: SessionKey) -> Any:
         body: dict[str, Any] = {"type": "open", "id": "o"}
         if (parent := forks.get(key.session)) is not None:
             body["from"] = {"session": parent}
-        return SimpleNamespace(body=json.dumps(body).encode())
+        return SimpleNamespace(kind="in", body=json.dumps(body).encode())
 
-    journal: Any = SimpleNamespace(last=last, first_request=first_request)
+    journal: Any = SimpleNamespace(last=last, first=first)
     members: Any = SimpleNamespace(me=me, others={one.worker: one for one in others})
     intake: Any = SimpleNamespace(at_work=[])
     nobody: Any = None

@@ -74,7 +74,7 @@ class Cluster:
             return Entry(7, "in", datetime.now(UTC), b"", {})
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={self.home}"}) if self.home else None
 
-    async def first_request(self, _: Any) -> None:
+    async def first(self, _: Any) -> None:
         return None
 
     async def _ask(self, member: Member, verb: str, body: bytes, *_: Any) -> bytes:

@@ -177,10 +177,12 @@ def patched(history: History) -> Iterator[None]:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (limits, "_MOST_INPUT", 16),
+            (limits, "_MOST_REQUEST", 120),
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
             (retention, "_PERIOD_S", 1.0),
+            (retention, "_QUEUED_S", plan.queued_s),
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),

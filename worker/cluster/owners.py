@@ -23,7 +23,7 @@ from anyio import sleep
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, words
-from turnkeep_client.messages import Open, decode_request
+from turnkeep_client.messages import Open, decode_request, decode_result
 from turnkeep_client.subjects import SessionKey
 from worker.process.concurrency import task_group
 
@@ -144,8 +144,11 @@ class Owners:
 
     async def _parent(self, key: SessionKey) -> SessionKey | None:
         """Return the session that this one was forked from; None if it is no fork."""
-        first = await self._journal.first_request(key)
+        first = await self._journal.first(key)
         with suppress(InvalidMessageError):
+            if first is not None and first.kind == "out":
+                parent = getattr(decode_result(first.body), "parent", None)
+                return SessionKey(key.tenant, parent.session) if parent else None
             request = decode_request(first.body) if first else None
             if isinstance(request, Open) and request.from_ is not None:
                 return SessionKey(key.tenant, request.from_.session)
