@@ -563,6 +563,19 @@ async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_d
     await world.assert_fold_is_life()
 
 
+async def test_an_id_that_was_cancelled_behind_a_forgetting_close_stays_answered(world) -> None:
+    """Its result is stored before that of the close."""
+    await world.ask(Append(id="a", text="one"))
+    closing = world.publish(Close(id="close", forget=True))
+    late = world.publish(Append(id="late", text="two"))
+    assert (await cancel(world.session, "late")).was == "waiting"
+    await world.session.run()
+    assert [result.seq for result in world.results[1:]] == [late, closing]
+    for _ in range(2):  # in memory, and read from the log
+        assert (await world.ask(Append(id="late", text="two"))).repeat_of == late
+        world.crash()
+
+
 async def test_a_cancelled_waiting_request_gets_no_result_out_of_order_once_it_is_the_next_one(world) -> None:
     """Another worker may have begun to answer it since it was found to wait."""
     world.publish(Append(id="first", text="one"))
