@@ -118,6 +118,11 @@ def is_change(result: Result) -> bool:
     return result.repeat_of is None and not is_failure(result)
 
 
+def last_change(log: SessionLog) -> Answer | None:
+    """Return the last result that changed the session; None if this part of the log has none."""
+    return next((one for one in reversed(log.answers) if one.result and is_change(one.result)), None)
+
+
 def is_failure(result: Result) -> bool:
     """Whether a request failed, or was refused, according to its result."""
     return isinstance(result, Failed) or getattr(result, "type", "") == "failed"
@@ -169,11 +174,36 @@ async def tails(stream: LogStream, key: SessionKey, end: int | None = None) -> A
         yield await read(stream, key, start, end)
 
 
+async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) -> SessionLog:
+    """Read a session's first `num` requests and results from the sequence `start` on.
+
+    Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    found = [one for kind in ("in", "out") for one in await stream.first(key, kind, num, start)]
+    return paired(key, filter(None, map(stream.entry, found)))
+
+
 async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | None:
     """Read the request that was stored at a sequence; None if the log does not have it."""
     stored = await stream.get(key, "in", seq)
     found = stored and stream.entry(stored)
     return Asked(found, decoded(decode_request, found.body)) if found else None
+
+
+async def last_parts(stream: LogStream, tenant: str) -> dict[SessionKey, SessionLog]:
+    """Read of each session of a tenant the last request and the last result.
+
+    Needs `$JS.API.DIRECT.GET.<log>`; with more than 1,024 sessions also `$JS.API.STREAM.INFO.<log>`. Raises
+    `NoWorkerError`.
+    """
+    requests, results = await stream.latest(tenant, "in"), await stream.latest(tenant, "out")
+    found = {}
+    for key in {**requests, **results}:
+        stored = [one for one in (requests.get(key), results.get(key)) if one]
+        log = paired(key, filter(None, map(stream.entry, stored)))
+        start = log.answers[-1].entry.seq if log.answers else 1
+        found[key] = SessionLog(key, log.asked, log.answers, start)
+    return found
 
 
 class End(NamedTuple):
