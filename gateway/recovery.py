@@ -20,7 +20,7 @@ from turnkeep_client.messages import (
     UnknownResult,
     decode_result,
 )
-from turnkeep_client.session_log import End, decoded, ends, num_waiting, read
+from turnkeep_client.session_log import End, decoded, ends, read
 from turnkeep_client.subjects import session_key
 
 from . import boundaries
@@ -68,8 +68,7 @@ async def recover(client: Client, index: Index) -> None:
         log.warning("conversations from before this start are not found again: %s", error)
         return
     counts = {key: kinds for key, kinds in every.items() if key.session.startswith(PREFIX)}
-    waiting = [key for key, kinds in counts.items() if num_waiting(kinds)]
-    found = await ends(client.stored, counts, waiting)
+    found = await ends(client.stored, counts)
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read_whole(session: IndexedSession, key: SessionKey) -> None:
@@ -80,7 +79,7 @@ async def recover(client: Client, index: Index) -> None:
             _note_running(index, session, session_log.waiting[-1].request, end)
 
     wanted: list[tuple[IndexedSession, SessionKey]] = []
-    in_use_order = sorted(found.items(), key=lambda item: max(one.seq for one in item[1] if one))
+    in_use_order = sorted(found.items(), key=lambda item: item[1].last.seq)
     for key, end in in_use_order[-MOST_SESSIONS:]:
         if (session := _session(key, end)) is not None:
             wanted.append((session, key))
@@ -91,7 +90,7 @@ async def recover(client: Client, index: Index) -> None:
 def _session(key: SessionKey, end: End) -> IndexedSession | None:
     """Return a session as the end of its log has it; None if it is closed."""
     if end.answered is None:
-        return IndexedSession(key.session, None, end.asked.stored.timestamp()) if end.asked else None
+        return IndexedSession(key.session, None, end.last.stored.timestamp())
     last = decoded(decode_result, end.answered.body)
     if last is None or isinstance(last, Closed | UnknownResult):
         return None
@@ -105,11 +104,10 @@ async def settle(client: Client, index: Index, session: IndexedSession) -> bool:
     Raises `TurnkeepError`.
     """
     key = session_key(client.tenant, session.name)
-    end = (await ends(client.stored, [key])).get(key, End(None, None))
-    last = decoded(decode_result, end.answered.body) if end.answered else None
-    if end.asked and (last is None or last.seq != end.asked.seq):
+    end = (await ends(client.stored, {key: {"in": 1}})).get(key)
+    if end is not None and end.waiting:
         return False
-    if (found := _session(key, end)) is not None:
+    if end is not None and (found := _session(key, end)) is not None:
         index.move(session, found.position)
         index.use(session, found.used_s)
     return True

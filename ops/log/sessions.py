@@ -25,7 +25,7 @@ from turnkeep_client.messages import (
     Opened,
     Parent,
 )
-from turnkeep_client.session_log import End, ends, first, last_change, num_waiting, tails
+from turnkeep_client.session_log import End, ends, first, last_change, tails
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
@@ -105,8 +105,7 @@ async def find_session(client: Client, key: SessionKey) -> SessionRow | None:
 
 
 async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) -> list[SessionRow]:
-    waiting = [key for key, kinds in counts.items() if num_waiting(kinds)]
-    found = await ends(client.stored, counts, waiting)
+    found = await ends(client.stored, counts)
     noted = {key for key, kinds in counts.items() if "closed" in kinds}
     outcomes = await _outcomes(client, {key: end.answered for key, end in found.items()}, noted)
     return [_row(key, counts[key], outcomes[key], end) for key, end in found.items()]
@@ -156,10 +155,10 @@ def _row(
     return SessionRow(
         tenant=key.tenant,
         session=key.session,
-        state="waiting" if end.asked else _state(outcome, was_closed="closed" in kinds),
-        waiting=num_waiting(kinds),
+        state="waiting" if end.waiting else _state(outcome, was_closed="closed" in kinds),
+        waiting=len(end.waiting),
         position=outcome.position,
-        last=max(one.stored for one in end if one),
+        last=end.last.stored,
         entries=sum(kinds.values()),
         dead=kinds.get("dead", 0),
         model=result.model if result else None,

@@ -10,15 +10,15 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
-from msgspec import Struct
+from msgspec import UNSET, Struct
 
 from .checkpoints import Link, backwards
 from .errors import InvalidMessageError
 from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
-from .messages import Failed, Generate, Generated, decode_request, decode_result
+from .messages import Failed, Generate, Generated, decode_asked, decode_request, decode_result
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from .messages import Request, Result
     from .stream import LogStream
@@ -78,8 +78,9 @@ class Exchange(NamedTuple):
 class SessionLog(Struct, frozen=True, dict=True):
     """The log of one session, or a part of it: its results from the sequence `start` on, in order.
 
-    `asked` has the requests of these results, and the later requests. A request or a result is missing if
-    the log has lost it, or if a closed session is being removed.
+    `asked` has the requests of these results, and the requests without a result, in order. Results have
+    their requests, which leave the log's queue (`in`) later. A request that no worker could read is missing
+    from then on, and a result if the log has lost it.
     """
 
     key: SessionKey
@@ -129,7 +130,7 @@ def is_failure(result: Result) -> bool:
 
 
 def paired(key: SessionKey, entries: Iterable[Entry]) -> SessionLog:
-    """Make the log of a session from its entries, of which the requests and the results are in order."""
+    """Make the log of a session from its requests and its results, each in order."""
     entries = [*entries]
     answers = [Answer(one, decoded(decode_result, one.body)) for one in entries if one.kind == "out"]
     return _joined(key, [one for one in entries if one.kind == "in"], answers, 1)
@@ -139,10 +140,34 @@ def _joined(key: SessionKey, requests: Iterable[Entry], answers: Sequence[Answer
     seqs = {one.result.seq for one in answers if one.result}
     asked = (  # an earlier part of the log has the results of the other requests before `start`
         Asked(one, decoded(decode_request, one.body))
-        for one in requests
+        for one in sorted(requests, key=lambda one: one.seq)
         if one.seq >= start or one.seq in seqs
     )
     return SessionLog(key, tuple(asked), tuple(answers), start)
+
+
+async def _read(
+    stream: LogStream, key: SessionKey, results: Sequence[Entry], queue: Iterable[Entry], start: int
+) -> SessionLog:
+    """Make the log of a session from its results, which have their requests, and from its queue."""
+    requests = {one.seq: one for one in queue}
+    for answered in results:
+        if (one := await _request_of(stream, answered)) is not None:
+            requests[one.seq] = one
+    answers = [Answer(one, decoded(decode_result, one.body)) for one in results]
+    return _joined(key, requests.values(), answers, start)
+
+
+async def _request_of(stream: LogStream, answered: Entry) -> Entry | None:
+    """Return the request that a result has, as it was stored; None if it has none, or if it is gone."""
+    asked, result = decode_asked(answered.body), decoded(decode_result, answered.body)
+    if asked is None or result is None or result.seq is None:
+        return None
+    if asked.request is not UNSET:
+        body: bytes | None = bytes(asked.request)
+    else:
+        body = await _long(stream, answered.key, asked.link) if asked.link else None
+    return None if body is None else Entry(result.seq, answered.key, "in", asked.stored, body, asked.headers)
 
 
 async def read(stream: LogStream, key: SessionKey, start: int = 1, end: float = inf) -> SessionLog:
@@ -151,12 +176,20 @@ async def read(stream: LogStream, key: SessionKey, start: int = 1, end: float = 
     Also reads the requests stored in that part of the log that have no result there. Needs
     `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
-    # Results are read first, so that the request of each result is read.
+    # The queue is read last: a request that has left it by then has a result, which was read.
     results = [one async for one in _entries(stream, key, "out", start, end)]
+    queue = [one async for one in _entries(stream, key, "in", start, end)]
+    return await _read(stream, key, results, queue, start)
+
+
+async def queued(stream: LogStream, key: SessionKey) -> tuple[Asked, ...]:
+    """Read the requests of a session that have no result, in order. Raises `NoWorkerError`."""
+    queue = [one async for one in _entries(stream, key, "in", 1, inf)]
+    if not queue:
+        return ()
+    results = [one async for one in _entries(stream, key, "out", queue[0].seq, inf)]
     answers = [Answer(one, decoded(decode_result, one.body)) for one in results]
-    first = min((one.result.seq for one in answers if one.result and one.result.seq), default=start)
-    requests = [one async for one in _entries(stream, key, "in", max(1, min(first, start)), end)]
-    return _joined(key, requests, answers, start)
+    return _joined(key, queue, answers, queue[0].seq).waiting
 
 
 async def tails(stream: LogStream, key: SessionKey, end: int | None = None) -> AsyncIterator[SessionLog]:
@@ -179,14 +212,21 @@ async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) ->
 
     Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
-    found = [one for kind in ("in", "out") for one in await stream.first(key, kind, num, start)]
-    return paired(key, filter(None, map(stream.entry, found)))
+    results = [*filter(None, map(stream.entry, await stream.first(key, "out", num, start)))]
+    queue = [*filter(None, map(stream.entry, await stream.first(key, "in", num, start)))]
+    return await _read(stream, key, results, queue, start)
 
 
 async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | None:
     """Read the request that was stored at a sequence; None if the log does not have it."""
     stored = await stream.get(key, "in", seq)
-    found = stored and stream.entry(stored)
+    found = stream.entry(stored) if stored else None
+    if found is None:  # it may have left the queue, as it has a result
+        async for answered in _entries(stream, key, "out", seq, inf):
+            result = decoded(decode_result, answered.body)
+            if result is not None and result.seq == seq:
+                found = await _request_of(stream, answered)
+                break
     return Asked(found, decoded(decode_request, found.body)) if found else None
 
 
@@ -200,47 +240,55 @@ async def last_parts(stream: LogStream, tenant: str) -> dict[SessionKey, Session
     found = {}
     for key in {**requests, **results}:
         stored = [one for one in (requests.get(key), results.get(key)) if one]
-        log = paired(key, filter(None, map(stream.entry, stored)))
-        start = log.answers[-1].entry.seq if log.answers else 1
-        found[key] = SessionLog(key, log.asked, log.answers, start)
+        ends = [*filter(None, map(stream.entry, stored))]
+        result = [one for one in ends if one.kind == "out"]
+        log = await _read(stream, key, result, [one for one in ends if one.kind == "in"], 1)
+        found[key] = SessionLog(key, log.asked, log.answers, result[0].seq if result else 1)
     return found
 
 
 class End(NamedTuple):
-    """The last result and the last request of a session; a request that has a result may be left out."""
+    """The end of a session's log: its last result, and its requests without a result."""
 
     answered: Entry | None
-    asked: Entry | None
+    waiting: tuple[Asked, ...]
+
+    @property
+    def last(self) -> Entry:
+        """The last of them, in the order of the log; a session has at least one."""
+        entries = [*filter(None, [self.answered]), *(one.entry for one in self.waiting[-1:])]
+        return max(entries, key=lambda one: one.seq)
 
 
-async def ends(
-    stream: LogStream, keys: Collection[SessionKey], waiting: Iterable[SessionKey] | None = None
-) -> dict[SessionKey, End]:
-    """Read the ends of the logs of sessions, of which only some may have a request without a result.
+async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]) -> dict[SessionKey, End]:
+    """Read the ends of the logs of sessions, given each one's numbers of entries.
 
-    `waiting` has the keys of these; None: all may. Leaves out sessions that the log does not have. Needs
+    Leaves out sessions that have neither a result nor a request without one. Needs
     `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
-    results = {key: stream.entry(one) async for key, one in stream.last(keys, "out")}
-    requests = {
-        key: stream.entry(one) async for key, one in stream.last(keys if waiting is None else waiting, "in")
-    }
-    return {key: End(results.get(key), requests.get(key)) for key in {**results, **requests}}
-
-
-def num_waiting(kinds: Mapping[str, int]) -> int:
-    """Return how many requests have no result, given a session's numbers of entries."""
-    return max(kinds.get("in", 0) - kinds.get("out", 0), 0)
+    results = {key: stream.entry(one) async for key, one in stream.last(counts, "out")}
+    queues = [key for key, kinds in counts.items() if "in" in kinds]
+    waiting: dict[SessionKey, tuple[Asked, ...]] = {}
+    async for key, one in stream.last(queues, "in"):
+        answered = results.get(key)
+        last = decoded(decode_result, answered.body) if answered else None
+        if last is None or last.seq != one.seq:  # an answered request may still be in the queue
+            waiting[key] = await queued(stream, key)
+    found = {key: End(results.get(key), waiting.get(key, ())) for key in {**results, **waiting}}
+    return {key: one for key, one in found.items() if any(one)}
 
 
 async def read_part(stream: LogStream, answered: Entry) -> bytes | None:
     """Read the data that did not fit into a result (`PARTS_HEADER`); None if it is gone or changed."""
+    return await _long(stream, answered.key, answered.headers[PARTS_HEADER])
 
+
+async def _long(stream: LogStream, key: SessionKey, link: str) -> bytes | None:
     async def body(seq: int) -> bytes | None:
-        stored = await stream.get(answered.key, "checkpoint", seq)
+        stored = await stream.get(key, "checkpoint", seq)
         return stored.body if stored else None
 
-    messages = [one async for one in backwards(Link.parse(answered.headers[PARTS_HEADER]), body)]
+    messages = [one async for one in backwards(Link.parse(link), body)]
     parts = [one.part for one in messages[::-1] if one is not None]
     return b"".join(parts) if parts and len(parts) == len(messages) else None
 
