@@ -16,13 +16,13 @@ from .checkpoints import Link, backwards
 from .errors import InvalidMessageError
 from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
 from .messages import Failed, Generate, Generated, decode_request, decode_result
+from .subjects import SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 
     from .messages import Request, Result
     from .stream import LogStream
-    from .subjects import SessionKey
 
 _T = TypeVar("_T")
 
@@ -181,6 +181,16 @@ async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) ->
     """
     found = [one for kind in ("in", "out") for one in await stream.first(key, kind, num, start)]
     return paired(key, filter(None, map(stream.entry, found)))
+
+
+async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
+    """Yield all requests and results of a tenant, in the order in which the log stored them.
+
+    Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    async for _, one in stream.every(SessionKey(tenant, "*")):
+        if (found := stream.entry(one)) is not None:
+            yield found
 
 
 async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | None:

@@ -12,7 +12,7 @@ import pytest
 from turnkeep_client import session_log
 from turnkeep_client.history import read_history
 from turnkeep_client.log import Stored
-from turnkeep_client.session_log import SessionLog, find_request, last_change, read, tails
+from turnkeep_client.session_log import SessionLog, find_request, last_change, paired, read, tails
 from turnkeep_client.stream import LogStream
 from turnkeep_client.subjects import SessionKey, Subjects
 
@@ -81,6 +81,13 @@ async def test_a_log_is_read_from_its_end_in_parts_that_grow(monkeypatch: pytest
     assert [part.start for part in parts] == [22, 16, 1]
     assert [pairs(part) for part in parts[:2]] == [[[22, 23]], [[15, 16], [22, 23]]]
     assert parts[-1] == await read(stream(), GARDEN)
+
+
+async def test_of_two_results_of_a_request_the_first_one_counts() -> None:
+    log = await read(stream(), GARDEN)
+    entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
+    twice = log.answers[1].entry._replace(seq=99)
+    assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
 
 
 async def test_a_lost_request_is_no_exchange_and_its_result_is_still_there() -> None:
