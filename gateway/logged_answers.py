@@ -20,17 +20,16 @@ from msgspec import Struct
 
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.history import answer_message
 from turnkeep_client.messages import (
     Append,
     Appended,
     Close,
     Failed,
-    Function,
     Generate,
     Generated,
     Message,
     Open,
-    ToolCall,
     encode,
 )
 from turnkeep_client.session_log import read
@@ -274,11 +273,7 @@ async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
 def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> tuple[Message, ...]:
     if not result.tokens:  # the answer was cancelled before its first token
         return prompt
-    calls = tuple(
-        ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
-        for call in result.tool_calls
-    )
-    return (*prompt, Message("assistant", prefix + result.text, None, calls))
+    return (*prompt, answer_message(result, prefix))
 
 
 def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> ClientTurn:

@@ -65,12 +65,16 @@ class Turn(Struct, frozen=True, kw_only=True):
         said = (Message("user", asked.text),) if asked.text else asked.messages or ()
         if answer is None or not answer.tokens:
             return said
-        text = (asked.prefix if isinstance(asked, Generate) else "") + answer.text
-        calls = tuple(
-            ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
-            for call in answer.tool_calls
-        )
-        return (*said, Message("assistant", text, tool_calls=calls))
+        return (*said, answer_message(answer, asked.prefix if isinstance(asked, Generate) else ""))
+
+
+def answer_message(answer: Generated, prefix: str = "") -> Message:
+    """Return an answer as an assistant message; `prefix` is the beginning that its request gave."""
+    calls = tuple(
+        ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
+        for call in answer.tool_calls
+    )
+    return Message("assistant", prefix + answer.text, tool_calls=calls)
 
 
 class History(Struct, frozen=True, kw_only=True):

@@ -16,13 +16,13 @@ from .checkpoints import Link, backwards
 from .errors import InvalidMessageError
 from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
 from .messages import Failed, Generate, Generated, decode_asked, decode_request, decode_result
+from .subjects import SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
     from .messages import Request, Result
     from .stream import LogStream
-    from .subjects import SessionKey
 
 _T = TypeVar("_T")
 
@@ -215,6 +215,16 @@ async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) ->
     results = [*filter(None, map(stream.entry, await stream.first(key, "out", num, start)))]
     queue = [*filter(None, map(stream.entry, await stream.first(key, "in", num, start)))]
     return await _read(stream, key, results, queue, start)
+
+
+async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
+    """Yield all requests and results of a tenant, in the order in which the log stored them.
+
+    Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    async for _, one in stream.every(SessionKey(tenant, "*")):
+        if (found := stream.entry(one)) is not None:
+            yield found
 
 
 async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | None:

@@ -135,7 +135,7 @@ class LogStream:
         is_one = "*" not in (key.tenant, key.session)
         until = await self._last_seq(subject) if is_one else 0
         most_bytes = _SOME_BYTES if is_one else _MANY_BYTES
-        request = {"next_by_subj": subject, "batch": min(_MANY, end - start), "max_bytes": most_bytes}
+        request = {"next_by_subj": subject, "batch": max(1, min(_MANY, end - start)), "max_bytes": most_bytes}
         for pause_s in (*_LAGS_S, None):
             async with contextlib.aclosing(self._api.batches(self.name, request | {"seq": start})) as batches:
                 async for batch in batches:
