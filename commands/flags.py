@@ -63,7 +63,7 @@ def add_help_all(command: click.Command) -> None:
                 expose_value=False,
                 is_eager=True,
                 callback=show,
-                help="List all options: also of the connection, as --nats; see docs/commands.md.",
+                help="List all options: also of the connection, as --nats.",
             )
         )
 
