@@ -601,21 +601,24 @@ async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
 
 
 async def test_a_restore_that_takes_too_long_reads_no_further_file(
-    make_store, monkeypatch: pytest.MonkeyPatch
+    open_store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, tokens, begun = await make_store(), list(range(8 * BLOCK)), []
-    await save_all(store, tokens)
+    store, tokens, begun = await open_store(), list(range(8 * BLOCK)), []
+    save_all(store, "a", tokens)
+    assert await store.queue.drained(10)
+    assert await restored(store, "a", tokens) == len(tokens)  # has imported MLX, which takes long
     read = snapshot_format.read
 
     def slow(path: Path, *args: object, **named: object) -> int:
         begun.append(path)
-        time.sleep(0.3)
+        time.sleep(0.8)
         return read(path, *args, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(snapshot_format, "read", slow)
-    monkeypatch.setattr(stored_kv, "LOAD_S", 0.05)
+    monkeypatch.setattr(stored_kv, "LOAD_S", 0.5)
     monkeypatch.setattr(stored_kv, "_LOAD_BYTES_PER_S", 2**60)
-    assert await store.kv.load(store.kv.match(store.kv.chain("t"), tokens)) is None
+    found = store.kv.match(store.kv.chain("a"), tokens)
+    assert await store.kv.load(found) is None
     assert await store.kv.close(60)
     assert 1 <= len(begun) <= stored_kv._IO_THREADS
 
