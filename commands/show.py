@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 async def show(client: Client, session: str, last: int | None, as_json: bool) -> None:
     """Print one session's conversation, and what each request cost.
 
-    A fork begins with the part of its parent's conversation that it inherits.
+    `turnkeep sessions` lists the names. A fork begins with the part of its parent's conversation that it
+    inherits.
     """
     from ops.log.conversation import conversation
     from turnkeep_client.session_log import read

@@ -142,6 +142,30 @@ async def test_a_worker_learns_whether_another_one_has_requests_of_a_session(clu
             await asyncio.sleep(0.01)
 
 
+async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_for_idle(
+    cluster: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker that was paused goes on too, and a request that has crashed nobody is given up."""
+    listed = Routing._listed
+
+    async def late(self: Routing, *args: Any) -> bytes:
+        await asyncio.sleep(0.5)  # longer than a worker that joins would wait
+        return await listed(self, *args)
+
+    monkeypatch.setattr(Routing, "_listed", late)
+    workers = [await cluster("first"), await cluster("second")]
+    generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
+    await generation.send()
+    key = SessionKey("default", "s")
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (idle,) = (one.app._parts.owners for one in workers if key not in one.app._parts.intake.at_work)
+    assert await asyncio.gather(idle.num_busy(key), idle.is_elsewhere(key)) == [1, True]
+    await generation.cancel()
+    await generation
+
+
 async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(
     cluster: Start, look: Any
 ) -> None:
