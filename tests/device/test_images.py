@@ -28,6 +28,7 @@ from worker.device.request import TurnRequest
 from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
 from worker.models import model
 from worker.models.model import LoadedModel
+from worker.models.vision.image_file import ImageError
 
 
 class Seeing(NamedTuple):
@@ -409,3 +410,22 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     (ids,) = np.array(made["input_ids"]).tolist()
     assert seen.prompt("a@b", image).ids().tolist() == ids
     assert eyes.read(image).end - eyes.read(image).start >= 1
+
+
+def test_an_image_that_the_template_drops_is_an_error(seeing) -> None:
+    eyes, image = seeing("idefics3").loaded.sight.eyes, picture(1)
+    with pytest.raises(ImageError, match="the chat template writes 1 of 2 images; "):
+        eyes.placed([1, eyes.image_token, 2], [eyes.read(image)] * 2)
+    with pytest.raises(ImageError, match="the chat template writes 2 of 1 images; "):
+        eyes.placed([eyes.image_token, eyes.image_token], [eyes.read(image)])
+
+
+def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) -> None:
+    """Two processors of one class, which give the image the same grid."""
+    image, other = picture(1), picture(2)
+    eyes, wide = (seeing(kind).loaded.sight.eyes for kind in ("smolvlm", "bright"))
+    read = eyes.read(image)
+    assert eyes.tokens(read.digest, read.grid) == read, "the log stores the digest and the grid alone"
+    assert wide.read(image).grid == read.grid
+    found = {each.fingerprint for each in (read, wide.read(image), eyes.read(other))}
+    assert len(found | {eyes.tokens(read.digest, (1, 2)).fingerprint}) == 4

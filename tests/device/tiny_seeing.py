@@ -100,11 +100,13 @@ CONFIGS["wide"] = {
     "text_config": {**_TEXT, "model_type": "llama", "hidden_size": 128, "head_dim": 32},
     "vision_config": {**_VISION, "model_type": "smolvlm_vision"},
 }
+CONFIGS["bright"] = {**CONFIGS["smolvlm"], "model_type": "smolvlm"}
 _SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "idefics3": _SPLITS,
     "smolvlm": _SPLITS,
     "wide": _SPLITS,
+    "bright": {**_SPLITS, "image_mean": [0.1, 0.1, 0.1]},
     "llava": _SQUARE,
     "pixtral": {"size": {"longest_edge": 24}},
     "mistral3": {"size": {"longest_edge": 40}},
@@ -169,12 +171,13 @@ def _as_transformers(kind: str, weights: dict[str, mx.array]) -> dict[str, mx.ar
     found = {}
     for name, array in weights.items():
         prefix = next((prefix for prefix in NAMES[kind] if name.startswith(prefix)), None)
+        axes = list(range(array.ndim))
         if array.ndim == 4:
-            array = array.transpose(0, 3, 1, 2)
+            axes = [0, 3, 1, 2]
         elif name.endswith("conv.conv.weight"):
-            array = array.transpose(0, 2, 1)
+            axes = [0, 2, 1]
         renamed = name if prefix is None else NAMES[kind][prefix] + name.removeprefix(prefix)
-        found[renamed] = mx.contiguous(array)
+        found[renamed] = mx.contiguous(array.transpose(axes))
     return found
 
 
