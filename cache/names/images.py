@@ -9,7 +9,6 @@ such ids. Blocks without images keep their names.
 from __future__ import annotations
 
 import hashlib
-import sys
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -55,9 +54,3 @@ def overlaid(packed: bytes, start: int, spans: Sequence[ImageSpan]) -> bytes:
         drawn = hashlib.shake_128(_PERSON + span.fingerprint).digest((last - span.start) * _ID_BYTES)
         ids[first - start : last - start] = np.frombuffer(drawn, "<u4")[first - span.start :] | _DRAWN
     return ids.tobytes()
-
-
-def num_alike(one: Sequence[ImageSpan], other: Sequence[ImageSpan]) -> int:
-    """Return how many leading tokens two sequences may share: up to the first image that differs."""
-    mine, theirs = ({(span.start, span.fingerprint) for span in spans} for spans in (one, other))
-    return min((start for start, _ in mine ^ theirs), default=sys.maxsize)

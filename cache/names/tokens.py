@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, overload
 import numpy as np
 
 from . import blocks
-from .images import ImageSpan, num_alike, overlaid
+from .images import ImageSpan, overlaid
 from .policy import FULL, Policy
 
 if TYPE_CHECKING:
@@ -153,8 +153,7 @@ class Tokens(Sequence[int]):
         while num and self._parts[num - 1].digest != other._parts[num - 1].digest:
             num -= 1
         num *= _PART
-        num += num_common(self.packed(num, num + _PART), other.packed(num, num + _PART))
-        return min(num, num_alike(self.spans, other.spans))
+        return num + num_common(self.packed(num, num + _PART), other.packed(num, num + _PART))
 
     def digest(self) -> str:
         """Return the 16-byte digest of the tokens, as hex: a hash of all parts' digests and of the rest."""

@@ -28,6 +28,7 @@ from worker.device.request import TurnRequest
 from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
 from worker.models import model
 from worker.models.model import LoadedModel
+from worker.models.vision.image_file import ImageError
 
 
 class Seeing(NamedTuple):
@@ -75,19 +76,20 @@ def _array(ids: Iterable[int]) -> mx.array:
     return mx.array([[*ids]])
 
 
-_made: dict[str, Seeing] = {}
+_made: dict[tuple[str, str], Seeing] = {}
 
 
 @pytest.fixture
-def seeing(tmp_path_factory) -> Callable[[str], Seeing]:
+def seeing(tmp_path_factory) -> Callable[..., Seeing]:
     """Return a function that makes a tiny model of a family, once for the whole test run."""
 
-    def make(kind: str) -> Seeing:
-        if kind not in _made:
+    def make(kind: str, layout: str = "mlx") -> Seeing:
+        if (kind, layout) not in _made:
             folder = tmp_path_factory.mktemp(kind) / "tiny"
-            direct = tiny_seeing.write(kind, folder)
-            _made[kind] = Seeing(kind, folder, model.load(folder, dtype="float32"), direct)
-        return _made[kind]
+            direct = tiny_seeing.write(kind, folder, layout)
+            loaded = model.load(folder, dtype="keep" if layout == "4-bit" else "float32")
+            _made[kind, layout] = Seeing(kind, folder, loaded, direct)
+        return _made[kind, layout]
 
     return make
 
@@ -108,8 +110,8 @@ class Reader:
 def open_process(trials, tmp_path) -> Callable[..., Any]:
     """Return a function that runs a `Process` of a model that sees, on one of the test's directories."""
 
-    def open_(seen: Seeing, folder: str = "snapshots", kv_bits: int | None = None, **options: Any) -> Any:
-        load = partial(model.load, seen.folder, dtype="float32", kv_bits=kv_bits)
+    def open_(seen: Seeing, folder: str = "snapshots", dtype: str = "float32", **options: Any) -> Any:
+        load = partial(model.load, seen.folder, dtype=dtype, kv_bits=options.pop("kv_bits", None))
         return engine_process.open_process(None, tmp_path / folder, trials=trials, load=load, **options)
 
     return open_
@@ -139,6 +141,17 @@ async def test_an_answer_about_an_image_is_mlx_vlms(seeing, open_process, kind) 
     for one, other in zip(bits, logits[1:], strict=True):
         assert np.allclose(np.frombuffer(one, np.float32), other, atol=1e-4 * np.abs(other).max())
     assert found != seen.answer(tokens, (picture(2),), 8)[0], "the answer depends on the picture"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("layout", ["pt", "4-bit"])
+async def test_weights_of_every_layout_are_loaded(seeing, open_process, kind, layout) -> None:
+    seen, image = seeing(kind, layout), picture(1)
+    assert not isinstance(seen.loaded.sight, str), seen.loaded.sight
+    tokens = seen.prompt("Look: @ What is it?", image)
+    async with open_process(seen, dtype="keep" if layout == "4-bit" else "float32") as process:
+        _, found = await run(process, tokens, 4, Reader(seen, image))
+    assert found == seen.answer(tokens, (image,), 4)[0]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -327,7 +340,10 @@ async def test_rows_of_an_image_are_kept_for_other_sessions(seeing, open_process
         for text in ("@?", "What is in @?", "An image: @"):
             tokens = seen.prompt(text, image)
             assert (await run(process, tokens, 4, read, name=text))[1] == seen.answer(tokens, (image,), 4)[0]
-    assert read.num == 1
+        assert read.num == 1
+        await process.engine.erase(SessionKey("default", text), tokens, 0)
+        await run(process, seen.prompt("Again: @", image), 4, read)
+    assert read.num == 2, "a forgotten image's rows are dropped"
 
 
 async def test_a_view_that_does_not_fit_is_refused_with_the_figures(
@@ -357,7 +373,7 @@ async def test_a_model_without_eyes_says_so(seeing, open_process, tmp_path) -> N
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("size", [(30, 20), (20, 70), (5, 5), (100, 100)], ids=str)
+@pytest.mark.parametrize("size", [(30, 20), (20, 70), (1, 1), (100, 100), (200, 20)], ids=str)
 def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, size) -> None:
     """Its processors need the tokenizer of transformers."""
     seen, image = seeing(kind), picture(1, *size)
@@ -394,3 +410,22 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     (ids,) = np.array(made["input_ids"]).tolist()
     assert seen.prompt("a@b", image).ids().tolist() == ids
     assert eyes.read(image).end - eyes.read(image).start >= 1
+
+
+def test_an_image_that_the_template_drops_is_an_error(seeing) -> None:
+    eyes, image = seeing("idefics3").loaded.sight.eyes, picture(1)
+    with pytest.raises(ImageError, match="the chat template writes 1 of 2 images; "):
+        eyes.placed([1, eyes.image_token, 2], [eyes.read(image)] * 2)
+    with pytest.raises(ImageError, match="the chat template writes 2 of 1 images; "):
+        eyes.placed([eyes.image_token, eyes.image_token], [eyes.read(image)])
+
+
+def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) -> None:
+    """Two processors of one class, which give the image the same grid."""
+    image, other = picture(1), picture(2)
+    eyes, wide = (seeing(kind).loaded.sight.eyes for kind in ("smolvlm", "bright"))
+    read = eyes.read(image)
+    assert eyes.tokens(read.digest, read.grid) == read, "the log stores the digest and the grid alone"
+    assert wide.read(image).grid == read.grid
+    found = {each.fingerprint for each in (read, wide.read(image), eyes.read(other))}
+    assert len(found | {eyes.tokens(read.digest, (1, 2)).fingerprint}) == 4

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx import nn
 from mlx.utils import tree_flatten, tree_map
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -99,11 +100,13 @@ CONFIGS["wide"] = {
     "text_config": {**_TEXT, "model_type": "llama", "hidden_size": 128, "head_dim": 32},
     "vision_config": {**_VISION, "model_type": "smolvlm_vision"},
 }
+CONFIGS["bright"] = {**CONFIGS["smolvlm"], "model_type": "smolvlm"}
 _SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "idefics3": _SPLITS,
     "smolvlm": _SPLITS,
     "wide": _SPLITS,
+    "bright": {**_SPLITS, "image_mean": [0.1, 0.1, 0.1]},
     "llava": _SQUARE,
     "pixtral": {"size": {"longest_edge": 24}},
     "mistral3": {"size": {"longest_edge": 40}},
@@ -142,8 +145,47 @@ def _tokenizer() -> Tokenizer:
     return made
 
 
-def write(kind: str, folder: Path) -> Any:
-    """Write the folder of a tiny random model; return mlx-vlm's own model with the same weights."""
+#: How transformers names the weights: by the beginnings of mlx-vlm's names.
+_SPLIT_NAMES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.text_model.",
+    "vision_model.": "model.vision_model.",
+    "connector.": "model.connector.",
+}
+NAMES: dict[str, dict[str, str]] = {
+    "idefics3": _SPLIT_NAMES,
+    "smolvlm": _SPLIT_NAMES,
+    "llava": {},
+    "pixtral": {"vision_tower.vision_model.": "vision_tower."},
+    "mistral3": {"vision_tower.vision_model.": "vision_tower."},
+    "lfm2_vl": {
+        "language_model.model.": "model.language_model.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+}
+
+
+def _as_transformers(kind: str, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return weights as transformers names and turns them."""
+    found = {}
+    for name, array in weights.items():
+        prefix = next((prefix for prefix in NAMES[kind] if name.startswith(prefix)), None)
+        axes = list(range(array.ndim))
+        if array.ndim == 4:
+            axes = [0, 3, 1, 2]
+        elif name.endswith("conv.conv.weight"):
+            axes = [0, 2, 1]
+        renamed = name if prefix is None else NAMES[kind][prefix] + name.removeprefix(prefix)
+        found[renamed] = mx.contiguous(array.transpose(axes))
+    return found
+
+
+def write(kind: str, folder: Path, layout: str = "mlx") -> Any:
+    """Write the folder of a tiny random model; return mlx-vlm's own model with the same weights.
+
+    The `layout` of the weights is mlx-vlm's, transformers' (`pt`), or mlx-vlm's in four bits (`4-bit`).
+    """
     tokenizer = _tokenizer()
     image = tokenizer.token_to_id(PLACEHOLDER.get(kind, "<image>"))
     config = {"model_type": kind, "image_token_id": image, "image_token_index": image, **CONFIGS[kind]}
@@ -161,9 +203,22 @@ def write(kind: str, folder: Path) -> Any:
     # Livelier than the initial weights, so that every token depends on those before it.
     model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
     mx.eval(model.parameters())
-    weights: Any = tree_flatten(model.parameters())
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), metadata={"format": "mlx"})
+    if layout == "4-bit":
+        nn.quantize(model, group_size=32, bits=4, class_predicate=_can_quantise)
+        (folder / "config.json").write_text(
+            json.dumps({**config, "quantization": {"group_size": 32, "bits": 4}})
+        )
+    weights: Any = dict(tree_flatten(model.parameters()))
+    if layout == "pt":
+        weights = _as_transformers(kind, weights)
+    form = "pt" if layout == "pt" else "mlx"
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": form})
     return model
+
+
+def _can_quantise(path: str, part: Any) -> bool:
+    fits = hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
+    return fits and "position_embedding" not in path  # which mlx-vlm reads as an array
 
 
 def picture(seed: int, width: int = 30, height: int = 20, form: str = "PNG") -> bytes:

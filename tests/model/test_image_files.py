@@ -122,6 +122,8 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "a PNG whose pixels are no deflate": lambda: png(8, 8).replace(b"IDAT", b"IDAT\xff\xff", 1),
     "a PNG of a colour that there is not": lambda: png(8, 8, kind=5),
     "a bomb of 100,000 x 100,000": lambda: png(100_000, 100_000, data=b"\0" * 1_000_000),
+    "a line of 32,000 pixels": lambda: saved(Image.new("L", (32_000, 1))),
+    "a column of 900 pixels": lambda: saved(Image.new("L", (8, 900))),
     "33 megapixels": lambda: png(33_000, 1000, data=b"\0" * 1_000_000),
     "a GIF of 60,000 x 60,000": lambda: b"GIF89a" + struct.pack("<HH", 60_000, 60_000) + b"\0\0\0;",
     "a WebP of 16,383 x 16,383": lambda: (

@@ -139,6 +139,7 @@ class Device:
     give = _queued(Runner.give)
     show = _queued(Runner.show)
     drop = _queued(Runner.drop)
+    forget_images = _queued(Runner.forget_images)
     reserve_room = _queued(Runner.reserve_room)
     release_room = _queued(Runner.release_room)
 

@@ -46,7 +46,7 @@ from .turn import (
 from .vision import Vision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from cache.names.policy import Policy
@@ -210,6 +210,10 @@ class Runner:
         """Drop the KV of a session that has no turn under way."""
         self.room.pop(key)
         self._batch.speculation.forget(key)
+
+    def forget_images(self, fingerprints: Collection[bytes]) -> None:
+        """Drop the rows of images that are kept for later turns."""
+        self._vision.forget(fingerprints)
 
     def copy(self, turn: Turn) -> None:
         """Cut the spans of an idle session's KV for which `turn` stands; the turn does not run."""

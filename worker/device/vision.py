@@ -25,7 +25,7 @@ from .memory import Estimator, shape_of
 from .turn import LostKvError, NeedsImage, NoRoomError, Starved
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from worker.models.vision.families import Family, View
     from worker.models.vision.sight import Sight
@@ -82,6 +82,10 @@ class Vision:
         """Drop all rows, since they are unknown after a failed evaluation."""
         self._images.clear()
         self._kept.clear()
+
+    def forget(self, fingerprints: Collection[bytes]) -> None:
+        """Drop the kept rows of images that are to be forgotten."""
+        self._kept = {name: rows for name, rows in self._kept.items() if name not in fingerprints}
 
     def gives_rows(self, turn: Turn) -> bool:
         """Give a turn the rows of its images without KV; return False if it waits for some of them.

@@ -247,6 +247,8 @@ class Engine(EnginePort):
         first await.
         """
         self.forget(key)
+        if tokens.spans:
+            self._device.forget_images({span.fingerprint for span in tokens.spans})
         if self._store is None:
             return ErasureResult(0, settled=not self._has_unopened)
         return await self._store.eraser.erase(key.tenant, tokens.packed(), _ERASE_S, shared=shared)

@@ -7,6 +7,7 @@ and data sets too.
 
 from __future__ import annotations
 
+import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec, module_from_spec
@@ -49,6 +50,8 @@ def import_mlx_vlm() -> None:
     spec = find_spec(_VISION)
     if spec is not None and _VISION not in sys.modules:
         sys.modules[_VISION] = module_from_spec(spec)
+        # Its modules import transformers, which else says at each start that there is no PyTorch.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def _stand_in(name: str, *names: str) -> ModuleType:

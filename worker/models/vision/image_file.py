@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 #: The largest file, and the most pixels of a decoded image.
 MOST_BYTES: Final = 20_000_000
 MOST_PIXELS: Final = 32_000_000
+#: How many times longer than wide an image may be: processors enlarge a short side to hundreds of pixels.
+MOST_RATIO: Final = 100
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
 
 
@@ -52,6 +54,10 @@ def _check(image: ImageFile) -> None:
     width, height = image.size
     if not 0 < width * height <= MOST_PIXELS:
         raise ImageError(f"the image has {width} x {height} pixels; the most are {MOST_PIXELS} in all")
+    if max(width, height) > MOST_RATIO * min(width, height):
+        raise ImageError(
+            f"the image has {width} x {height} pixels; a side may be {MOST_RATIO} times the other"
+        )
     if getattr(image, "is_animated", False) and image.format != "GIF":
         raise ImageError(f"the image is an animated {image.format}; send one frame of it")
 
