@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 UP, PAUSED, DEAD = "up", "paused", "dead"
 #: The history of a session whose log has lost a result.
 DIVERGED: Final = (("diverged",),)
-#: Kinds of requests: an append, a generate, one sent again (of the first request), a close that forgets.
-KINDS: Final = "AGRF"
+#: Kinds of requests: an append, a generate, one sent again (of the first request), a close that forgets, and
+#: one that does not (only in recorded histories).
+KINDS: Final = "AGRFC"
 
 History = tuple[Any, ...]
 Label = tuple[Any, ...]
@@ -141,7 +142,7 @@ class Rules(NamedTuple):
     queue_first: bool = True  # whether an unread log is read from its queue, else from its results
     reads_at_once: bool = False  # whether a log that was not read before is read in one step
     routes_freely: bool = False  # whether a worker that is not the owner may take a session
-    most_chunks: int = 1
+    most_chunks: int | None = 1  # None: an answer may have any number
     wakes: bool = True
     without: frozenset[str] = frozenset()
 
@@ -155,6 +156,7 @@ class Model(NamedTuple):
 
     rules: Rules
     program: str
+    ids: tuple[int, ...] = ()  # of the requests; without them only an `R` has another one's
 
     def begin(self) -> Session:
         """Return the session before its first request."""
@@ -170,10 +172,17 @@ class Model(NamedTuple):
 
     def id_of(self, request: int) -> int:
         """Return a request's id."""
+        if self.ids:
+            return self.ids[request]
         return 0 if self.program[request] == "R" else request
 
-    def num_chunks(self, request: int) -> int:
-        return self.rules.most_chunks if self.kind(request) == "G" else 0
+    def _may_publish(self, memory: Memory) -> bool:
+        most = self.rules.most_chunks
+        is_open = most is None or len(memory.tokens) < most
+        return is_open and self.kind(memory.request) == "G" and not memory.fails
+
+    def _may_commit(self, memory: Memory) -> bool:
+        return self.rules.most_chunks is None or not self._may_publish(memory)
 
     def owners(self, shared: Shared, session: Session) -> set[int]:
         """Return the workers that may own a session, by what any of them may believe of the others."""
@@ -318,6 +327,8 @@ class Model(NamedTuple):
         ):
             yield from fenced()
             return
+        if self.rules.most_chunks is None and memory.phase == "begun" and self._may_publish(memory):
+            yield from self._publish(session, w, memory)
         match memory.phase:
             case "rung" if memory.life >= 0:
                 is_stale = last_out(log) != memory.known or memory.life != shared.life
@@ -361,8 +372,6 @@ class Model(NamedTuple):
                     yield ("next", w), now if has("no ack before the result") else self._acked(now, w)
             case "ready":
                 yield from self._begin(shared, session, w, memory)
-            case "begun" if len(memory.tokens) < self.num_chunks(memory.request) and not memory.fails:
-                yield from self._publish(session, w, memory)
             case "told":
                 is_answered = any(one.request == memory.request for _, one in _outs(log))
                 if is_answered and has("a chunk of an answered request stays"):
@@ -381,6 +390,8 @@ class Model(NamedTuple):
                     sealed = then(phase="begun", fails=True, after=memory.after + 1)
                     chunks = _put(session.chunks, memory.request, (*told, Chunk(w)))
                     yield ("seal", w, memory.request), sealed._replace(chunks=chunks)
+            case "begun" if not self._may_commit(memory):
+                yield from self._publish(session, w, memory)
             case "begun" | "noted" if not memory.known and has("a first result needs its request"):
                 if log[memory.seq - 1 :] == () or log[memory.seq - 1].is_gone:
                     yield from fenced()
@@ -411,7 +422,7 @@ class Model(NamedTuple):
         if first is not None and has("a known id is not carried out again"):
             yield ("repeat", w), _with(session, w, memory._replace(phase="noted"))
             return
-        if kind == "F":
+        if kind in "FC":
             yield ("note", w, request), self._note(shared, session, w, memory)
             return
         if kind == "G" and last_out(log) != memory.known and has("a first chunk needs the last result"):
@@ -478,8 +489,8 @@ class Model(NamedTuple):
             return
         first = self._first(log, memory) if has("a known id is not carried out again") else None
         kind, history = self.kind(request), memory.history
-        fails = memory.fails or (first is None and history == DIVERGED and kind != "F")
-        if kind == "F" and first is None:
+        fails = memory.fails or (first is None and history == DIVERGED and kind not in "FC")
+        if kind in "FC" and first is None:
             after: History = ()
         elif fails or first is not None:
             after = history
@@ -503,8 +514,7 @@ class Model(NamedTuple):
         is_next = memory.phase in ("fresh", "ready") and not (
             memory.phase == "ready" and self.kind(memory.request) == "G"
         )
-        publishes = memory.phase == "begun" and not memory.fails
-        publishes = publishes and len(memory.tokens) < self.num_chunks(memory.request)
+        publishes = memory.phase == "begun" and self._may_publish(memory)
         return memory if is_next or publishes or memory.phase == "ending" else _overtaken(memory)
 
     def _acked(self, session: Session, w: int) -> Session:
@@ -565,7 +575,9 @@ class Model(NamedTuple):
             chunks = tuple(() if r < close else one for r, one in enumerate(session.chunks))
             yield ("remove", "chunks", close), session._replace(chunks=chunks, is_swept=True)
         if not self.rules.has("the last result stays"):
-            yield ("remove", "out", close), session._replace(log=_gone(log, at, by="forget"))
+            asked = next(i for i, one in enumerate(log) if one.request == close)
+            left = _gone(_gone(log, at, by="forget"), asked, by="forget")
+            yield ("remove", "close", close), session._replace(log=left)
 
 
 def last_out(log: tuple[Entry, ...]) -> int:
