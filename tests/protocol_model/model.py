@@ -186,7 +186,9 @@ class Model(NamedTuple):
 
     def owners(self, shared: Shared, session: Session) -> set[int]:
         """Return the workers that may own a session, by what any of them may believe of the others."""
-        return {one for members, drained in _beliefs(shared) for one in self._owner(members, drained, session)}
+        return {
+            one for members, drained in _beliefs(shared) for one in self._owner(members, drained, session)
+        }
 
     def _owner(self, members: list[int], drained: set[int], session: Session) -> list[int]:
         last = last_out(session.log)
@@ -309,7 +311,9 @@ class Model(NamedTuple):
         memory = session.memory[w]
         return session if at_work(memory) else _with(session, w, (memory or Memory())._replace(phase="rung"))
 
-    def _work(self, shared: Shared, session: Session, w: int, memory: Memory) -> Iterator[tuple[Label, Session]]:
+    def _work(
+        self, shared: Shared, session: Session, w: int, memory: Memory
+    ) -> Iterator[tuple[Label, Session]]:
         """Return the next steps of a worker at a session."""
         log, has = session.log, self.rules.has
 
@@ -322,8 +326,10 @@ class Model(NamedTuple):
         if memory.phase == "stale":
             yield from fenced()
             return
-        if memory.phase not in ("idle", "rung", "listed") and memory.life != shared.life and has(
-            "a restart of the server is noticed"
+        if (
+            memory.phase not in ("idle", "rung", "listed")
+            and memory.life != shared.life
+            and has("a restart of the server is noticed")
         ):
             yield from fenced()
             return
@@ -415,7 +421,9 @@ class Model(NamedTuple):
             else:
                 yield ("read anew", w), _with(session, w, Memory())
 
-    def _begin(self, shared: Shared, session: Session, w: int, memory: Memory) -> Iterator[tuple[Label, Session]]:
+    def _begin(
+        self, shared: Shared, session: Session, w: int, memory: Memory
+    ) -> Iterator[tuple[Label, Session]]:
         log, request, has = session.log, memory.request, self.rules.has
         kind, told = self.kind(request), session.chunks[request]
         first = self._first(log, memory)
@@ -469,9 +477,7 @@ class Model(NamedTuple):
         """Erase KV where workers answer, and store which disks have none of it any more."""
         before = (1 << memory.request) - 1
         workers = enumerate(shared.workers)
-        done = [
-            v for v, one in workers if v == w or (one.status == UP and not at_work(session.memory[v]))
-        ]
+        done = [v for v, one in workers if v == w or (one.status == UP and not at_work(session.memory[v]))]
         kv = tuple(bits & ~before if v in done else bits for v, bits in enumerate(session.kv))
         for v in done:
             if v != w:
@@ -480,7 +486,9 @@ class Model(NamedTuple):
         session = _with(session, w, memory._replace(phase="noted"))._replace(kv=kv)
         return _logged(session, Entry("note", memory.request, by=said))
 
-    def _commit(self, shared: Shared, session: Session, w: int, memory: Memory) -> Iterator[tuple[Label, Session]]:
+    def _commit(
+        self, shared: Shared, session: Session, w: int, memory: Memory
+    ) -> Iterator[tuple[Label, Session]]:
         log, request, has = session.log, memory.request, self.rules.has
         has_all = not self.rules.without
         is_fenced = last_out(log) != memory.known
@@ -520,17 +528,13 @@ class Model(NamedTuple):
     def _acked(self, session: Session, w: int) -> Session:
         """Acknowledge what was delivered to a worker."""
         log = tuple(
-            one._replace(acked=True, by=frozenset()) if _holds(one, w) else one
-            for one in session.log
+            one._replace(acked=True, by=frozenset()) if _holds(one, w) else one for one in session.log
         )
         return session._replace(log=log)
 
     def _given_back(self, session: Session, w: int) -> Session:
         """Forget a session at a worker, which returns what was delivered to it."""
-        log = tuple(
-            one._replace(by=one.by - {w}) if _holds(one, w) else one
-            for one in session.log
-        )
+        log = tuple(one._replace(by=one.by - {w}) if _holds(one, w) else one for one in session.log)
         return _with(session, w, None)._replace(log=log)
 
     def _erase(self, session: Session, w: int) -> Iterator[tuple[Label, Session]]:
@@ -545,7 +549,11 @@ class Model(NamedTuple):
         """Return the next removal from the log: of a forgotten session, or of an answered request."""
         log, has = session.log, self.rules.has
         for at, entry in enumerate(log):
-            if entry.kind == "out" and self.kind(entry.request) == "F" and not (entry.is_gone or entry.repeats):
+            if (
+                entry.kind == "out"
+                and self.kind(entry.request) == "F"
+                and not (entry.is_gone or entry.repeats)
+            ):
                 yield from self._forget(session, at)
         for at, entry in enumerate(log):
             if entry.kind != "in" or entry.is_gone or self.kind(entry.request) == "F":

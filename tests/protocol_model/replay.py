@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from unittest.mock import patch
 
+from cache.names.policy import FULL
 from tests.simulation import history, jetstream
 from tests.simulation import world as simulated_world
 from tests.simulation.actors import EXPECT_HEADER, SUBJECTS
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Close, Closed, Generate, decode_chunk, decode_request, decode_result
+from worker.process.setting_kinds import Tenants
 from worker.sessions.record import changes_nothing
 
 from .model import Chunk, Entry, Memory, Model, Rules, Session, Shared, Worker, last_out
@@ -33,9 +35,50 @@ if TYPE_CHECKING:
 
 #: Steps that only the worker itself sees.
 _HIDDEN = {
-    *("look on", "list", "read", "next", "repeat", "begin", "end", "seen", "check", "leave", "read anew", "ack"),
+    *(
+        "look on",
+        "list",
+        "read",
+        "next",
+        "repeat",
+        "begin",
+        "end",
+        "seen",
+        "check",
+        "leave",
+        "read anew",
+        "ack",
+    ),
 }
 _RULES = Rules(num_faults=0, num_losses=1, num_drains=0, num_ends=10**6, routes_freely=True, most_chunks=None)
+_SETTINGS: Final = {
+    "ack_wait_s": 1.0,
+    "max_attempts": 3,
+    "max_batch": 16,
+    "max_waiting": 100,
+    "tenants": Tenants(sessions=100),
+    "idle_timeout_s": 0.3,
+    "closed_ttl_s": None,  # sessions that were closed and not forgotten stay
+    "cache_policy": FULL,
+    "token_ttl_s": 600.0,
+    "block_tokens": 8,
+}
+_PLAN: Final[dict[str, Any]] = {
+    "settings": _SETTINGS,
+    "kinds": ("crash", "crash at", "stall", "cut", "stop", "drain"),
+    "num_faults": 3,
+    "num_visitors": 0,
+    "sync_s": 0.0,
+    "tight": False,
+    "weights": (30, 45, 10, 15, 8, 0),
+    "num_sessions": 2,
+}
+#: Fields of the plans of histories that the model can follow.
+PLANS: Final[tuple[dict[str, Any], ...]] = (
+    {**_PLAN, "num_workers": 2, "leases": False},
+    {**_PLAN, "num_workers": 3, "leases": True},
+    {**_PLAN, "num_workers": 3, "leases": True, "sync_s": 0.2, "kinds": ("crash", "crash server", "stall")},
+)
 
 
 class NotAStepError(Exception):
@@ -124,6 +167,7 @@ class Replay:
         for at, event in enumerate(self._events):
             if event.kind == "restarted":
                 self._life += 1
+                self.counts["restarts of the server"] += 1
                 for one in self._sessions.values():
                     one.restart(dict(event.kept), self._life)
                 continue
