@@ -107,7 +107,9 @@ class Exploration:
         answered = [at for at in range(len(self.states)) if self._is_answered(at)]
         reached = self._reach(answered, [self._back])
         runs = [any(one.status == UP for one in shared.workers) for shared in self.shared]
-        self._require(reached, "a request waits for a worker to come back", lambda at: runs[self.states[at][0]])
+        self._require(
+            reached, "a request waits for a worker to come back", lambda at: runs[self.states[at][0]]
+        )
 
     def _is_answered(self, at: int) -> bool:
         for model, number in zip(self.models, self.states[at][1:], strict=True):

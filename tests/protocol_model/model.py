@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 UP, PAUSED, DEAD = "up", "paused", "dead"
 #: The history of a session whose log has lost a result.
 DIVERGED: Final = (("diverged",),)
-#: Kinds of requests: an append, a generate, one sent again (of the first request), a close that forgets.
-KINDS: Final = "AGRF"
+#: Kinds of requests: an append, a generate, one sent again (of the first request), a close that forgets, and
+#: one that does not (only in recorded histories).
+KINDS: Final = "AGRFC"
 
 History = tuple[Any, ...]
 Label = tuple[Any, ...]
@@ -141,7 +142,7 @@ class Rules(NamedTuple):
     queue_first: bool = True  # whether an unread log is read from its queue, else from its results
     reads_at_once: bool = False  # whether a log that was not read before is read in one step
     routes_freely: bool = False  # whether a worker that is not the owner may take a session
-    most_chunks: int = 1
+    most_chunks: int | None = 1  # None: an answer may have any number
     wakes: bool = True
     without: frozenset[str] = frozenset()
 
@@ -155,6 +156,7 @@ class Model(NamedTuple):
 
     rules: Rules
     program: str
+    ids: tuple[int, ...] = ()  # of the requests; without them only an `R` has another one's
 
     def begin(self) -> Session:
         """Return the session before its first request."""
@@ -170,14 +172,23 @@ class Model(NamedTuple):
 
     def id_of(self, request: int) -> int:
         """Return a request's id."""
+        if self.ids:
+            return self.ids[request]
         return 0 if self.program[request] == "R" else request
 
-    def num_chunks(self, request: int) -> int:
-        return self.rules.most_chunks if self.kind(request) == "G" else 0
+    def _may_publish(self, memory: Memory) -> bool:
+        most = self.rules.most_chunks
+        is_open = most is None or len(memory.tokens) < most
+        return is_open and self.kind(memory.request) == "G" and not memory.fails
+
+    def _may_commit(self, memory: Memory) -> bool:
+        return self.rules.most_chunks is None or not self._may_publish(memory)
 
     def owners(self, shared: Shared, session: Session) -> set[int]:
         """Return the workers that may own a session, by what any of them may believe of the others."""
-        return {one for members, drained in _beliefs(shared) for one in self._owner(members, drained, session)}
+        return {
+            one for members, drained in _beliefs(shared) for one in self._owner(members, drained, session)
+        }
 
     def _owner(self, members: list[int], drained: set[int], session: Session) -> list[int]:
         last = last_out(session.log)
@@ -300,7 +311,9 @@ class Model(NamedTuple):
         memory = session.memory[w]
         return session if at_work(memory) else _with(session, w, (memory or Memory())._replace(phase="rung"))
 
-    def _work(self, shared: Shared, session: Session, w: int, memory: Memory) -> Iterator[tuple[Label, Session]]:
+    def _work(
+        self, shared: Shared, session: Session, w: int, memory: Memory
+    ) -> Iterator[tuple[Label, Session]]:
         """Return the next steps of a worker at a session."""
         log, has = session.log, self.rules.has
 
@@ -313,11 +326,15 @@ class Model(NamedTuple):
         if memory.phase == "stale":
             yield from fenced()
             return
-        if memory.phase not in ("idle", "rung", "listed") and memory.life != shared.life and has(
-            "a restart of the server is noticed"
+        if (
+            memory.phase not in ("idle", "rung", "listed")
+            and memory.life != shared.life
+            and has("a restart of the server is noticed")
         ):
             yield from fenced()
             return
+        if self.rules.most_chunks is None and memory.phase == "begun" and self._may_publish(memory):
+            yield from self._publish(session, w, memory)
         match memory.phase:
             case "rung" if memory.life >= 0:
                 is_stale = last_out(log) != memory.known or memory.life != shared.life
@@ -361,8 +378,6 @@ class Model(NamedTuple):
                     yield ("next", w), now if has("no ack before the result") else self._acked(now, w)
             case "ready":
                 yield from self._begin(shared, session, w, memory)
-            case "begun" if len(memory.tokens) < self.num_chunks(memory.request) and not memory.fails:
-                yield from self._publish(session, w, memory)
             case "told":
                 is_answered = any(one.request == memory.request for _, one in _outs(log))
                 if is_answered and has("a chunk of an answered request stays"):
@@ -381,6 +396,8 @@ class Model(NamedTuple):
                     sealed = then(phase="begun", fails=True, after=memory.after + 1)
                     chunks = _put(session.chunks, memory.request, (*told, Chunk(w)))
                     yield ("seal", w, memory.request), sealed._replace(chunks=chunks)
+            case "begun" if not self._may_commit(memory):
+                yield from self._publish(session, w, memory)
             case "begun" | "noted" if not memory.known and has("a first result needs its request"):
                 if log[memory.seq - 1 :] == () or log[memory.seq - 1].is_gone:
                     yield from fenced()
@@ -404,14 +421,16 @@ class Model(NamedTuple):
             else:
                 yield ("read anew", w), _with(session, w, Memory())
 
-    def _begin(self, shared: Shared, session: Session, w: int, memory: Memory) -> Iterator[tuple[Label, Session]]:
+    def _begin(
+        self, shared: Shared, session: Session, w: int, memory: Memory
+    ) -> Iterator[tuple[Label, Session]]:
         log, request, has = session.log, memory.request, self.rules.has
         kind, told = self.kind(request), session.chunks[request]
         first = self._first(log, memory)
         if first is not None and has("a known id is not carried out again"):
             yield ("repeat", w), _with(session, w, memory._replace(phase="noted"))
             return
-        if kind == "F":
+        if kind in "FC":
             yield ("note", w, request), self._note(shared, session, w, memory)
             return
         if kind == "G" and last_out(log) != memory.known and has("a first chunk needs the last result"):
@@ -458,9 +477,7 @@ class Model(NamedTuple):
         """Erase KV where workers answer, and store which disks have none of it any more."""
         before = (1 << memory.request) - 1
         workers = enumerate(shared.workers)
-        done = [
-            v for v, one in workers if v == w or (one.status == UP and not at_work(session.memory[v]))
-        ]
+        done = [v for v, one in workers if v == w or (one.status == UP and not at_work(session.memory[v]))]
         kv = tuple(bits & ~before if v in done else bits for v, bits in enumerate(session.kv))
         for v in done:
             if v != w:
@@ -469,7 +486,9 @@ class Model(NamedTuple):
         session = _with(session, w, memory._replace(phase="noted"))._replace(kv=kv)
         return _logged(session, Entry("note", memory.request, by=said))
 
-    def _commit(self, shared: Shared, session: Session, w: int, memory: Memory) -> Iterator[tuple[Label, Session]]:
+    def _commit(
+        self, shared: Shared, session: Session, w: int, memory: Memory
+    ) -> Iterator[tuple[Label, Session]]:
         log, request, has = session.log, memory.request, self.rules.has
         has_all = not self.rules.without
         is_fenced = last_out(log) != memory.known
@@ -478,8 +497,8 @@ class Model(NamedTuple):
             return
         first = self._first(log, memory) if has("a known id is not carried out again") else None
         kind, history = self.kind(request), memory.history
-        fails = memory.fails or (first is None and history == DIVERGED and kind != "F")
-        if kind == "F" and first is None:
+        fails = memory.fails or (first is None and history == DIVERGED and kind not in "FC")
+        if kind in "FC" and first is None:
             after: History = ()
         elif fails or first is not None:
             after = history
@@ -503,24 +522,19 @@ class Model(NamedTuple):
         is_next = memory.phase in ("fresh", "ready") and not (
             memory.phase == "ready" and self.kind(memory.request) == "G"
         )
-        publishes = memory.phase == "begun" and not memory.fails
-        publishes = publishes and len(memory.tokens) < self.num_chunks(memory.request)
+        publishes = memory.phase == "begun" and self._may_publish(memory)
         return memory if is_next or publishes or memory.phase == "ending" else _overtaken(memory)
 
     def _acked(self, session: Session, w: int) -> Session:
         """Acknowledge what was delivered to a worker."""
         log = tuple(
-            one._replace(acked=True, by=frozenset()) if _holds(one, w) else one
-            for one in session.log
+            one._replace(acked=True, by=frozenset()) if _holds(one, w) else one for one in session.log
         )
         return session._replace(log=log)
 
     def _given_back(self, session: Session, w: int) -> Session:
         """Forget a session at a worker, which returns what was delivered to it."""
-        log = tuple(
-            one._replace(by=one.by - {w}) if _holds(one, w) else one
-            for one in session.log
-        )
+        log = tuple(one._replace(by=one.by - {w}) if _holds(one, w) else one for one in session.log)
         return _with(session, w, None)._replace(log=log)
 
     def _erase(self, session: Session, w: int) -> Iterator[tuple[Label, Session]]:
@@ -535,7 +549,11 @@ class Model(NamedTuple):
         """Return the next removal from the log: of a forgotten session, or of an answered request."""
         log, has = session.log, self.rules.has
         for at, entry in enumerate(log):
-            if entry.kind == "out" and self.kind(entry.request) == "F" and not (entry.is_gone or entry.repeats):
+            if (
+                entry.kind == "out"
+                and self.kind(entry.request) == "F"
+                and not (entry.is_gone or entry.repeats)
+            ):
                 yield from self._forget(session, at)
         for at, entry in enumerate(log):
             if entry.kind != "in" or entry.is_gone or self.kind(entry.request) == "F":
@@ -565,7 +583,9 @@ class Model(NamedTuple):
             chunks = tuple(() if r < close else one for r, one in enumerate(session.chunks))
             yield ("remove", "chunks", close), session._replace(chunks=chunks, is_swept=True)
         if not self.rules.has("the last result stays"):
-            yield ("remove", "out", close), session._replace(log=_gone(log, at, by="forget"))
+            asked = next(i for i, one in enumerate(log) if one.request == close)
+            left = _gone(_gone(log, at, by="forget"), asked, by="forget")
+            yield ("remove", "close", close), session._replace(log=left)
 
 
 def last_out(log: tuple[Entry, ...]) -> int:
