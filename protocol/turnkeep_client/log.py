@@ -28,9 +28,6 @@ PARTS_HEADER: Final = "Turnkeep-Parts"
 BEGAN_HEADER: Final = "Turnkeep-Began"
 #: Header of a generate copied from another log: the seed that it was answered with, if it has none itself.
 SEED_HEADER: Final = "Turnkeep-Seed"
-#: The headers of copied requests, which results repeat, and the longest value of one.
-COPIED_HEADERS: Final = (BEGAN_HEADER, SEED_HEADER)
-MOST_COPIED: Final = 64
 #: Header of a result: the name of the model that made it. Of an answer's first chunk: digests of the model.
 MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import BEGAN_HEADER, COPIED_HEADERS, MOST_COPIED
+from turnkeep_client.log import BEGAN_HEADER
 from turnkeep_client.messages import Append, Generate, decode_request
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
@@ -33,9 +33,9 @@ class Pending:
     invalid: InvalidMessageError | None
     #: When the log stored the request.
     stored: datetime
-    #: The request as it was sent, and the headers of one that was copied from another log.
+    #: The request as it was sent, and its headers that Turnkeep's clients have set.
     body: bytes = b""
-    copied: Mapping[str, str] = field(default_factory=dict)
+    own_headers: Mapping[str, str] = field(default_factory=dict)
     received_s: float = field(default_factory=monotonic)
     #: Names the publisher's span.
     parent: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Pending:
         that sends a false time in the header changes only its own prompt.
         """
         with suppress(ValueError):
-            began = datetime.fromisoformat(self.copied.get(BEGAN_HEADER, ""))
+            began = datetime.fromisoformat(self.own_headers.get(BEGAN_HEADER, ""))
             return began if began.tzinfo else self.stored
         return self.stored
 
@@ -110,9 +110,9 @@ class Pending:
 def pending_at(entry: Entry) -> Pending:
     """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
     try:
-        parent, copied = trace_headers(entry.headers), _copied(entry.headers)
+        parent, own = trace_headers(entry.headers), _own(entry.headers)
         request = decode_request(entry.body)
-        return Pending(entry.seq, request, None, entry.stored, entry.body, copied, parent=parent)
+        return Pending(entry.seq, request, None, entry.stored, entry.body, own, parent=parent)
     except InvalidMessageError as error:
         return Pending(entry.seq, None, error, entry.stored, entry.body)
 
@@ -122,5 +122,7 @@ def asked_at(seq: int, asked: Asked, body: bytes) -> Pending:
     return pending_at(Entry(seq, "in", asked.stored, body, asked.headers))
 
 
-def _copied(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in COPIED_HEADERS if 0 < len(headers.get(name, "")) <= MOST_COPIED}
+def _own(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers with Turnkeep's names; NATS allows at most 64 KiB of headers."""
+    own = {name: value for name, value in headers.items() if name.startswith("Turnkeep-")}
+    return {name: value for name, value in own.items() if f"{name}{value}".isascii()}

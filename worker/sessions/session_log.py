@@ -498,10 +498,12 @@ class SessionLog:
         """Encode a result with its request; store a long request first. An invalid request stays out."""
         if pending.request is None:
             return encode(result)
-        asked = Asked(stored=pending.stored, headers=dict(pending.copied))
+        own, most = dict(pending.own_headers), self._services.limits.most_request
+        # Where messages must be short, an answer of a gateway may so lose its note.
+        asked = Asked(stored=pending.stored, headers=own if sum(map(len, own.values())) <= most else {})
         # A close is short without repeated fields and white space: whoever removes sessions reads no links.
         body = encode(pending.request) if isinstance(pending.request, Close) else pending.body
-        if len(body) > self._services.limits.most_request:
+        if len(body) > most:
             asked = replace(asked, link=str(await self._attachments.store(body)))
         else:
             asked = replace(asked, request=msgspec.Raw(body))

@@ -64,7 +64,7 @@ export interface Appended {
  * type; `decode_asked` reads it. So the results of a session, in their order, say all that happened in it.
  *
  * `request` is the request as it was sent. A long one is left out, and stored in other messages of the log:
- * `link` names the last of them. `headers` are those of a request that was copied from another log.
+ * `link` names the last of them. `headers` are its headers whose names begin with `Turnkeep-`.
  */
 export interface Asked {
   stored: string;
