@@ -30,14 +30,14 @@ _T = TypeVar("_T")
 TAIL: Final = 256
 
 
-class Asked(NamedTuple):
+class LoggedRequest(NamedTuple):
     """A request in the log, at the sequence `entry.seq`; `request` is None if it is not valid."""
 
     entry: Entry
     request: Request | None
 
 
-class Answer(NamedTuple):
+class LoggedResult(NamedTuple):
     """A result in the log, at the sequence `entry.seq`; `result` is None if no worker wrote it."""
 
     entry: Entry
@@ -83,8 +83,8 @@ class SessionLog(Struct, frozen=True, dict=True):
     """
 
     key: SessionKey
-    asked: tuple[Asked, ...]
-    answers: tuple[Answer, ...]
+    asked: tuple[LoggedRequest, ...]
+    answers: tuple[LoggedResult, ...]
     start: int = 1
 
     @cached_property
@@ -100,7 +100,7 @@ class SessionLog(Struct, frozen=True, dict=True):
         return tuple(found.values())
 
     @cached_property
-    def waiting(self) -> tuple[Asked, ...]:
+    def waiting(self) -> tuple[LoggedRequest, ...]:
         """The requests without a result, in order."""
         answered = {one.result.seq for one in self.answers if one.result}
         return tuple(one for one in self.asked if one.entry.seq not in answered)
@@ -118,7 +118,7 @@ def is_change(result: Result) -> bool:
     return result.repeat_of is None and not is_failure(result)
 
 
-def last_change(log: SessionLog) -> Answer | None:
+def last_change(log: SessionLog) -> LoggedResult | None:
     """Return the last result that changed the session; None if this part of the log has none."""
     return next((one for one in reversed(log.answers) if one.result and is_change(one.result)), None)
 
@@ -131,14 +131,16 @@ def is_failure(result: Result) -> bool:
 def paired(key: SessionKey, entries: Iterable[Entry]) -> SessionLog:
     """Make the log of a session from its entries, of which the requests and the results are in order."""
     entries = [*entries]
-    answers = [Answer(one, decoded(decode_result, one.body)) for one in entries if one.kind == "out"]
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in entries if one.kind == "out"]
     return _joined(key, [one for one in entries if one.kind == "in"], answers, 1)
 
 
-def _joined(key: SessionKey, requests: Iterable[Entry], answers: Sequence[Answer], start: int) -> SessionLog:
+def _joined(
+    key: SessionKey, requests: Iterable[Entry], answers: Sequence[LoggedResult], start: int
+) -> SessionLog:
     seqs = {one.result.seq for one in answers if one.result}
     asked = (  # an earlier part of the log has the results of the other requests before `start`
-        Asked(one, decoded(decode_request, one.body))
+        LoggedRequest(one, decoded(decode_request, one.body))
         for one in requests
         if one.seq >= start or one.seq in seqs
     )
@@ -153,7 +155,7 @@ async def read(stream: LogStream, key: SessionKey, start: int = 1, end: float = 
     """
     # Results are read first, so that the request of each result is read.
     results = [one async for one in _entries(stream, key, "out", start, end)]
-    answers = [Answer(one, decoded(decode_result, one.body)) for one in results]
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in results]
     first = min((one.result.seq for one in answers if one.result and one.result.seq), default=start)
     requests = [one async for one in _entries(stream, key, "in", max(1, min(first, start)), end)]
     return _joined(key, requests, answers, start)
@@ -193,11 +195,11 @@ async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
             yield found
 
 
-async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | None:
+async def find_request(stream: LogStream, key: SessionKey, seq: int) -> LoggedRequest | None:
     """Read the request that was stored at a sequence; None if the log does not have it."""
     stored = await stream.get(key, "in", seq)
     found = stored and stream.entry(stored)
-    return Asked(found, decoded(decode_request, found.body)) if found else None
+    return LoggedRequest(found, decoded(decode_request, found.body)) if found else None
 
 
 async def last_parts(stream: LogStream, tenant: str) -> dict[SessionKey, SessionLog]:
