@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Request, Result
-    from turnkeep_client.session_log import Asked, SessionLog
+    from turnkeep_client.session_log import LoggedRequest, SessionLog
     from turnkeep_client.subjects import SessionKey
 
 _FITTING: Final[Mapping[type[Request], type[Result]]] = {
@@ -214,7 +214,7 @@ def _lost_results(log: SessionLog, removed: int, changing: set[int]) -> Iterator
 
 
 def _lost(
-    asked: Mapping[int, Asked], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
+    asked: Mapping[int, LoggedRequest], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
 ) -> Iterator[Fault]:
     """Yield missing requests, and requests whose result is missing.
 
@@ -230,7 +230,7 @@ def _lost(
             yield Fault(seq, f"has no result, but the later request at {last} has one")
 
 
-def _fitting(asked: Mapping[int, Asked], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
+def _fitting(asked: Mapping[int, LoggedRequest], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
     """Yield results whose type does not fit the request, and requests that cannot be decoded."""
     for seq, answer in answers.items():
         if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):

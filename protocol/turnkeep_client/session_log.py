@@ -30,14 +30,14 @@ _T = TypeVar("_T")
 TAIL: Final = 256
 
 
-class Asked(NamedTuple):
+class LoggedRequest(NamedTuple):
     """A request in the log, at the sequence `entry.seq`; `request` is None if it is not valid."""
 
     entry: Entry
     request: Request | None
 
 
-class Answer(NamedTuple):
+class LoggedResult(NamedTuple):
     """A result in the log, at the sequence `entry.seq`; `result` is None if no worker wrote it."""
 
     entry: Entry
@@ -84,8 +84,8 @@ class SessionLog(Struct, frozen=True, dict=True):
     """
 
     key: SessionKey
-    asked: tuple[Asked, ...]
-    answers: tuple[Answer, ...]
+    asked: tuple[LoggedRequest, ...]
+    answers: tuple[LoggedResult, ...]
     start: int = 1
 
     @cached_property
@@ -101,7 +101,7 @@ class SessionLog(Struct, frozen=True, dict=True):
         return tuple(found.values())
 
     @cached_property
-    def waiting(self) -> tuple[Asked, ...]:
+    def waiting(self) -> tuple[LoggedRequest, ...]:
         """The requests without a result, in order."""
         answered = {one.result.seq for one in self.answers if one.result}
         return tuple(one for one in self.asked if one.entry.seq not in answered)
@@ -119,7 +119,7 @@ def is_change(result: Result) -> bool:
     return result.repeat_of is None and not is_failure(result)
 
 
-def last_change(log: SessionLog) -> Answer | None:
+def last_change(log: SessionLog) -> LoggedResult | None:
     """Return the last result that changed the session; None if this part of the log has none."""
     return next((one for one in reversed(log.answers) if one.result and is_change(one.result)), None)
 
@@ -132,14 +132,16 @@ def is_failure(result: Result) -> bool:
 def paired(key: SessionKey, entries: Iterable[Entry]) -> SessionLog:
     """Make the log of a session from its requests and its results, each in order."""
     entries = [*entries]
-    answers = [Answer(one, decoded(decode_result, one.body)) for one in entries if one.kind == "out"]
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in entries if one.kind == "out"]
     return _joined(key, [one for one in entries if one.kind == "in"], answers, 1)
 
 
-def _joined(key: SessionKey, requests: Iterable[Entry], answers: Sequence[Answer], start: int) -> SessionLog:
+def _joined(
+    key: SessionKey, requests: Iterable[Entry], answers: Sequence[LoggedResult], start: int
+) -> SessionLog:
     seqs = {one.result.seq for one in answers if one.result}
     asked = (  # an earlier part of the log has the results of the other requests before `start`
-        Asked(one, decoded(decode_request, one.body))
+        LoggedRequest(one, decoded(decode_request, one.body))
         for one in sorted(requests, key=lambda one: one.seq)
         if one.seq >= start or one.seq in seqs
     )
@@ -154,7 +156,7 @@ async def _read(
     for answered in results:
         if (one := await _request_of(stream, answered)) is not None:
             requests[one.seq] = one
-    answers = [Answer(one, decoded(decode_result, one.body)) for one in results]
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in results]
     return _joined(key, requests.values(), answers, start)
 
 
@@ -182,13 +184,13 @@ async def read(stream: LogStream, key: SessionKey, start: int = 1, end: float = 
     return await _read(stream, key, results, queue, start)
 
 
-async def queued(stream: LogStream, key: SessionKey) -> tuple[Asked, ...]:
+async def queued(stream: LogStream, key: SessionKey) -> tuple[LoggedRequest, ...]:
     """Read the requests of a session that have no result, in order. Raises `NoWorkerError`."""
     queue = [one async for one in _entries(stream, key, "in", 1, inf)]
     if not queue:
         return ()
     results = [one async for one in _entries(stream, key, "out", queue[0].seq, inf)]
-    answers = [Answer(one, decoded(decode_result, one.body)) for one in results]
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in results]
     return _joined(key, queue, answers, queue[0].seq).waiting
 
 
@@ -227,7 +229,7 @@ async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
             yield found
 
 
-async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | None:
+async def find_request(stream: LogStream, key: SessionKey, seq: int) -> LoggedRequest | None:
     """Read the request that was stored at a sequence; None if the log does not have it."""
     stored = await stream.get(key, "in", seq)
     found = stream.entry(stored) if stored else None
@@ -237,7 +239,7 @@ async def find_request(stream: LogStream, key: SessionKey, seq: int) -> Asked | 
             if result is not None and result.seq == seq:
                 found = await _request_of(stream, answered)
                 break
-    return Asked(found, decoded(decode_request, found.body)) if found else None
+    return LoggedRequest(found, decoded(decode_request, found.body)) if found else None
 
 
 async def last_parts(stream: LogStream, tenant: str) -> dict[SessionKey, SessionLog]:
@@ -261,7 +263,7 @@ class End(NamedTuple):
     """The end of a session's log: its last result, and its requests without a result."""
 
     answered: Entry | None
-    waiting: tuple[Asked, ...]
+    waiting: tuple[LoggedRequest, ...]
 
     @property
     def last(self) -> Entry:
@@ -278,7 +280,7 @@ async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]
     """
     results = {key: stream.entry(one) async for key, one in stream.last(counts, "out")}
     queues = [key for key, kinds in counts.items() if "in" in kinds]
-    waiting: dict[SessionKey, tuple[Asked, ...]] = {}
+    waiting: dict[SessionKey, tuple[LoggedRequest, ...]] = {}
     async for key, one in stream.last(queues, "in"):
         answered = results.get(key)
         last = decoded(decode_result, answered.body) if answered else None
