@@ -15,8 +15,8 @@ from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
 from worker.observe.progress import terminal_progress
+from worker.process.cache_parts import cache_codec
 from worker.process.formatting import size
-from worker.process.keys import cache_codec
 
 from .cache import in_one_line
 from .flags import check_target, force_option, tenant_option, with_settings

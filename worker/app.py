@@ -30,6 +30,7 @@ from turnkeep_client.subjects import Subjects
 from worker.cluster.members import Members
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
+from worker.process.cache_parts import cache_codec, remote_tier
 from worker.process.wakefulness import keep_awake
 from worker.sessions.history import digests_of
 from worker.wire import streams
@@ -44,7 +45,6 @@ from .parts import Groundwork, Parts
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
-from .process.keys import cache_codec, remote_tier
 from .reports import Needs, State
 from .store_start import open_store
 

@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import anyio
 from anyio import Event, current_time, move_on_after
 
+from worker.model_process import SupervisorError
+
 from .process.formatting import size
-from .served_model import SupervisorError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable
 
+    from worker.model_process import ModelProcess
+
     from .reports import Needs
-    from .served_model import ServedModel
 
 #: The pause between two checks of whether a model is still in use.
 _LOOK_S: Final = 0.5
@@ -51,12 +53,12 @@ class MemoryBudget:
         """Begin without memory, which is all that a single model needs: it reserves none."""
         self.size_bytes = 0
         #: The models that have reserved memory.
-        self.loaded: list[ServedModel] = []
+        self.loaded: list[ModelProcess] = []
         self._turn = anyio.Lock()
         self._freed = Event()
 
     @asynccontextmanager
-    async def reserve(self, model: ServedModel) -> AsyncIterator[None]:
+    async def reserve(self, model: ModelProcess) -> AsyncIterator[None]:
         """Reserve a model's memory until the block ends. Waits until it is free; first come, first served."""
         async with self._turn:
             since_s = current_time()

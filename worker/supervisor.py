@@ -21,6 +21,7 @@ from anyio import Event, current_time, move_on_after, sleep
 
 from turnkeep_client.messages import UnloadRequest
 from turnkeep_client.subjects import Subjects
+from worker.model_process import UNKNOWN, ModelProcess, SupervisorError
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
@@ -34,7 +35,6 @@ from .process.datadir import DataDir
 from .process.formatting import size
 from .process.settings import SettingsError, word
 from .reports import Line, Needs, Order, Refused, State
-from .served_model import UNKNOWN, ServedModel, SupervisorError
 from .standby import Standby, reports, send_order
 from .wire.activator import Activator
 
@@ -86,7 +86,7 @@ class Supervisor:
         `kept` gets each line of the workers' logs, and `step` the steps of their starts, which are otherwise
         logged.
         """
-        self._models = [ServedModel(*one) for one in models.items()] or [ServedModel(None, settings)]
+        self._models = [ModelProcess(*one) for one in models.items()] or [ModelProcess(None, settings)]
         #: The settings that all models share; the NATS server must take the largest messages of any model.
         self._settings = replace(
             settings, max_message_bytes=max(one.settings.max_message_bytes for one in self._models)
@@ -166,7 +166,7 @@ class Supervisor:
             model.settings = replace(model.settings, nats=url)
         return server.url, {"token": server.token}
 
-    def _place(self, model: ServedModel, directory: DataDir, stack: AsyncExitStack) -> None:
+    def _place(self, model: ModelProcess, directory: DataDir, stack: AsyncExitStack) -> None:
         """Set a model's data directory, and the settings that its worker gets."""
         settings = model.settings
         if model.name is None:
@@ -210,7 +210,7 @@ class Supervisor:
         log.info("measuring the models", models=[model.name for model in self._models])
         limit = anyio.CapacityLimiter(_AT_ONCE)
 
-        async def weigh(model: ServedModel) -> None:
+        async def weigh(model: ModelProcess) -> None:
             async with limit:
                 weighed = await self._weighed(model.settings)
             if isinstance(weighed, Refused):
@@ -238,7 +238,7 @@ class Supervisor:
                     found = report
         return found
 
-    async def _asked(self, model: ServedModel, request: ServeRequest) -> str:
+    async def _asked(self, model: ModelProcess, request: ServeRequest) -> str:
         """Load or unload a model; return what happens. Raises `SupervisorError`."""
         if not model.state.is_alone:
             raise SupervisorError("other workers serve the prefix with this model; stop them to change it")
@@ -251,7 +251,7 @@ class Supervisor:
         model.wake()
         return f"{served} is loaded"
 
-    async def _change(self, model: ServedModel, name: str) -> str:
+    async def _change(self, model: ModelProcess, name: str) -> str:
         """Serve another model on the prefix of the single one; return what happens."""
         if model.name is not None:
             raise SupervisorError(
@@ -289,7 +289,7 @@ class Supervisor:
         else:
             log.info(line.text)
 
-    async def _keep(self, model: ServedModel) -> None:
+    async def _keep(self, model: ModelProcess) -> None:
         """Run the model's worker whenever the model has requests, forever."""
         while True:
             await model.wanted.wait()
@@ -299,7 +299,7 @@ class Supervisor:
             if is_left and await model.activator.has_work():
                 model.wake()
 
-    async def _run_until_left(self, model: ServedModel) -> bool:
+    async def _run_until_left(self, model: ModelProcess) -> bool:
         """Run the model's worker, again and again if it crashes, until the model must leave.
 
         Returns False if the worker never gets ready; a single model then ends `run`.
@@ -337,7 +337,7 @@ class Supervisor:
         self._fatal = kind(refused.reason)
         self.stop()
 
-    async def _run_worker(self, model: ServedModel) -> int:
+    async def _run_worker(self, model: ModelProcess) -> int:
         """Run a model's worker until it ends; return its exit code."""
         model.began_s, model.loaded_s, model.refused = current_time(), math.inf, None
         model.state = State((), ("loading the model",), model.state.is_alone)
@@ -362,7 +362,7 @@ class Supervisor:
             await model.activator.begin()
         return code
 
-    async def _hear(self, model: ServedModel, report: Report) -> None:
+    async def _hear(self, model: ModelProcess, report: Report) -> None:
         """Take a worker's report; once it serves, let it answer its requests."""
         match report:
             case Line():
@@ -381,7 +381,7 @@ class Supervisor:
                     log.info("loaded", **model.log_fields, seconds=seconds)
                 self.ready.set()
 
-    async def _watch(self, model: ServedModel, worker: Process) -> None:
+    async def _watch(self, model: ModelProcess, worker: Process) -> None:
         """End the model's worker when the model is idle or must leave."""
         pause_s = min(max(model.stays_s / 100, _LOOK_S), _LONG_LOOK_S)
         while not model.leave.is_set():
@@ -398,14 +398,14 @@ class Supervisor:
             await sleep(_STOP_S)
             worker.kill()
 
-    async def _is_idle(self, model: ServedModel) -> bool:
+    async def _is_idle(self, model: ModelProcess) -> bool:
         if not model.is_loaded or model.stays_s == math.inf:
             return False
         if await model.activator.has_work():  # asked each time, as an answer may take nearly `after_s`
             model.activator.used_s = current_time()
         return model.unused_s >= model.stays_s
 
-    async def _publish_metrics(self, model: ServedModel) -> None:
+    async def _publish_metrics(self, model: ModelProcess) -> None:
         while True:
             if model.needs is not None and not model.is_loaded:  # no worker publishes its own yet
                 await model.activator.publish_metrics()

@@ -6,7 +6,7 @@ import pytest
 from test_turns import Wrapped
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
-from worker.device.acquisition import Sharing
+from worker.device.starting_kv import Sharing
 from worker.device.turn import Faulted, Turn
 
 COMMON = prompt(5 * BLOCK + 3)

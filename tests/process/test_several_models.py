@@ -22,8 +22,8 @@ from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_repl
 from turnkeep_client.subjects import Subjects
 from worker import model_memory, standby, supervisor
 from worker.model_memory import InMemory, leaving
+from worker.model_process import UNKNOWN
 from worker.process.settings import Settings
-from worker.served_model import UNKNOWN
 from worker.supervisor import Supervisor
 from worker.wire.activator import Activator
 from worker.wire.discovery import QUEUE

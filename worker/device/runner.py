@@ -1,6 +1,6 @@
 """Runs turns on the device thread: `step_chooser` chooses a step, the runner runs it and ends turns.
 
-The runner owns the model and the batch; `acquisition` provides the KV of turns. The runner knows nothing of
+The runner owns the model and the batch; `starting_kv` provides the KV of turns. The runner knows nothing of
 commands or of the thread. Device thread only.
 """
 
@@ -21,13 +21,13 @@ from worker.batch.lookup import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
-from .acquisition import Acquisition, Sharing
 from .cutter import Cutter
 from .pace import Pace
 from .paging import Paging
 from .room import Room, RoomRequest
 from .scheduler import Scheduler
 from .served_model import ServedModel
+from .starting_kv import Acquisition, Sharing
 from .step_chooser import StepChooser
 from .step_figures import StepFigures
 from .turn import (

@@ -42,7 +42,7 @@ class ResidentKv:
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """Where a turn's KV comes from, and which of it has no snapshot; `engine.finding` makes it.
+    """Where a turn's KV comes from, and which of it has no snapshot; `engine.kv_lookup` makes it.
 
     KV of the context's first tokens comes from one of three places: the session's own KV on the device covers
     the first `num_kept` tokens; restored arrays cover the first `num_restored`; or KV is copied from the

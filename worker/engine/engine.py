@@ -1,7 +1,7 @@
 """Controls the device from the event loop: which turns run, whose KV stays resident, and how turns end.
 
 The engine owns the ledger of device memory, and the record of which sessions have KV there. For each turn,
-`finding` finds stored or shared KV; the engine then submits the turn and publishes its tokens. The engine
+`kv_lookup` finds stored or shared KV; the engine then submits the turn and publishes its tokens. The engine
 knows nothing of messages, the log or the order of a session's requests; a session runs one turn at a time.
 """
 
@@ -40,8 +40,8 @@ from worker.device.turn import (
 from worker.observe.traces import Phase
 from worker.process.concurrency import task_group
 
-from .finding import Finder
 from .grants import Grants
+from .kv_lookup import Finder
 from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
 from .run import Run, on_device, resolve
 from .saving import Saving
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from worker.observe.counters import Telemetry
 
     from .admission import Ledger
-    from .finding import TurnSnapshots
+    from .kv_lookup import TurnSnapshots
     from .port import Publish
 
 log = structlog.get_logger()

@@ -1,6 +1,7 @@
 """Holds the state of one call of `Engine.run`: its request, memory and events. Event loop only.
 
-The engine owns the runs. `admission` orders them as `Claim`s, `grants` gives them memory, `finding` finds KV.
+The engine owns the runs. `admission` orders them as `Claim`s, `grants` gives them memory, `kv_lookup` finds
+their KV.
 """
 
 from __future__ import annotations

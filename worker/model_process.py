@@ -36,7 +36,7 @@ class SupervisorError(TurnkeepError):
 UNKNOWN: Final = Needs("", "", 0, {}, False, (), 0, 0.0)
 
 
-class ServedModel:
+class ModelProcess:
     """One model: its worker process, if one runs, and the activator that notices requests for it."""
 
     activator: Activator
