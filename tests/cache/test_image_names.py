@@ -79,6 +79,7 @@ def test_a_history_may_be_cut_and_continued_anywhere() -> None:
         head = tokens[:at]
         assert head == made(*_parts(contents[:at]))[0]
         assert head.packed() == tokens.packed(0, at)
+        assert tokens.packed(at, at + 9) == tokens.packed()[4 * at : 4 * at + 36]
         assert head.extended(array("I", [9])).num_common(tokens) == at
         if at not in (4, 4096, 6002, 6020):  # a tail does not know the image that begins before it
             assert head + tokens[at:] == tokens

@@ -429,3 +429,20 @@ def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) ->
     assert wide.read(image).grid == read.grid
     found = {each.fingerprint for each in (read, wide.read(image), eyes.read(other))}
     assert len(found | {eyes.tokens(read.digest, (1, 2)).fingerprint}) == 4
+
+
+async def test_a_turn_whose_image_another_one_has_shown_still_gets_its_next_one(seeing, open_process) -> None:
+    seen, image, later = seeing("idefics3"), picture(1), picture(2)
+    tokens = [seen.prompt(text, image, *rest) for text, rest in (("@?", ()), ("b @ @!", (later,)))]
+    read, is_over = Reader(seen, image, later), asyncio.Event()
+
+    async def slow(fingerprint: bytes) -> bytes:
+        await is_over.wait()
+        return await read(fingerprint)
+
+    async with open_process(seen) as process:
+        other = asyncio.create_task(run(process, tokens[1], 6, slow, name="slow"))
+        await asyncio.sleep(0.1)
+        await run(process, tokens[0], 6, read, name="fast")
+        is_over.set()
+        assert (await asyncio.wait_for(other, 20))[1] == seen.answer(tokens[1], (image, later), 6)[0]

@@ -442,12 +442,13 @@ class Engine(EnginePort):
         self._device.show(needs.turn, needs.fingerprint, views)
 
     async def _views(self, needs: NeedsImage) -> ImageViews:
-        """Read and process an image; one at a time, since its pixels take much memory."""
+        """Read an image and process it; one at a time, since its pixels take much memory."""
         read, sight = needs.turn.request.read_image, self._device.sight
         if read is None or isinstance(sight, str):
             raise ValueError("the request cannot read its images")
+        data = await read(needs.fingerprint)
         async with self._looking:
-            return await asyncio.to_thread(sight.eyes.views, await read(needs.fingerprint))
+            return await asyncio.to_thread(sight.eyes.views, data)
 
     async def _read(self, needs: NeedsKv, snapshots: TurnSnapshots) -> None:
         kv = KvRead()
