@@ -4,28 +4,28 @@
 known by some and not by others (`is_unsure`: whoever asks may believe either); the server's process (`life`);
 the faults that are left. `Session` is one session: its log (requests, notes of a close, results), the chunks
 of its answers, what each worker knows of it and does with it (`Memory`), whose disk has KV of which request.
-No session reads another one's state. So the interleavings of several sessions are those of each one with
-the shared steps; `test_protocol_model` compares both.
+No session reads another one's state. So the interleavings of several sessions are those of each one with the
+steps of workers and server; `test_protocol_model` compares both.
 
-**Steps** are what can be seen from outside, each atomic: a read of the log, a chunk, seal, note or result
-that the server stores or refuses, a delivery, an ack, a removal; a crash, a pause, a restart, a server that loses
-its last entries (what was removed stays removed). A worker may be interrupted between any two of them.
+**Steps** are what can be seen from outside, each atomic: a read of the log; a chunk, seal, note or result
+that the server stores or refuses; a delivery, an ack, a removal; a crash, a pause, a restart; a server that
+loses its last entries, while what was removed stays removed. Anything may happen between two of them.
 
 **Invariants** (`checker`): one first result for each request, and for each id; results in order, each from
-the history before it; none contradicts a chunk that is published; no chunk of another history; at rest nothing of
-a forgotten session in log, chunks, or on a disk; no request that neither queue nor results have; one worker
-at work on a session, unless a worker is unsure of another; from each state all requests can be answered
-without further faults, by the workers that run, and all traces of forgotten sessions go once all are back.
+the history before it; none contradicts a published chunk, and no chunk is of another history; no request is
+in neither queue nor results; without faults one worker is at work on a session. At rest nothing of a
+forgotten session is in log, chunks, or on a disk. From each state all requests can be answered without
+further faults, by the workers that run.
 
-**A request leaves the queue** (`dequeue`) after its result is safe: no power cut can take it, as the server
-process that stored it has synced its files since. Its age alone does not say that: a server that was killed
-and started again may not have synced what it found. `synced` is the least part of the log that must be safe
-for the removals so far, so what is not needed may always be lost.
+**A request leaves the queue** (`dequeue`) once its result is safe: no power cut can take it, as the server
+process that stored it has synced its files since. Age alone does not say that: a server that was killed and
+started again may not have synced what it found. `synced` is the least part of the log that must be safe for
+the removals so far; everything behind it may be lost.
 
-**Not modelled:** time (the end of a worker is noticed before it is back), the contents of tokens (a token is the worker that drew it), several chunks, lagging
-replicas, lost acks, streams that refuse messages, checkpoints, forks and KV that sessions share, cancels out
-of order, attempts that are counted, limits of sessions, requests on `ctl` and `ask`, pings; closed sessions
-that expire: a close that forgets, and its result, stay, as no worker is stalled for fifteen minutes.
+**Not modelled:** time (the end of a worker is noticed before it is back), the contents of tokens (a token is
+the worker that drew it), several chunks, lagging replicas, lost acks, refused chunks, checkpoints, forks and
+shared KV, cancels out of order, counted attempts, limits of sessions, `ctl` and `ask`, pings, expired
+sessions: a close that forgets, and its result, stay, as no worker is stalled for fifteen minutes.
 """
 
 from __future__ import annotations

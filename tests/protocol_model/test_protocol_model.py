@@ -40,7 +40,7 @@ def test_all_interleavings_of_one_session_keep_the_invariants(program: str, rule
 
 def test_two_sessions_together_have_the_states_that_each_has_alone() -> None:
     """So it is enough to explore each session with the steps of workers and server."""
-    rules = CRASH._replace(num_faults=1, num_losses=1, reads_at_once=True)
+    rules = CRASH._replace(reads_at_once=True)
     both = Exploration(rules, ["A", "A"])
     both.explore()
     alone = Exploration(rules, ["A"])
