@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-cluster test durations soak simulate mutants packaging lint type check bench tools site lock clean
+.PHONY: help setup demo demo-cluster test durations soak simulate model mutants packaging lint type check bench tools site lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,9 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 
 simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000)
 	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1)
+
+model: $(STAMP) ## Explore all interleavings of the protocol's model (tests/protocol_model): a minute or two
+	$(BIN)/python -P -m tests.protocol_model
 
 mutants: $(STAMP) ## Take guards away, one at a time: a test fails each time (K=cache; GONE=FILE: without these tests)
 	$(BIN)/python -P -m tests.mutants $(K) $(if $(GONE),--gone $(GONE))

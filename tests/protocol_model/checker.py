@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import chain, product
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from .model import DEAD, DIVERGED, UP, Model, Rules, Session, Shared, Worker, at_work, has_unanswered
 
@@ -17,7 +17,7 @@ FAULTS: Final = {"crash", "pause", "lose", "drain", "undrain"}
 BACK: Final = {"resume", "restart"}
 
 
-class Violation(Exception):
+class ViolationError(Exception):
     """An invariant does not hold; `trace` has the steps that lead there."""
 
     def __init__(self, what: str, trace: Sequence[Label] = ()) -> None:
@@ -43,7 +43,7 @@ class Exploration:
         self._rests: list[int] = []
 
     def explore(self) -> None:
-        """Find all states; raise `Violation` at the first one that breaks an invariant."""
+        """Find all states; raise `ViolationError` at the first one that breaks an invariant."""
         rules = self.rules
         shared = Shared((Worker(),) * rules.num_workers, rules.num_faults, rules.num_losses, rules.num_drains)
         self._add(shared, [model.begin() for model in self.models], (-1, ()))
@@ -91,7 +91,7 @@ class Exploration:
                 if before is not after:
                     wrong = check_step(model, new_shared, label, before, after)
                     if wrong:
-                        raise Violation(wrong, [*self.trace(at), label])
+                        raise ViolationError(wrong, [*self.trace(at), label])
             if number != at and label[0] not in FAULTS:
                 (self._is_back if label[0] in BACK else self._back)[number].append(at)
                 is_rest = False
@@ -99,7 +99,7 @@ class Exploration:
             self._rests.append(at)
             for model, one in zip(self.models, sessions, strict=True):
                 if wrong := check_rest(model, one):
-                    raise Violation(f"at rest {wrong}", self.trace(at))
+                    raise ViolationError(f"at rest {wrong}", self.trace(at))
 
     def _check_liveness(self) -> None:
         reached = self._reach(self._rests, [self._back, self._is_back])
@@ -134,7 +134,7 @@ class Exploration:
     def _require(self, reached: bytearray, what: str, where: Any) -> None:
         for at, is_reached in enumerate(reached):
             if not is_reached and where(at):
-                raise Violation(what, self.trace(at))
+                raise ViolationError(what, self.trace(at))
 
     def trace(self, at: int) -> list[Label]:
         """Return the steps by which a state was first reached."""
@@ -150,14 +150,13 @@ def check_step(model: Model, shared: Shared, label: Label, before: Session, afte
     if label[0] == "commit":
         return _check_result(model, before.log, after)
     if label[0] == "chunk":
-        return _check_chunk(before, after, label[1], label[2])
+        return _check_chunk(after, label[1], label[2])
     if label[0] in ("lose", "dequeue"):
         return _check_asked(after)
-    if label[0] == "deliver" and sum(map(at_work, after.memory)) > 1 and not model.rules.routes_freely:
-        if shared.life == 0 and not any(one.is_unsure or one.status != UP for one in shared.workers):
-            faults = model.rules.num_faults - shared.num_faults
-            if not faults:
-                return "two workers are at work on a session"
+    num_busy = sum(map(at_work, after.memory)) if label[0] == "deliver" else 0
+    is_calm = not shared.life and shared.num_faults == model.rules.num_faults
+    if num_busy > 1 and is_calm and not model.rules.routes_freely:
+        return "two workers are at work on a session"
     return ""
 
 
@@ -194,12 +193,13 @@ def _check_told(session: Session, result: Entry) -> str:
     return ""
 
 
-def _check_chunk(before: Session, after: Session, w: int, request: int) -> str:
+def _check_chunk(after: Session, w: int, request: int) -> str:
     for one in after.log:
-        if one.kind == "out" and one.request == request and not one.is_gone:
-            if wrong := _check_told(after, one):
-                return wrong
-    seq = after.memory[w].seq if after.memory[w] else 0
+        is_its = one.kind == "out" and one.request == request and not one.is_gone
+        if is_its and (wrong := _check_told(after, one)):
+            return wrong
+    memory = after.memory[w]
+    seq = memory.seq if memory else 0
     is_there = 0 < seq <= len(after.log) and not after.log[seq - 1].is_gone
     outs = [one for one in after.log if one.kind == "out" and not one.is_gone]
     last = outs[-1].after if outs else ()
@@ -239,4 +239,4 @@ def check_rest(model: Model, session: Session) -> str:
     return ""
 
 
-__all__ = ["DEAD", "Exploration", "Violation", "check_rest", "check_step"]
+__all__ = ["DEAD", "Exploration", "ViolationError", "check_rest", "check_step"]

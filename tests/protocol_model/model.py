@@ -5,27 +5,27 @@ known by some and not by others (`is_unsure`: whoever asks may believe either); 
 the faults that are left. `Session` is one session: its log (requests, notes of a close, results), the chunks
 of its answers, what each worker knows of it and does with it (`Memory`), whose disk has KV of which request.
 No session reads another one's state. So the interleavings of several sessions are those of each one with the
-shared steps; `test_protocol_model` compares both.
+steps of workers and server; `test_protocol_model` compares both.
 
-**Steps** are what can be seen from outside, each atomic: a read of the log, a chunk, seal, note or result that
-the server stores or refuses, a delivery, an ack, a removal; a crash, a pause, a restart, a server that loses
-its last entries (what was removed stays removed). A worker may be interrupted between any two of them.
+**Steps** are what can be seen from outside, each atomic: a read of the log; a chunk, seal, note or result
+that the server stores or refuses; a delivery, an ack, a removal; a crash, a pause, a restart; a server that
+loses its last entries, while what was removed stays removed. Anything may happen between two of them.
 
-**Invariants** (`checker`): one first result for each request, and for each id; results in order, each from the
-history before it; none contradicts a chunk that is published; no chunk of another history; at rest nothing of
-a forgotten session in log, chunks, or on a disk; no request that neither queue nor results have; one worker
-at work on a session, unless a worker is unsure of another; from each state all requests can be answered
-without further faults, by the workers that run, and all traces of forgotten sessions go once all are back.
+**Invariants** (`checker`): one first result for each request, and for each id; results in order, each from
+the history before it; none contradicts a published chunk, and no chunk is of another history; no request is
+in neither queue nor results; without faults one worker is at work on a session. At rest nothing of a
+forgotten session is in log, chunks, or on a disk. From each state all requests can be answered without
+further faults, by the workers that run.
 
-**A request leaves the queue** (`dequeue`) after its result is safe: no power cut can take it, as the server
-process that stored it has synced its files since. Its age alone does not say that: a server that was killed
-and started again may not have synced what it found. `synced` is the least part of the log that must be safe
-for the removals so far, so what is not needed may always be lost.
+**A request leaves the queue** (`dequeue`) once its result is safe: no power cut can take it, as the server
+process that stored it has synced its files since. Age alone does not say that: a server that was killed and
+started again may not have synced what it found. `synced` is the least part of the log that must be safe for
+the removals so far; everything behind it may be lost.
 
-**Not modelled:** time, the contents of tokens (a token is the worker that drew it), several chunks, lagging
-replicas, lost acks, streams that refuse messages, checkpoints, forks and KV that sessions share, cancels out
-of order, attempts that are counted, limits of sessions, requests on `ctl` and `ask`, pings; closed sessions
-that expire: a close that forgets, and its result, stay, as no worker is stalled for fifteen minutes.
+**Not modelled:** time (the end of a worker is noticed before it is back), the contents of tokens (a token is
+the worker that drew it), several chunks, lagging replicas, lost acks, refused chunks, checkpoints, forks and
+shared KV, cancels out of order, counted attempts, limits of sessions, `ctl` and `ask`, pings, expired
+sessions: a close that forgets, and its result, stay, as no worker is stalled for fifteen minutes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Worker(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """What all sessions have in common: workers, the server's process, and the faults that may still happen."""
+    """What all sessions have in common: workers, the server's process, and the faults that are left."""
 
     workers: tuple[Worker, ...]
     num_faults: int
@@ -69,7 +69,8 @@ class Entry(NamedTuple):
     """An entry of a session's log; its sequence is its place, from 1. A removed entry stays as `is_gone`.
 
     `kind` is `in`, `note` or `out`. A request has the workers (`by`) to which it was delivered, until it is
-    `acked`; a note those whose disks have no KV of the session. A result has its worker (`by`), the sequence of the result before it
+    `acked`; a note those whose disks have no KV of the session. A result has its worker (`by`), the sequence
+    of the result before it
     (`fence`), the tokens of an answer, and the history `after` it. A `repeats` is not the first of its id; a
     `fails` changes nothing. `life` is the server's process that stored it.
     """
@@ -100,7 +101,8 @@ class Chunk(NamedTuple):
 class Memory(NamedTuple):
     """What a worker knows of a session, and what it does next.
 
-    idle: nothing; stale: whatever it does next is fenced; rung: it has to read; listed: it has read the queue (`listed`); fresh: it has read the
+    idle: nothing; stale: whatever it does next is fenced; rung: it has to read; listed: it has read the queue
+    (`listed`); fresh: it has read the
     results up to `known`; ready: `request`, at `seq`, is next; begun: its chunks are read, the last one is at
     `after`; told: its first chunk is stored; ending: it is to end without tokens; noted: a note of the close
     is stored; checked: the request was still there.
@@ -143,7 +145,7 @@ class Rules(NamedTuple):
     reads_at_once: bool = False  # whether a log that was not read before is read in one step
     routes_freely: bool = False  # whether a worker that is not the owner may take a session
     most_chunks: int | None = 1  # None: an answer may have any number
-    wakes: bool = True
+    wakes: bool = False  # whether a worker that leaves a session wakes its owner
     without: frozenset[str] = frozenset()
 
     def has(self, rule: str) -> bool:
@@ -239,7 +241,7 @@ class Model(NamedTuple):
                 yield ("pause", w), becomes(status=PAUSED, is_unsure=True, num_faults=1)
             if worker.status == PAUSED:
                 yield ("resume", w), becomes(status=UP, is_unsure=True)
-            if worker.status == DEAD:
+            if worker.status == DEAD and not worker.is_unsure:  # its end is noticed before it is back
                 yield ("restart", w), becomes(status=UP, is_unsure=False)  # it has greeted all others
             if worker.status == UP and not worker.drains and shared.num_drains:
                 yield ("drain", w), becomes(drains=True, num_drains=1)
@@ -384,7 +386,7 @@ class Model(NamedTuple):
                     yield from fenced()
                 elif log[memory.seq - 1 :] == () or log[memory.seq - 1].is_gone:
                     chunks = _put(session.chunks, memory.request, session.chunks[memory.request][:-1])
-                    for label, one in self._fenced(shared, session, w):
+                    for _, one in self._fenced(shared, session, w):
                         yield ("withdraw", w), one._replace(chunks=chunks)
                 else:
                     yield ("seen", w), then(phase="begun")
@@ -562,9 +564,9 @@ class Model(NamedTuple):
             if not outs and has("a request leaves the queue after its result"):
                 continue
             safe = outs[0] if outs else 0
-            if not has("a removed request has a safe result"):
-                safe = 0
-            elif not has("a restart makes no result safe") and outs and log[outs[0] - 1].life < shared.life:
+            is_old = outs and log[outs[0] - 1].life < shared.life
+            by_age = is_old and not has("a restart makes no result safe")
+            if by_age or not has("a removed request has a safe result"):
                 safe = 0
             synced = max(session.synced, safe) if shared.num_losses else 0
             yield ("dequeue", entry.request), session._replace(log=_gone(log, at), synced=synced)

@@ -1,4 +1,4 @@
-"""Replays recorded histories of the simulation in the model: each step of the real code is one of the model's.
+"""Replays recorded histories of the simulation: each step of the real code is one of the model's.
 
 Recorded is what a server sees: entries of the log, chunks and seals that it stores, with the worker process
 that sent them; what is removed; its restarts, with what it loses. What a worker reads and when it wakes is
@@ -151,7 +151,7 @@ def record(seed: int, **favoured: Any) -> list[Event]:
 
 
 class Replay:
-    """Follows recorded events in the model, for all sessions. `counts` has the number of steps of each kind."""
+    """Follows recorded events in the model, for all sessions; `counts` has the steps by kind."""
 
     def __init__(self, events: list[Event]) -> None:
         self.counts: Counter[str] = Counter()
