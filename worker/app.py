@@ -274,7 +274,6 @@ class App:
                 max_bytes=settings.max_disk,
                 queue_bytes=self._constants.writer_queue,
                 min_free_bytes=settings.min_free_disk,
-                keep_behind=self._constants.keep_behind,
                 model=self._model.loaded.name,
                 codec=codec,
                 tier=tier,

@@ -194,7 +194,8 @@ class _Importer:
             name = prove(path, codec)
             self._check_prefix(name)
             if name.start == 0:
-                self._catalog.note_identities([bytes.fromhex(read_header(path, codec).identity)])
+                header = read_header(path, codec)
+                self._catalog.note_identities([(bytes.fromhex(header.identity), header.block_tokens)])
             self._folder.place(path, digest)
         self._names[digest] = name
         used = time.time_ns() // 1000
