@@ -83,19 +83,20 @@ class Quota:
         Returns its node; None if the snapshot does not fit yet, or never.
         """
         node = self._index.add(name, size_bytes)
-        if self._has_evicted_for(size_bytes):
+        if self._has_evicted_for(node):
             return node
         self._index.remove(node)
         return None
 
-    def _has_evicted_for(self, size_bytes: int) -> bool:
-        need = self._excess() + size_bytes
+    def _has_evicted_for(self, node: Node) -> bool:
+        need = self._excess() + node.size_bytes
         if need <= 0:
             return True
-        if self._has_no_effect(size_bytes) or need > self.usage().evictable:
+        if self._has_no_effect(node.size_bytes) or need > self.usage().evictable:
             self._queue.measure()  # nothing else would, until a save is accepted
             return False  # evicting everything would not be enough
-        return self._evict(need, EVICT_LIMIT) >= need
+        # Without what was used with it, such as the blocks before it, the snapshot would be of no use.
+        return self._evict(need, EVICT_LIMIT, node.used) >= need
 
     def set_limits(self, *, max_bytes: int, min_free_bytes: int) -> None:
         """Change the limits. Snapshots above them are evicted in the background, in small batches."""
@@ -163,8 +164,11 @@ class Quota:
         if excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT):
             self.check()
 
-    def _evict(self, need_bytes: int, limit: int) -> int:
-        """Evict snapshots until `need_bytes` are freed, `limit` at most; return the bytes of their files."""
-        victims = self._remover.evict(need_bytes, limit)
+    def _evict(self, need_bytes: int, limit: int, before: int | None = None) -> int:
+        """Evict snapshots until `need_bytes` are freed, `limit` at most; return the bytes of their files.
+
+        Evicts only those last used earlier than `before`, if that is given.
+        """
+        victims = self._remover.evict(need_bytes, limit, before)
         self.evicted += len(victims)
         return sum(victim.size_bytes for victim in victims)

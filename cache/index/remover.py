@@ -37,15 +37,16 @@ class Remover:
         #: Called with each node that no worker needs, since it is doubtful or a larger node has its tokens.
         self.useless: Callable[[Node], None] = lambda _: None
 
-    def evict(self, need_bytes: int, limit: int) -> list[Row]:
+    def evict(self, need_bytes: int, limit: int, before: int | None = None) -> list[Row]:
         """Evict the least recently used snapshots until `need_bytes` are freed; return the rows.
 
-        Evicts `limit` snapshots at most.
-
-        A piece of a tail is evicted after those that continue it, since it was used whenever they were.
+        Evicts `limit` snapshots at most, and only those last used earlier than `before`, if that is given. A
+        piece of a tail is evicted after those that continue it, since it was used whenever they were.
         """
         victims: list[Row] = []
         while need_bytes > 0 and len(victims) < limit and (victim := self._index.oldest()) is not None:
+            if before is not None and victim.used >= before:
+                break
             *pieces, _ = self._with_pieces(victim)  # none, or still in the queue
             self._remove(pieces, "no_parent")
             self._index.remove(victim)

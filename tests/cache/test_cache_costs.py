@@ -15,7 +15,7 @@ from cache.names.tokens import Chain, as_tokens
 
 @pytest.fixture
 def steps(monkeypatch) -> Counter[str]:
-    """Count hashed blocks, searches among sibling nodes, and updates of evictability."""
+    """Count hashed blocks, and searches among the snapshots that continue the same prefix."""
     counted: Counter[str] = Counter()
 
     def count(owner, name, size) -> None:
@@ -29,7 +29,6 @@ def steps(monkeypatch) -> Counter[str]:
 
     count(blocks, "link", lambda *_: 1)
     count(Index, "closest_child", lambda *_: 1)
-    count(Index, "_reclassify", lambda *_: 1)
     return counted
 
 
@@ -55,7 +54,7 @@ async def test_the_steps_of_a_turn_grow_linearly_with_its_number_of_blocks(open_
         await store.close()
     one, two = costs
     assert one["link"] == 30, "each block is hashed once in a turn"
-    for name in ("link", "closest_child", "_reclassify"):
+    for name in ("link", "closest_child"):
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 
