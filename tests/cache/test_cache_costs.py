@@ -90,7 +90,12 @@ async def test_eviction_does_not_go_through_all_held_blocks_for_every_evicted_bl
     seen = []
     for name in ("heappop", "heapreplace"):
         taken = getattr(heapq, name)
-        monkeypatch.setattr(heapq, name, lambda *args, taken=taken: seen.append(args) or taken(*args))
+
+        def counted(heap, *args, taken=taken):
+            seen.extend([args] if heap is store._index._eviction_heap else [])
+            return taken(heap, *args)
+
+        monkeypatch.setattr(heapq, name, counted)
     store.quota.set_limits(max_bytes=70 * size, min_free_bytes=0)
     for session in range(1000, 1100):
         save_all(store, "b", [session] * BLOCK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import pytest
@@ -299,7 +300,7 @@ def _fail(*_) -> None:
     raise OSError(5, "Input/output error")
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "3"))))
 async def test_a_match_in_random_sessions_is_the_longest_prefix_that_the_files_on_disk_allow(
     open_store, seed
 ) -> None:

@@ -92,7 +92,6 @@ async def open_process(
     limit_bytes: int | None = None,
     codec: Codec = PLAIN,
     trials: Path | None = None,
-    keep_behind: int | None = None,
 ) -> AsyncIterator[Process]:
     """Run a `Process` on a snapshot directory, with blocks of `num_blocks` times `BLOCK` tokens."""
     recorded = Recorded(model)
@@ -115,7 +114,6 @@ async def open_process(
         max_bytes=max_bytes,
         queue_bytes=queue_bytes,
         min_free_bytes=0,
-        keep_behind=keep_behind,
         codec=codec,
     )
     engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)
