@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, Final
 
 from cache.disk.rows import Row
 from cache.names import blocks
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
     from cache.names.marks import Marks
     from cache.names.snapshot import Name
+
+
+_BY_START: Final = attrgetter("start")
 
 
 class Index:
@@ -39,16 +43,15 @@ class Index:
     def _fill(self, stored: Sequence[Row]) -> None:
         """Take over the catalog's rows."""
         self._nodes = {row.digest: Node(row, durable=True) for row in stored}
-        #: By the digest of a prefix: the nodes that continue it, in the order of `BY_TOKENS`.
-        self._children: dict[bytes, list[Node]] = {}
+        #: By the digest of a prefix: the node that continues it, or all, in the order of `BY_TOKENS`.
+        self._children: dict[bytes, Node | list[Node]] = {}
         families: dict[bytes, list[Node]] = {}
         for node in self._nodes.values():
-            siblings = self._children.setdefault(node.parent, [])
-            siblings.append(node)
-            if len(siblings) == 2:
-                families[node.parent] = siblings
-        for siblings in families.values():
-            siblings.sort(key=BY_TOKENS)
+            other = self._children.setdefault(node.parent, node)
+            if other is not node:
+                families.setdefault(node.parent, []).append(node)
+        for parent, siblings in families.items():
+            self._children[parent] = sorted([*self.children(parent), *siblings], key=BY_TOKENS)
         self._now = max(self._now, max((row.used for row in stored), default=0))
         self.stored = len(self._nodes)
         self.stored_bytes = sum(row.size_bytes for row in stored)
@@ -56,13 +59,20 @@ class Index:
         self.on_its_way_bytes = 0
         #: Bytes of nodes that a load or a turn uses, or that are queued for the disk.
         self.held_bytes = 0
-        #: A heap of (used, -start, digest): at least one item for each evictable node, and some stale ones.
-        self._eviction_heap: list[tuple[int, int, bytes]] = []
-        self._rebuild_heap()
+        #: The nodes that may be evicted, by `due`, and in the order of their positions. A node that was used
+        #: since is moved only when its turn comes, so that a use costs nothing here.
+        self._due: dict[int, list[Node]] = {}
+        for node in self._nodes.values():
+            node.due = node.used
+            self._due.setdefault(node.used, []).append(node)
+        for nodes in self._due.values():
+            nodes.sort(key=_BY_START)
+        #: A heap of the keys of `_due`.
+        self._uses = sorted(self._due)
 
     def __iter__(self) -> Iterator[Node]:
         """Yield the nodes in the order of eviction."""
-        return iter(sorted(self._nodes.values(), key=_order))
+        return iter(sorted(self._nodes.values(), key=lambda node: (node.used, -node.start, node.digest)))
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -73,7 +83,8 @@ class Index:
 
     def children(self, digest: bytes) -> Sequence[Node]:
         """Return the nodes that continue `digest`, in the order of their tokens."""
-        return self._children.get(digest, ())
+        found = self._children.get(digest, ())
+        return (found,) if isinstance(found, Node) else found
 
     def chain(self, node: Node) -> Iterator[Node]:
         """Yield a node, and those before it in reverse order, up to the first that is missing."""
@@ -95,7 +106,11 @@ class Index:
         digest, before = name.digest, self._nodes.get(name.parent)
         used = self.next_use() if before is None else before.used
         node = self._nodes[digest] = Node(Row.of(digest, name, size_bytes, used), durable=False)
-        insort(self._children.setdefault(name.parent, []), node, key=BY_TOKENS)
+        siblings = self._children.setdefault(name.parent, node)
+        if isinstance(siblings, list):
+            insort(siblings, node, key=BY_TOKENS)
+        elif siblings is not node:
+            self._children[name.parent] = sorted((siblings, node), key=BY_TOKENS)
         self.on_its_way_bytes += size_bytes
         self.held_bytes += size_bytes
         return node
@@ -119,10 +134,12 @@ class Index:
         if not node.evictable:
             self.held_bytes -= node.size_bytes
         siblings = self._children[node.parent]
-        if len(siblings) > 1:
+        if isinstance(siblings, list) and len(siblings) > 1:
             del siblings[bisect_left(siblings, BY_TOKENS(node), key=BY_TOKENS)]
         else:
             del self._children[node.parent]
+        if node.due is not None:
+            self._due[node.due].remove(node)
 
     def clear(self) -> None:
         """Remove all nodes. A running load is not stopped."""
@@ -154,9 +171,15 @@ class Index:
         if node.holds:
             return
         self.held_bytes -= node.size_bytes
-        heapq.heappush(self._eviction_heap, _order(node))
-        if len(self._eviction_heap) > 1.5 * len(self._nodes) + 64:
-            self._rebuild_heap()  # at least a third of the items are stale
+        if node.due is None:
+            self._put_due(node)
+
+    def _put_due(self, node: Node) -> None:
+        node.due = node.used
+        if node.due not in self._due:
+            self._due[node.due] = []
+            heapq.heappush(self._uses, node.due)
+        insort(self._due[node.due], node, key=_BY_START)
 
     def has(self, node: Node) -> bool:
         """Whether this node object is in the index: not removed, nor replaced by one with the same digest."""
@@ -164,20 +187,18 @@ class Index:
 
     def oldest(self) -> Node | None:
         """Return the node to evict next: least recently used, and last in its session."""
-        while self._eviction_heap:
-            order = self._eviction_heap[0]
-            node = self._nodes.get(order[2])
-            if node is None or not node.evictable:
-                heapq.heappop(self._eviction_heap)  # pushed again once it is evictable
-            elif node.used != order[0]:
-                heapq.heapreplace(self._eviction_heap, _order(node))
-            else:
-                return node
+        while self._uses:
+            used = self._uses[0]
+            nodes = self._due[used]
+            while nodes:
+                node = nodes[-1]
+                if node.evictable and node.used == used:
+                    return node
+                nodes.pop().due = None
+                if node.evictable:
+                    self._put_due(node)  # else `_let_go` does it
+            del self._due[heapq.heappop(self._uses)]
         return None
-
-    def _rebuild_heap(self) -> None:
-        self._eviction_heap = [_order(node) for node in self._nodes.values() if node.evictable]
-        heapq.heapify(self._eviction_heap)
 
     def closest_child(self, parent: bytes, packed: bytes, *, usable: bool) -> tuple[Node, int] | None:
         """Return the child of `parent` with the longest prefix in common with `packed`, and that length.
@@ -283,8 +304,3 @@ class Index:
                 yield node
                 fits -= TOKEN_BYTES
             bound = bound[:fits]
-
-
-def _order(node: Node) -> tuple[int, int, bytes]:
-    """Return the place of a node in the order of eviction."""
-    return node.used, -node.start, node.digest

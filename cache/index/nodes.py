@@ -22,6 +22,7 @@ class Node:
     __slots__ = (
         "digest",
         "doomed",
+        "due",
         "durable",
         "holds",
         "mark",
@@ -45,6 +46,8 @@ class Node:
         self.durable = durable
         #: Whether to remove the node once nothing holds it.
         self.doomed = False
+        #: The use after which the index looks at the node again, to evict it; None while it cannot be.
+        self.due: int | None = None
         #: How many loads and turns use the node now.
         self.holds = 0
 

@@ -22,11 +22,12 @@ from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, identity, s
 
 from cache.disk import format as snapshot_format
 from cache.disk.codec import PLAIN
+from cache.index import stored_kv
 from cache.names import blocks
 from cache.names.tokens import num_common, pack
 from cache.store import Store
 
-WRITE = snapshot_format.write
+WRITE, LOAD_S = snapshot_format.write, stored_kv.LOAD_S
 
 TENANTS = st.sampled_from("ab")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
@@ -59,6 +60,7 @@ class Driven(RuleBasedStateMachine):
 
     @initialize()
     def open(self) -> None:
+        stored_kv.LOAD_S = 60.0  # on a busy machine a read may take long
         self.store = self.run(
             Store.open(
                 self.directory,
@@ -84,8 +86,9 @@ class Driven(RuleBasedStateMachine):
         return {digest.hex() for digest in found}
 
     def teardown(self) -> None:
+        stored_kv.LOAD_S = LOAD_S
         if hasattr(self, "store"):
-            self.run(self.store.close())
+            self.run(self.store.close(60))
         self.run(self.loop.shutdown_default_executor())
         self.loop.close()
         shutil.rmtree(self.directory)
@@ -250,7 +253,7 @@ class Faithful(Driven):
     def restart(self, lose_the_catalog) -> None:
         self.settle()
         self.take_stock()
-        assert self.run(self.store.close())
+        assert self.run(self.store.close(60))
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
@@ -350,7 +353,7 @@ class Cramped(Driven):
     @precondition(lambda self: not self.held)
     @rule(lose_the_catalog=st.booleans(), discard=st.sampled_from([False, False, False, True]))
     def restart(self, lose_the_catalog, discard) -> None:
-        assert self.run(self.store.close(discard=discard))
+        assert self.run(self.store.close(60, discard=discard))
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()

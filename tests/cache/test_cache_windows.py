@@ -124,7 +124,7 @@ async def test_a_match_of_a_rewound_session_is_the_longest_prefix_that_can_still
     assert store.stats().rejected == 0
 
 
-async def test_a_session_rewound_into_evicted_blocks_saves_only_the_blocks_that_it_sees_again(
+async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be_restored(
     open_store,
 ) -> None:
     """It prefills these blocks once; after that they can be restored."""
@@ -136,8 +136,9 @@ async def test_a_session_rewound_into_evicted_blocks_saves_only_the_blocks_that_
     assert held.edges[0] < 152, "what is not there is not called stored"
     assert [span.end for span in store.kv.wanted(chain, rewound)][-2:] == [152, 155]
     assert store.kv.wanted(chain, TOKENS[:300]) == [], "nobody sees the rest again"
-    save(store, LIMITED, chain, rewound)
-    assert await store.queue.drained(5)
+    for span in store.kv.wanted(chain, rewound):
+        assert store.kv.save(chain, rewound, span, tensors_of(LIMITED, rewound, span))
+        assert await store.queue.drained(5)
     store.kv.release(held)
     match = store.kv.match(chain, rewound)
     assert match.num_tokens == len(rewound)
