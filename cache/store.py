@@ -21,12 +21,12 @@ from .disk.stored_past import StoredPast
 from .disk.tier import SharedDirectory, Tier
 from .index.directory import open_directory
 from .index.eraser import Eraser, ErasureResult
+from .index.prefixes import Known, Match
 from .index.quota import Quota
 from .index.remote import Remote, RemoteCounts
 from .index.remover import Remover
 from .index.stats import SnapshotStats
-from .index.stored_kv import HeldPrefix, Match, StoredKv
-from .index.window_eviction import WindowEviction
+from .index.stored_kv import StoredKv
 from .index.write_queue import Counts, WriteQueue
 from .names.errors import KeyFileError
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Codec",
     "ErasureResult",
-    "HeldPrefix",
+    "Known",
     "Match",
     "Store",
     "StoredPast",
@@ -122,7 +122,6 @@ class Store:
         max_bytes: int,
         queue_bytes: int,
         min_free_bytes: int = _DEFAULT_MIN_FREE_BYTES,
-        keep_behind: int | None = None,
         model: str = "",
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -134,20 +133,18 @@ class Store:
         Snapshots of other models stay, count against `max_bytes`, and are evicted when least recently used.
         `layout` describes the model's own caches: a file that differs is moved to quarantine. If the layout
         has states, KV can be restored only up to the end of a snapshot with a state. `queue_bytes` limits the
-        snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free. KV that no
-        layer sees is evicted once all sessions are `keep_behind` tokens past it; with None, only when disk
-        space is needed. `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
+        snapshots that wait in memory for the disk; `min_free_bytes` of the file system stay free.
+        `model` is the model's name in listings. `clock` (seconds since 1970) orders uses,
         `monotonic` times pauses after failed writes. `codec` has the directory's key. Snapshots are copied
         to the `tier`, and can be fetched from it. Raises `DirectoryLockedError`, `SealedError`, `OSError`.
         """
-        opened = await asyncio.to_thread(open_directory, directory, identity.digest(), model, clock, codec)
+        opened = await asyncio.to_thread(open_directory, directory, identity, model, clock, codec)
         index = opened.index
         queue = WriteQueue(opened, queue_bytes=queue_bytes, monotonic=monotonic)
-        remover = Remover(index, queue)
-        eviction = WindowEviction(index, remover, keep_behind)
-        quota = Quota(index, queue, remover, eviction, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
+        remover = Remover(index, queue, identity.block_tokens)
+        quota = Quota(index, queue, remover, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
         remote = None if tier is None else Remote(tier, opened.folder, index, queue, quota, remover)
-        kv = StoredKv(opened, queue, remover, eviction, quota, remote, identity, layout, model=model)
+        kv = StoredKv(opened, queue, remover, quota, remote, identity, layout, model=model)
         quota.shrink_at_once()
         return cls(opened, queue, remover, quota, remote, kv)
 

@@ -60,7 +60,6 @@ async def open_store(
             max_bytes=settings.max_disk,
             queue_bytes=constants.writer_queue,
             min_free_bytes=settings.min_free_disk,
-            keep_behind=constants.keep_behind,
             model=model.loaded.name,
             codec=codec,
             tier=tier,

@@ -65,9 +65,10 @@ class Transfer:
 def export(directory: Path, digests: Sequence[str] | None, target: Path, codec: Codec = PLAIN) -> Transfer:
     """Write chains of snapshots to a tar file: those that end in `digests`, or with None all chains.
 
-    A chain is a sequence of snapshots, each continuing the one before. `digests` are hex names of snapshots,
-    or prefixes of such names. Takes no lock, and verifies every file. Raises `CacheError`, and leaves no
-    archive, if a snapshot is unknown, fails verification, or was evicted meanwhile.
+    A chain is a sequence of snapshots, each continuing the one before, as far as they are there. `digests`
+    are hex names of snapshots, or prefixes of such names. Takes no lock, and verifies every file. Raises
+    `CacheError`, and leaves no archive, if a snapshot is unknown, fails verification, or was evicted
+    meanwhile.
     """
     check(directory, codec)
     paths = _chains(directory, digests, codec)
@@ -108,10 +109,10 @@ def import_files(
 ) -> Transfer:
     """Verify the files of an archive one by one, and add them to a cache. Locks the directory meanwhile.
 
-    Skips a file that the cache has already, that fails verification, that continues a missing snapshot, or
-    that exceeds a limit; the result has the reasons. `others` are names of archive members to ignore, which
-    are not snapshots. With `fresh` the cache is created if there is none. Raises `CacheError` if the archive
-    cannot be read, `DirectoryLockedError`, `OSError`.
+    Skips a file that the cache has already, that fails verification, that is a piece of a tail without the
+    piece before it, or that exceeds a limit; the result has the reasons. `others` are names of archive
+    members to ignore, which are not snapshots. With `fresh` the cache is created if there is none. Raises
+    `CacheError` if the archive cannot be read, `DirectoryLockedError`, `OSError`.
     """
     with source.open("rb") as file, opened(directory, codec, fresh=fresh) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -192,9 +193,9 @@ class _Importer:
                 _copy(content, writer, member.size)
                 writer.finish()
             name = prove(path, codec)
-            self._check_prefix(name)
-            if name.start == 0:
-                self._catalog.note_identities([bytes.fromhex(read_header(path, codec).identity)])
+            header = read_header(path, codec)
+            self._check_prefix(name, header.block_tokens)
+            self._catalog.note_identities([(bytes.fromhex(header.identity), header.block_tokens)])
             self._folder.place(path, digest)
         self._names[digest] = name
         used = time.time_ns() // 1000
@@ -203,11 +204,11 @@ class _Importer:
         self.transferred.num_files += 1
         self.transferred.size_bytes += size_bytes
 
-    def _check_prefix(self, name: Name) -> None:
-        if name.start == 0:
-            return
+    def _check_prefix(self, name: Name, block_tokens: int) -> None:
         parent = self._names.get(name.parent)
-        if parent is None or parent.span.end != name.start:
+        # Without the piece before it, neither a match nor an erasure would find it.
+        is_lost = parent is None and name.start % block_tokens
+        if is_lost or (parent is not None and parent.span.end != name.start):
             raise DoubtfulSnapshotError("the prefix that it continues is not there")
 
 
@@ -222,11 +223,9 @@ def _chains(directory: Path, digests: Sequence[str] | None, codec: Codec) -> lis
         try:
             while digest not in starts:
                 path = snapshots / codec.file_name(bytes.fromhex(digest))
-                if digest not in there:  # missing, evicted from the middle of a chain, or only a link
-                    raise DoubtfulSnapshotError("it is no file")  # noqa: TRY301  # as any other doubt
                 name = read_name(path, codec)
                 links[digest] = name.start
-                if name.start == 0:
+                if name.parent.hex() not in there:  # the first one, or after one that was evicted
                     break
                 digest = name.parent.hex()
         except (DoubtfulSnapshotError, OSError) as error:

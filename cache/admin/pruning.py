@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -61,28 +60,24 @@ def prune(
 
     The conditions: the snapshot was not used for `older_than_s` seconds; it belongs to `model`; more than
     `to_bytes` are left in the cache. None means no condition. `model` is the hex digest of a model's
-    identity, or a prefix of it. A snapshot that others continue is removed after them.
+    identity, or a prefix of it.
     """
     with opened(directory, codec) as (folder, catalog, index):
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
         victims: list[Node] = []
-        gone: Counter[bytes] = Counter()
         for node in index:
             if to_bytes is not None and left_bytes <= to_bytes:
                 break
             if older_than_s is not None and node.used / 1e6 >= now_s - older_than_s:
                 break  # the rest was used later
-            if len(node.children) > gone[node.digest] or not is_of_model(node):
-                continue
-            victims.append(node)
-            gone[node.parent] += 1
-            left_bytes -= node.size_bytes
+            if is_of_model(node):
+                victims.append(node)
+                left_bytes -= node.size_bytes
         for node in victims:
             folder.remove(node.digest)
         catalog.remove(node.row for node in victims)
-    num_files = sum(not node.is_gap for node in victims)
-    return PruneResult(num_files, sum(node.size_bytes for node in victims), left_bytes)
+    return PruneResult(len(victims), sum(node.size_bytes for node in victims), left_bytes)
 
 
 def prune_all(directory: Path) -> PruneResult:
@@ -105,11 +100,8 @@ def prune_all(directory: Path) -> PruneResult:
 def _of_model(folder: Folder, model: str | None) -> Callable[[Node], bool]:
     def is_of_model(node: Node) -> bool:
         try:
-            # A gap comes here only if all nodes that continue it are to be removed.
-            return (
-                model is None
-                or node.is_gap
-                or read_header(folder.path(node.digest), folder.codec).identity.startswith(model.lower())
+            return model is None or read_header(folder.path(node.digest), folder.codec).identity.startswith(
+                model.lower()
             )
         except (DoubtfulSnapshotError, OSError):
             return False

@@ -49,8 +49,9 @@ class StoredModel:
 class StoredChain:
     """A stored sequence of tokens, in snapshots that continue each other; `digest` names the last one.
 
-    `size_bytes` is the size of all its files, `own_bytes` the size of the files that no other chain shares.
-    The tenant is unknown, because names are hashes that include the tenant.
+    Earlier snapshots of the sequence may be missing. `size_bytes` is the size of all its files, `own_bytes`
+    the size of the files that no other chain shares. The tenant is unknown, because names are hashes that
+    include the tenant.
     """
 
     digest: bytes
@@ -106,17 +107,17 @@ def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
     models: dict[str, StoredModel] = {}
     counted: set[bytes] = set()
     for node in index:
-        if node.children:
+        if index.children(node.digest):
             continue
         with suppress(OSError, DoubtfulSnapshotError):  # evicted meanwhile
             path = directory / "snapshots" / codec.file_name(node.digest)
             identity = read_header(path, codec).identity
             model = models.setdefault(identity, StoredModel(identity, names.get(identity, "")))
-            links = list(node.chain())
-            survey.chains.append(_stored_chain(node, links, model))
+            links = list(index.chain(node))
+            survey.chains.append(_stored_chain(index, links, model))
             new = [link for link in links if link.digest not in counted]
             counted.update(link.digest for link in new)
-            model.num_files += sum(not link.is_gap for link in new)
+            model.num_files += len(new)
             model.size_bytes += sum(link.size_bytes for link in new)
     survey.chains.sort(key=lambda chain: -chain.used_s)
     survey.models = list(models.values())
@@ -206,8 +207,6 @@ def _read(directory: Path, codec: Codec) -> tuple[list[Row], Survey, dict[str, s
             survey.doubtful.append((file.name, str(error)))
             continue
         rows.append(row)
-    there = {row.digest for row in rows}
-    rows += [row for row in known.values() if not row.size_bytes and row.digest not in there]  # gaps
     return rows, survey, names
 
 
@@ -252,17 +251,17 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _stored_chain(node: Node, links: list[Node], model: StoredModel) -> StoredChain:
-    own_bytes = 0
+def _stored_chain(index: Index, links: list[Node], model: StoredModel) -> StoredChain:
+    node, own_bytes = links[0], 0
     for link in links:
-        if len(link.children) > 1:
+        if len(index.children(link.digest)) > 1:
             break
         own_bytes += link.size_bytes
     return StoredChain(
         digest=node.digest,
         model=model,
         num_tokens=node.end,
-        num_files=sum(not link.is_gap for link in links),
+        num_files=len(links),
         size_bytes=sum(link.size_bytes for link in links),
         own_bytes=own_bytes,
         used_s=node.used / 1e6,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("turnkeep.cache")
 
 #: Increase with each change of the tables: an index of another version is made again from the files.
-_SCHEMA_VERSION: Final = 6
+_SCHEMA_VERSION: Final = 7
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -46,15 +46,20 @@ _SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS snapshot (
         digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
-        size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL, proof BLOB
+        size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL, mark BLOB NOT NULL,
+        proof BLOB
     ) WITHOUT ROWID
     """,
-    "CREATE TABLE IF NOT EXISTS model (identity BLOB PRIMARY KEY, name TEXT NOT NULL)",
+    """
+    CREATE TABLE IF NOT EXISTS model (
+        identity BLOB PRIMARY KEY, name TEXT NOT NULL, block INTEGER NOT NULL
+    )
+    """,
     "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
 )
 #: Suffixes of the files that SQLite makes beside the catalog.
 _SIDE_FILES: Final = ("-wal", "-shm", "-journal")
-_PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
+_PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
 class Catalog:
@@ -150,6 +155,7 @@ class Catalog:
 
     def _prepare(self, db: sqlite3.Connection, version: int) -> sqlite3.Connection:
         db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
         # For macOS: there a plain fsync leaves the written bytes in the disk's own cache.
         db.execute("PRAGMA fullfsync=ON")
         # The default of 1000 pages would let the log grow to 4 MiB, which counts against no limit.
@@ -169,22 +175,18 @@ class Catalog:
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
         return list(self._codec.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
 
-    def name_model(self, identity: bytes, name: str) -> None:
-        """Store the name of the model with this identity."""
-        known = self._db.execute("SELECT name FROM model WHERE identity = ?", (identity,)).fetchone()
-        if known != (name,):
-            with self._transaction() as db:
-                db.execute("INSERT OR REPLACE INTO model VALUES (?, ?)", (identity, name))
+    def identities(self) -> dict[bytes, int]:
+        """Read the identities of all models that may have snapshots here; return their tokens per block."""
+        return dict(self._db.execute("SELECT identity, block FROM model"))
 
-    def identities(self) -> list[bytes]:
-        """Read the identities of all models that may have snapshots in this directory."""
-        return [row[0] for row in self._db.execute("SELECT identity FROM model")]
-
-    def note_identities(self, identities: Iterable[bytes], name: str = "") -> None:
-        """Add identities of models that have snapshots, all with the same `name`; keep existing entries."""
+    def note_identities(self, identities: Iterable[tuple[bytes, int]], name: str = "") -> None:
+        """Add models that have snapshots: identity, tokens per block. A `name` replaces an earlier one."""
         with self._transaction() as db:
-            rows = [(identity, name) for identity in identities]
-            db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?)", rows)
+            rows = [(identity, name, block) for identity, block in identities]
+            db.executemany("INSERT OR IGNORE INTO model VALUES (?, ?, ?)", rows)
+            if name:
+                named = [(name, identity) for identity, _, _ in rows]
+                db.executemany("UPDATE model SET name = ? WHERE identity = ?", named)
 
     def erased(self) -> list[ErasureProgress]:
         """Read how far this cache has carried out the erasures in each log of requests."""
@@ -210,38 +212,35 @@ class Catalog:
         with self._transaction() as db:
             db.execute("DELETE FROM snapshot")
 
-    def put(self, rows: Iterable[Row], *, durable: bool = False) -> None:
-        """Add or replace the rows of snapshots; with `durable` they are on disk when this returns."""
+    def put(self, rows: Iterable[Row]) -> None:
+        """Add or replace the rows of snapshots."""
         rows = list(rows)
-        with self._transaction(durable=durable) as db:
+        with self._transaction() as db:
             db.executemany(_PUT, map(self._codec.hidden_row, rows, proofs(columns(rows))))
 
     def remove(self, rows: Iterable[Row]) -> None:
-        """Delete rows. A deleted row's time of last use passes to its parent's row."""
+        """Delete rows."""
         with self._transaction() as db:
-            for row in rows:
-                digest, parent = map(self._codec.hidden, (row.digest, row.parent))
-                db.execute("DELETE FROM snapshot WHERE digest = ?", (digest,))
-                db.execute("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", (row.used, parent))
+            hidden = ((self._codec.hidden(row.digest),) for row in rows)
+            db.executemany("DELETE FROM snapshot WHERE digest = ?", hidden)
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store times of last use, in pairs (time, digest). Using a snapshot counts for its whole chain."""
+        """Store times of last use, in pairs (time, digest)."""
         with self._transaction() as db:
             hidden = ((used, self._codec.hidden(digest)) for used, digest in uses)
-            db.executemany("UPDATE snapshot SET used = max(used, ?) WHERE digest = ?", hidden)
+            db.executemany("UPDATE snapshot SET used = ? WHERE digest = ?", hidden)
 
     def close(self) -> None:
         """Close the file."""
         self._db.close()
 
     @contextmanager
-    def _transaction(self, *, durable: bool = False) -> Iterator[sqlite3.Connection]:
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Run the block in a transaction; roll it back after an exception.
 
-        With SQLite's `synchronous` NORMAL a power failure may lose a commit; with FULL the commit is on disk.
+        With SQLite's `synchronous` NORMAL a power failure may lose a commit.
         """
         db = self._db
-        db.execute(f"PRAGMA synchronous={'FULL' if durable else 'NORMAL'}")
         db.execute("BEGIN")
         try:
             yield db

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cache.names.errors import DoubtfulSnapshotError, PartialSnapshotError
+from cache.names.errors import DoubtfulSnapshotError
 
 from . import format as snapshot_format
 
@@ -99,15 +99,11 @@ class RestoredKv:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """The outcome of a read: `num_read` valid files, and in `doubt` the fault of the next file, if any.
-
-    If `is_partial`, the next file is undamaged, but lacks sections that were evicted.
-    """
+    """The outcome of a read: `num_read` valid files, and in `doubt` the fault of the next file, if any."""
 
     restored: RestoredKv | None
     num_read: int
     doubt: str | None
-    is_partial: bool = False
 
 
 def release_thread() -> None:
@@ -130,7 +126,7 @@ def read_chain(folder: Folder, chain: ChainRead, limit_s: float, threads: IoThre
     until = started + limit_s
     files, model = chain.files, chain.model
     has_state = files[-1].state
-    blank, restored, doubt, is_partial = None, None, None, False
+    blank, restored, doubt = None, None, None
     num_read = len(files) - 1  # only the last file's state is read, so a doubtful state is in that file
     try:
         blank = chain.blank(folder)
@@ -139,7 +135,7 @@ def read_chain(folder: Folder, chain: ChainRead, limit_s: float, threads: IoThre
             reading.read_files()
         num_read = min(reading.doubts, default=len(files))
         if error := reading.doubts.get(num_read):
-            doubt, is_partial = error.reason, isinstance(error, PartialSnapshotError)
+            doubt = error.reason
     except DoubtfulSnapshotError as error:
         doubt = str(error)
     if time.perf_counter() > until:  # the caller no longer waits
@@ -155,9 +151,9 @@ def read_chain(folder: Folder, chain: ChainRead, limit_s: float, threads: IoThre
             restored = RestoredKv(num_tokens, tensors, seconds, size_bytes)
         except ValueError as error:
             num_read, doubt = len(files) - 1, str(error)
-    if doubt is not None and not is_partial:
+    if doubt is not None:
         folder.quarantine(files[num_read].digest)
-    return ReadOutcome(restored, num_read, doubt, is_partial)
+    return ReadOutcome(restored, num_read, doubt)
 
 
 class _Reading:

@@ -1,4 +1,4 @@
-"""The work of the writer thread: writes, shortens and removes a directory's files, and changes its catalog.
+"""The work of the writer thread: writes and removes a directory's files, and changes its catalog.
 
 All methods block, and belong to the thread. Nothing here knows the index, or the order of the jobs.
 """
@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar
 import structlog
 
 from . import format as snapshot_format
-from .rows import PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
-    from cache.names.identity import Identity
     from cache.names.marks import ErasureProgress
-    from cache.names.snapshot import ModelLayout
+    from cache.names.snapshot import Name
 
     from .catalog import Catalog
     from .folder import Folder
@@ -38,7 +36,8 @@ _log = structlog.get_logger("turnkeep.cache")
 #: queue_full: the disk is slower than the device. too_large: the snapshot exceeds a limit by itself.
 #: disk_limit: the disk is full, and nothing can be evicted. disk_error: writing is paused after a failure, or
 #: has ended.
-#: no_parent: the prefix before it was lost. memory: the device needs the memory. closing: the store closes.
+#: no_parent: a piece of a tail whose earlier piece was lost. memory: the device needs the memory.
+#: closing: the store closes.
 DropReason = Literal["queue_full", "too_large", "disk_limit", "disk_error", "no_parent", "memory", "closing"]
 
 #: Errors of a write when a folder was removed, or when something blocks a file's path.
@@ -157,18 +156,18 @@ class DiskWork:
         write.state = WriteState.ABANDONED
         return True
 
-    def use(self, used: int, digest: bytes) -> None:
-        """Store a snapshot's time of last use."""
-        self._in_catalog(self._catalog.use, [(used, digest)])
+    def use(self, uses: list[tuple[int, bytes]]) -> None:
+        """Store times of last use, in pairs (time, digest)."""
+        self._in_catalog(self._catalog.use, uses)
 
     def note_erased(self, erased: ErasureProgress) -> None:
         """Store how far a log's erasures are carried out."""
         self._in_catalog(self._catalog.note_erased, [erased])
 
-    def note_identity(self, identity: bytes, model: str) -> None:
+    def note_identity(self, identity: bytes, block: int, model: str) -> None:
         """Add a model identity to the catalog's list of identities that have snapshots."""
         if identity not in self.noted and self._in_catalog(
-            partial(self._catalog.note_identities, name=model), [identity]
+            partial(self._catalog.note_identities, name=model), [(identity, block)]
         ):
             self.noted.add(identity)
 
@@ -189,41 +188,8 @@ class DiskWork:
         except OSError as error:
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
 
-    def make_gaps(self, rows: list[Row], *, needed: bool) -> None:
-        """Remove files, but keep their rows, with a size of 0; if rows cannot be written only if `needed`."""
-        # A start adopts a file whose row has the size 0; a row whose file is missing would break the chain.
-        put = partial(self._catalog.put, durable=True)
-        if self._in_catalog(put, [row._replace(size_bytes=0) for row in rows]) or needed:
-            self._remove_files(rows)
-
-    def shorten(self, row: Row, layout: ModelLayout, identity: Identity) -> int | None:
-        """Rewrite a file without the KV of layers with windows; return its new size, None after a failure.
-
-        If the process dies before the row is written, the row wrongly says that the file is whole; shortening
-        the file again corrects the row.
-        """
-        path = self._folder.path(row.digest)
-        try:
-            encoded = snapshot_format.shortened(path, row, layout, identity, self._folder.codec)
-            if encoded is not None:
-                with self._folder.placing(row.digest) as fresh:
-                    snapshot_format.write(encoded, fresh, self._folder.codec)
-                    self._folder.place(fresh, row.digest)
-            size_bytes = path.stat().st_size
-        except Exception as error:  # noqa: BLE001  # the thread must go on; the file stays valid
-            _log.warning("snapshot_not_shortened", digest=row.digest.hex(), error=str(error) or repr(error))
-            return None
-        changed = row._replace(size_bytes=size_bytes, resumable=row.resumable | PARTIAL)
-        self._in_catalog(self._catalog.put, [changed])
-        return size_bytes
-
     def _remove(self, rows: list[Row]) -> None:
         """Remove files and rows. If that fails, the next erasure or the next start tries again."""
-        self._remove_files(rows)
-        if not self._in_catalog(self._catalog.remove, rows):
-            self._left.update((row.digest, row) for row in rows)
-
-    def _remove_files(self, rows: list[Row]) -> None:
         for row in rows:
             try:
                 self._folder.remove(row.digest)
@@ -232,14 +198,16 @@ class DiskWork:
                 if row.digest not in self._left:
                     _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
                 self._left[row.digest] = row
+        if not self._in_catalog(self._catalog.remove, rows):
+            self._left.update((row.digest, row) for row in rows)
 
-    def erase(self, packed: bytes | None) -> bool:
-        """Erase all traces of the `packed` tokens, whose files are unlinked; with None, all files and rows.
+    def erase(self, is_of: Callable[[Name], bool] | None) -> bool:
+        """Erase all traces of the snapshots of which `is_of` is true; with None, of all. Unlink them first.
 
-        Returns whether no file in the directory contains any of these tokens, even after a crash.
+        Returns whether no file in the directory is such a snapshot, even after a crash.
         """
         try:
-            if packed is None:
+            if is_of is None:
                 self._cleared = False
                 left = self._folder.clear()
                 for name in left:
@@ -247,9 +215,9 @@ class DiskWork:
                 self._left.clear()
                 clean = self._cleared = self._in_catalog(self._catalog.clear, []) and not left
             else:
-                self._remove([row for row in self._left.values() if row.is_of(packed)])
-                self._folder.remove_quarantined_of(packed)
-                clean = self._cleared and not any(row.is_of(packed) for row in self._left.values())
+                self._remove([row for row in self._left.values() if is_of(row.name)])
+                self._folder.remove_quarantined_of(is_of)
+                clean = self._cleared and not any(is_of(row.name) for row in self._left.values())
             self._folder.clear_tmp()  # nothing is being written now
             self._folder.sync()
             return clean and not self.has_failed and self._catalog.purge_log()

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from cache.names.errors import DirectoryLockedError, DoubtfulSnapshotError
-from cache.names.tokens import TOKEN_BYTES
 
 from . import private
 from .codec import PLAIN, SEAL
@@ -28,8 +27,10 @@ from .fsync import sync
 from .header import read_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
+
+    from cache.names.snapshot import Name
 
     from .codec import Codec
 
@@ -199,12 +200,11 @@ class Folder:
         """Remove a snapshot's file from quarantine, if it is there."""
         (self.quarantined / self.codec.file_name(digest)).unlink(missing_ok=True)
 
-    def remove_quarantined_of(self, packed: bytes) -> None:
-        """Remove quarantined files whose tokens are part of `packed`, or whose tokens cannot be read."""
+    def remove_quarantined_of(self, is_of: Callable[[Name], bool]) -> None:
+        """Remove quarantined files of which `is_of` is true, or whose names cannot be read."""
         for path in _within(self.quarantined):
             try:
-                name = read_name(path, self.codec)
-                is_of_them = packed.startswith(name.tokens, name.start * TOKEN_BYTES)
+                is_of_them = is_of(read_name(path, self.codec))
             except (DoubtfulSnapshotError, OSError):
                 is_of_them = path.is_file()
             if is_of_them:

@@ -14,18 +14,17 @@ last file.
 from __future__ import annotations
 
 import errno
-import math
 import os
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 import xxhash
 
-from cache.names.errors import DoubtfulSnapshotError, PartialSnapshotError
-from cache.names.snapshot import ITEM_BYTES, Tensor, sections
+from cache.names.errors import DoubtfulSnapshotError
+from cache.names.snapshot import sections
 
 from . import header as headers
 from . import private
@@ -38,10 +37,9 @@ if TYPE_CHECKING:
 
     from cache.names.blocks import Span
     from cache.names.identity import Identity
-    from cache.names.snapshot import Layout, ModelLayout, Name, States, TensorBuffers
+    from cache.names.snapshot import Layout, Name, States, Tensor, TensorBuffers
 
     from .codec import Codec, FileReader
-    from .rows import Row
 
 #: Errors that mean a lack of open files or memory, in the process or the machine.
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
@@ -176,7 +174,7 @@ def _together(
     if carried is not None:
         together.append((carried[0], list(carried[1])))
     if header.layout != layout:
-        together = _there(together, layout, header.layout)
+        raise DoubtfulSnapshotError("layers unlike the model's")
     wanted = [
         of.num_tokens * sum(len(place.rows) * place.token_bytes for place in run) for of, run in together
     ]
@@ -184,54 +182,6 @@ def _together(
     if sizes[: len(sizes) - bool(header.states)] != wanted:
         raise DoubtfulSnapshotError("layers unlike the model's")
     return together
-
-
-def _there(
-    together: Sequence[tuple[Span, list[TensorBuffers]]], layout: Layout, found: Layout
-) -> list[tuple[Span, list[TensorBuffers]]]:
-    """Return the sections of `together` that are left in a file without its KV of layers with windows.
-
-    The eviction of that KV has `shortened` the file; `found` is the layout that it has now.
-
-    Raises `DoubtfulSnapshotError` if the file has another layout, and `PartialSnapshotError` if it lacks a
-    section that is to be read.
-    """
-    places = [place for _, run in together for place in run]
-    kept = tuple(one for one, place in zip(layout, places, strict=True) if not place.section[0].is_endless)
-    if not kept or found != kept:
-        raise DoubtfulSnapshotError("layers unlike the model's")
-    there = []
-    for of, run in together:
-        if not run[0].section[0].is_endless:
-            there.append((of, run))
-        elif any(at is not None for at, _ in run[0].segments(of)):
-            raise PartialSnapshotError("its sections of windows were evicted")
-    return there
-
-
-def shortened(
-    path: Path, row: Row, layout: ModelLayout, identity: Identity, codec: Codec = PLAIN
-) -> EncodedSnapshot | None:
-    """Verify a file; return its snapshot without the KV of layers with windows.
-
-    None if the file has no KV of such layers. `layout` is the model's, without the layers that have states.
-    Raises `DoubtfulSnapshotError`, `OSError`.
-    """
-    blank = [
-        Tensor(*one, memoryview(b""), reach) for one, reach in zip(layout.kv, layout.reaches, strict=True)
-    ]
-    short = tuple(one for one, reach in zip(layout.kv, layout.reaches, strict=True) if not reach.is_endless)
-    with _opened(path, codec) as found:
-        found.check(row.digest, row.start, identity.digest())
-        if found.header.layout == short:
-            return None
-        if found.header.layout != layout.kv:
-            raise DoubtfulSnapshotError("layers unlike the model's")
-        kept: list[Tensor] = []
-        for i, run in enumerate(sections(blank)):
-            if not run[0].reach.is_endless:
-                kept += found.tensors(i, run)
-    return encode(row.name, identity, tuple(kept))
 
 
 def _to_places(
@@ -285,16 +235,6 @@ class _OpenSnapshot:
             raise DoubtfulSnapshotError("made by another model")
         if self.header.name.digest != digest or self.header.name.start != start:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
-
-    def tensors(self, section: int, blank: Sequence[Tensor]) -> Iterator[Tensor]:
-        """Read the tensors of a section. `blank` has them without data, in the shape (heads, head_dim)."""
-        token_bytes = [math.prod(one.shape) * ITEM_BYTES[one.dtype] for one in blank]
-        num_tokens = self.header.sections[section].size_bytes // sum(token_bytes)
-        read = [memoryview(bytearray(num_tokens * size)) for size in token_bytes]
-        self.read(section, _batches(read))
-        for one, contents in zip(blank, read, strict=True):
-            heads, dim = one.shape
-            yield replace(one, shape=(1, heads, num_tokens, dim), data=contents)
 
     def read(self, section: int, groups: Iterable[list[memoryview]]) -> None:
         """Read a section, one system call per group of buffers, and compare its checksum.

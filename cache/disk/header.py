@@ -62,9 +62,9 @@ _BEGINNING: Final = re.compile(
 )
 #: The rest of the metadata, in this version.
 _REST: Final = re.compile(
-    rf'"model":"[ !#-\[\]-~]*(?:\\[ -~][ !#-\[\]-~]*)*",'
+    rf'"model":"{{\\"block_tokens\\":([1-9][0-9]{{0,4}}),[ !#-\[\]-~]*(?:\\[ -~][ !#-\[\]-~]*)*",'
     rf'"parent":"({_HEX}{{64}})","digest":"({_HEX}{{64}})","start":"{_POSITION}","end":"{_POSITION}",'
-    rf'"tokens":"((?:{_HEX}{{8}})+)","resumable":"([01])"}}'.encode()
+    rf'"tokens":"((?:{_HEX}{{8}})+)","resumable":"([01])","mark":"({_HEX}{{16}})"}}'.encode()
 )
 
 _SIZE: Final = "(?:0|[1-9][0-9]{0,18})"
@@ -108,6 +108,7 @@ class Header:
     layout: Layout = ()
     states: States = ()
     sections: tuple[Section, ...] = ()
+    block_tokens: int = 1
 
     @property
     def is_foreign(self) -> bool:
@@ -131,6 +132,7 @@ def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
         "end": str(name.span.end),
         "tokens": name.tokens.hex(),
         "resumable": str(int(name.resumable)),
+        "mark": name.mark.hex(),
     }
     at = 0
     specs: dict[str, Any] = {"__metadata__": metadata}
@@ -197,8 +199,10 @@ def parse(head: bytes, *, payload_bytes: int) -> Header:
     rest = _REST.match(head, beginning.end())
     if rest is None or claims is None:
         raise DoubtfulSnapshotError("unreadable header: fields of other types, or out of range")
-    parent, digest, start, end, tokens, resumable = (found.decode() for found in rest.groups())
-    name = Name(bytes.fromhex(parent), int(start), bytes.fromhex(tokens), resumable == "1")
+    block, parent, digest, start, end, tokens, resumable, mark = (found.decode() for found in rest.groups())
+    name = Name(
+        bytes.fromhex(parent), int(start), bytes.fromhex(tokens), resumable == "1", bytes.fromhex(mark)
+    )
     if name.span.end != int(end) or name.digest.hex() != digest:
         raise DoubtfulSnapshotError("a name that contradicts its tokens")
     if len(name.tokens) > MOST_TOKEN_BYTES:
@@ -209,7 +213,7 @@ def parse(head: bytes, *, payload_bytes: int) -> Header:
     )
     sizes = tuple(section.size_bytes for section in found)
     layout, states = _tensors(head[rest.end() :], payload_bytes, sizes, name.num_tokens, name.resumable)
-    return Header(identity.decode(), name, layout, states, found)
+    return Header(identity.decode(), name, layout, states, found, int(block))
 
 
 def _open(path: str, flags: int) -> int:

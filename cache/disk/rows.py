@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 from operator import xor
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 import xxhash
 
+from cache.names.marks import MARK_BYTES
 from cache.names.snapshot import Name
-from cache.names.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-
-#: In a row's `resumable`: the file lacks the sections of layers with windows.
-PARTIAL: Final = 2
 
 #: Many rows as columns: one sequence for each field.
 Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 
 
 class Row(NamedTuple):
-    """A snapshot in the catalog. `used` is microseconds since 1970, and unique.
+    """A snapshot in the catalog. `used` is microseconds since 1970.
 
-    `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0; `PARTIAL` is added if the
-    file lacks evicted KV. `proof` is the row's checksum from `proofs`, once it is stored.
+    `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0. `proof` is the row's checksum
+    from `proofs`, once it is stored.
     """
 
     digest: bytes
@@ -35,21 +32,18 @@ class Row(NamedTuple):
     size_bytes: int
     used: int
     resumable: int = 1
+    mark: bytes = bytes(MARK_BYTES)
     proof: bytes = b""
 
     @classmethod
     def of(cls, digest: bytes, name: Name, size_bytes: int, used: int) -> Self:
         """Make the row of the file with this digest and name."""
-        return cls(digest, name.parent, name.start, name.tokens, size_bytes, used, name.resumable)
+        return cls(digest, name.parent, name.start, name.tokens, size_bytes, used, name.resumable, name.mark)
 
     @property
     def name(self) -> Name:
         """The snapshot's `Name`: its tokens, their position, and the prefix that they continue."""
-        return Name(self.parent, self.start, self.tokens, bool(self.resumable & 1))
-
-    def is_of(self, packed: bytes) -> bool:
-        """Whether these packed tokens contain the snapshot's tokens at the snapshot's position."""
-        return packed.startswith(self.tokens, self.start * TOKEN_BYTES)
+        return Name(self.parent, self.start, self.tokens, bool(self.resumable), self.mark)
 
 
 def columns(rows: Sequence[Row]) -> Columns:
@@ -62,7 +56,8 @@ def proofs(columns: Columns) -> Iterator[bytes]:
 
     Raises `TypeError` or `ValueError` if a field has the wrong type.
     """
-    digests, parents, starts, tokens, sizes, _, resumable, _ = columns
+    digests, parents, starts, tokens, sizes, _, resumable, marks, _ = columns
     seeds = map(xxhash.xxh3_64_intdigest, digests, starts)
+    seeds = map(xxhash.xxh3_64_intdigest, marks, seeds)
     seeds = map(xxhash.xxh3_64_intdigest, parents, map(xor, seeds, sizes))
     return map(xxhash.xxh3_64_digest, tokens, map(xor, seeds, resumable))

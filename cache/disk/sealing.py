@@ -114,8 +114,8 @@ class Sealed(Codec):
     def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
         """Encrypt a row and its `proof`, a checksum by which anybody could test guesses of the tokens."""
         digest = self.hidden(row.digest)
-        tokens = self._siv.encrypt(proof + row.tokens, [b"row", digest])
-        return (digest, self.hidden(row.parent), row.start, tokens, *row[4:-1], None)
+        tokens = self._siv.encrypt(proof + row.mark + row.tokens, [b"row", digest])
+        return (digest, self.hidden(row.parent), row.start, tokens, *row[4:-2], b"", None)
 
     def rows(self, stored: list[Row]) -> Iterator[Row]:
         """Decrypt rows, and skip those that do not decrypt."""
@@ -123,7 +123,8 @@ class Sealed(Codec):
             with suppress(InvalidTag, TypeError, ValueError):  # a damaged row: its file is adopted again
                 tokens = self._siv.decrypt(row.tokens, [b"row", row.digest])
                 digest, parent = (self._siv.decrypt(one, _NAME) for one in (row.digest, row.parent))
-                yield row._replace(digest=digest, parent=parent, tokens=tokens[8:], proof=tokens[:8])
+                plain = row._replace(digest=digest, parent=parent, tokens=tokens[16:])
+                yield plain._replace(proof=tokens[:8], mark=tokens[8:16])
 
 
 def _nonce(number: int, *, last: bool) -> bytes:

@@ -17,6 +17,7 @@ from cache.disk.header import read_header
 from cache.disk.rows import Row, columns, proofs
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError
+from cache.names.marks import MARK_BYTES
 from cache.names.snapshot import MOST_TOKEN_BYTES
 from cache.names.tokens import TOKEN_BYTES
 
@@ -35,21 +36,21 @@ _log = structlog.get_logger("turnkeep.cache")
 
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
-) -> tuple[Index, int, set[bytes]]:
+) -> tuple[Index, int, dict[bytes, int]]:
     """Compare the catalog with the folder's `files`, repair the catalog, and build the index.
 
-    Returns the index, the number of doubtful files, and the model identities of adopted files. If the
-    catalog cannot be written, the index is right nevertheless, and the next start repairs the catalog.
+    Returns the index, the number of doubtful files, and the models of adopted files: identities, with their
+    tokens per block. If the catalog cannot be written, the index is right nevertheless, and the next start
+    repairs the catalog.
 
     A file without a row gets one from its header, with its mtime as last use; files of another format
     version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
-    snapshot goes to quarantine. A file whose parent is missing is removed, since no search can find it.
+    snapshot goes to quarantine. A piece of a tail whose earlier pieces are missing is removed, since no
+    search can find it.
     """
     stored = catalog.read()
     if _is_in_order(stored, files, folder.codec):
-        index = Index(clock, stored)
-        if index.is_whole:
-            return index, 0, set()
+        return Index(clock, stored), 0, {}
     stored, doubtful, identities = _mended(folder, catalog, stored, files)
     return Index(clock, stored), doubtful, identities
 
@@ -65,19 +66,15 @@ def _is_in_order(stored: list[Row], files: set[str], codec: Codec) -> bool:
             return False
     except (TypeError, ValueError):  # fields of wrong types
         return False
-    there = {codec.file_name(row.digest) for row in stored if row.size_bytes}  # gaps have no file
+    there = {codec.file_name(row.digest) for row in stored}
     return there <= files and not any(map(codec.digest_of, files - there))
 
 
 def _mended(
     folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]
-) -> tuple[list[Row], int, set[bytes]]:
+) -> tuple[list[Row], int, dict[bytes, int]]:
     codec = folder.codec
-    known = {
-        row.digest: row
-        for row in rows
-        if _is_right(row) and (codec.file_name(row.digest) in files) == (row.size_bytes > 0)
-    }
+    known = {row.digest: row for row in rows if _is_right(row) and codec.file_name(row.digest) in files}
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := codec.digest_of(file)) is not None} - known.keys()
     adopted, identities = _adopted(folder, strays)
@@ -85,7 +82,7 @@ def _mended(
     kept: dict[bytes, Row] = {}
     orphans = []
     for row in sorted((known | adopted).values(), key=attrgetter("start")):
-        if row.start == 0 or row.parent in kept:
+        if row.start == 0 or row.parent in kept or not _is_piece(folder, row):
             kept[row.digest] = row
         else:
             orphans.append(row)
@@ -99,10 +96,18 @@ def _mended(
     return list(kept.values()), doubtful, identities
 
 
-def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[bytes]]:
-    """Make rows for files without one; quarantine damaged files. Return the rows and the model identities."""
+def _is_piece(folder: Folder, row: Row) -> bool:
+    """Whether a snapshot is a piece of a tail, and not the first; also if its file cannot be read."""
+    try:
+        return row.start % read_header(folder.path(row.digest), folder.codec).block_tokens != 0
+    except (DoubtfulSnapshotError, OSError):
+        return True
+
+
+def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], dict[bytes, int]]:
+    """Make rows for files without one; quarantine damaged files. Return the rows and the models."""
     adopted: dict[bytes, Row] = {}
-    identities: set[bytes] = set()
+    identities: dict[bytes, int] = {}
     for digest in strays:
         try:
             path = folder.path(digest)
@@ -113,16 +118,19 @@ def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], set[
             folder.quarantine(digest)
             _log.warning("snapshot_quarantined", digest=digest.hex(), reason=str(error))
             continue
-        identities.add(bytes.fromhex(header.identity))
+        if not header.is_foreign:
+            identities[bytes.fromhex(header.identity)] = header.block_tokens
         adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
     return adopted, identities
 
 
-def _repair(catalog: Catalog, wrong: list[Row], identities: set[bytes], lacking: list[Row]) -> None:
+def _repair(catalog: Catalog, wrong: list[Row], identities: dict[bytes, int], lacking: list[Row]) -> None:
     try:
         catalog.remove(wrong)
         if identities:
-            catalog.note_identities(identities)  # before the rows, since a file with a row is not read again
+            catalog.note_identities(
+                identities.items()
+            )  # before the rows, since a file with a row is not read again
         catalog.put(lacking)
     except sqlite3.Error as error:  # a full disk
         _log.error("index_not_written", error=str(error))
@@ -139,9 +147,10 @@ def _is_right(row: Row) -> bool:
 
 def _fits(fields: Columns) -> bool:
     """Whether digests have the right length, tokens are complete and not too many, numbers are integers."""
-    digests, parents, starts, tokens, sizes, used, *_ = fields
+    digests, parents, starts, tokens, sizes, used, _, marks, _ = fields
     return (
         {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}
+        and {*map(len, marks)} <= {MARK_BYTES}
         and not any(size % TOKEN_BYTES or size > MOST_TOKEN_BYTES for size in set(map(len, tokens)))
         and {*map(type, starts), *map(type, sizes), *map(type, used)} <= {int}
         and min(min(starts, default=0), min(sizes, default=0)) >= 0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.disk.codec import Codec
+    from cache.names.identity import Identity
     from cache.names.marks import ErasureProgress
 
     from .index import Index
@@ -36,14 +37,14 @@ _MANY_ROWS: Final = 10_000
 class OpenDirectory:
     """An open directory. Folder and catalog belong to the write queue from now on.
 
-    `identities` are the model identities that have snapshots. `noted` are those that the catalog lists; if
-    it could not be written, some are missing.
+    `identities` are the model identities that have snapshots, with their tokens per block. `noted` are those
+    that the catalog lists; if it could not be written, some are missing.
     """
 
     folder: Folder
     catalog: Catalog
     index: Index
-    identities: set[bytes]
+    identities: dict[bytes, int]
     noted: set[bytes]
     erased: list[ErasureProgress]
     rejected: int
@@ -57,7 +58,7 @@ class OpenDirectory:
 
 
 def open_directory(
-    directory: Path, identity: bytes | None, model: str, clock: Callable[[], float], codec: Codec = PLAIN
+    directory: Path, identity: Identity | None, model: str, clock: Callable[[], float], codec: Codec = PLAIN
 ) -> OpenDirectory:
     """Lock a directory, build its index, and repair the catalog if it differs from the files. Blocking.
 
@@ -66,6 +67,7 @@ def open_directory(
     Raises `DirectoryLockedError`, `SealedError`, `OSError`.
     """
     folder = Folder(directory, codec)
+    own = {} if identity is None else {identity.digest(): identity.block_tokens}
     with ExitStack() as stack:
         stack.callback(folder.close)
         folder.claim()
@@ -81,16 +83,14 @@ def open_directory(
                 gc.freeze()  # a collection of the index would stop every thread for 0.2 s
         with suppress(sqlite3.Error):  # a full disk
             if identity is not None:
-                catalog.note_identities([identity])
-            if identity is not None and model:
-                catalog.name_model(identity, model)
-        noted = set(catalog.identities())
+                catalog.note_identities(own.items(), model)
+        noted = catalog.identities()
         opened = OpenDirectory(
             folder,
             catalog,
             index,
-            noted | adopted | ({identity} if identity is not None else set()),
-            noted,
+            noted | adopted | own,
+            set(noted),
             catalog.erased(),
             rejected,
             folder.quarantined_bytes(),

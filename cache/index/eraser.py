@@ -14,9 +14,10 @@ from cache.disk.header import NO_NAME
 from cache.names import blocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Sequence
 
     from cache.names.marks import ErasureProgress, Marks
+    from cache.names.snapshot import Name
 
     from .directory import OpenDirectory
     from .nodes import Node
@@ -59,8 +60,7 @@ class Eraser:
         """
         if self._remote is not None:
             self._remote.forget()
-        within = self._within(tenant, packed)
-        return self._remover.discard(node for node in within if node.end > shared)
+        return self._remover.discard(self._within(tenant, packed, shared))
 
     async def erase(
         self, tenant: str, packed: bytes, timeout_s: float = 2.0, *, shared: int = 0
@@ -72,24 +72,10 @@ class Eraser:
         version, whose tokens are unknown.
         """
         self._unsettled.add((tenant, packed, shared))
+        nodes = self._within(tenant, packed, shared)
         num_snapshots = self.forget(tenant, packed, shared)
         erasing = None if self._remote is None else self._remote.erase(tenant, packed, shared)
-        is_remote_clean = True
-        erasure = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._queue.drained()
-                erasure = self._queue.erase(packed)
-                is_disk_clean = bool(await erasure)
-                if erasing is not None:
-                    is_remote_clean = await asyncio.shield(erasing)
-        except TimeoutError:
-            return ErasureResult(num_snapshots, settled=False)
-        finally:
-            if erasure is None:
-                self._queue.erase(packed)  # although nobody waits for its end
-        is_held = any(node.doomed for node in self._within(tenant, packed))
-        is_clean = is_disk_clean and is_remote_clean and not is_held
+        is_clean = await self._certain(lambda name: name.is_of(packed), nodes, erasing, timeout_s)
         if is_clean:
             self._unsettled.discard((tenant, packed, shared))
         # These files are not tried again: only another version of the program can read them.
@@ -99,18 +85,51 @@ class Eraser:
     async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
         """Erase, like `erase`, the snapshots of a forgotten session, given the marks of its tokens.
 
-        Repeats earlier erasures of these tokens, also those by `erase`, that could not be settled. Returns
-        false if one still cannot: call again later. Snapshots that differ from the tokens only after the last
-        mark are erased too.
+        Each snapshot is found by its own mark, whatever is missing before it. Repeats earlier erasures of
+        these tokens by `erase` that could not be settled. Returns false if one still cannot: call again
+        later. Snapshots that differ from the tokens only after the last mark are erased too.
         """
-        chains = {(tenant, packed, marks.shared) for packed in self._marked(tenant, marks)}
-        for one in self._unsettled:
-            if one[0] == tenant and marks.begin(tenant).then(one[1]) is not None:
-                chains.add(one)
-        for one in chains:
-            _, packed, shared = one
+        if self._remote is not None:
+            self._remote.forget()
+        nodes = sorted(self._index.marked(marks), key=_last_first)
+        self._remover.discard(nodes)
+        gone = [node for node in nodes if not self._index.has(node)]
+        erasing = None if self._remote is None else self._remote.erase_nodes(gone)
+        settled = await self._certain(
+            lambda name: marks.has(name.mark, name.span.end), nodes, erasing, timeout_s
+        )
+        chains = {one for one in self._unsettled if one[0] == tenant and marks.agrees(tenant, one[1])}
+        for _, packed, shared in chains:
             await self.erase(tenant, packed, timeout_s, shared=shared)
-        return self._unsettled.isdisjoint(chains)
+        return settled and self._unsettled.isdisjoint(chains)
+
+    async def _certain(
+        self,
+        is_of: Callable[[Name], bool],
+        nodes: Sequence[Node],
+        erasing: asyncio.Future[bool] | None,
+        timeout_s: float,
+    ) -> bool:
+        """Wait at most `timeout_s` until the removal of discarded nodes is durable; false if it may not be.
+
+        `is_of` recognises their names, `erasing` removes their copies from the remote tier.
+        """
+        is_remote_clean = True
+        erasure = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._queue.drained()
+                erasure = self._queue.erase(is_of)
+                is_disk_clean = bool(await erasure)
+                if erasing is not None:
+                    is_remote_clean = await asyncio.shield(erasing)
+        except TimeoutError:
+            return False
+        finally:
+            if erasure is None:
+                self._queue.erase(is_of)  # although nobody waits for its end
+        is_held = any(node.doomed and self._index.has(node) for node in nodes)
+        return is_disk_clean and is_remote_clean and not is_held
 
     def erased_up_to(self, log: str) -> ErasureProgress | None:
         """Return how far this cache has carried out a log's erasures, by `note_erased`; None if unknown."""
@@ -133,22 +152,16 @@ class Eraser:
         erasure = self._queue.clear()
         return await self._queue.drained(timeout_s) and bool(erasure.result())
 
-    def _within(self, tenant: str, packed: bytes) -> Iterator[Node]:
-        """Yield a tenant's snapshots, of all models, that hold only tokens of `packed`; last ones first."""
-        for identity in self._identities:
-            yield from reversed(self._index.within(blocks.root(identity, tenant), packed))
+    def _within(self, tenant: str, packed: bytes, shared: int) -> list[Node]:
+        """Return a tenant's snapshots, of all models, that hold only tokens of `packed`; last ones first.
 
-    def _marked(self, tenant: str, marks: Marks) -> set[bytes]:
-        """Return the packed tokens of each longest chain, stored or queued, that agrees with the marks."""
-        found: set[bytes] = set()
-        for identity in self._identities:
-            trails = [(blocks.root(identity, tenant), marks.begin(tenant))]
-            while trails:
-                parent, trail = trails.pop()
-                ways = [(one, trail.then(one.tokens)) for one in self._index.children(parent)]
-                behind = [(one.digest, way) for one, way in ways if way is not None]
-                trails += behind
-                last = None if behind else self._index.get(parent)
-                if last is not None and last.end > marks.shared:
-                    found.add(b"".join(reversed([node.tokens for node in last.chain()])))
-        return found
+        Leaves out those of the first `shared` tokens.
+        """
+        found = []
+        for identity, block in self._identities.items():
+            found += self._index.within(blocks.root(identity, tenant), packed, block)
+        return sorted((node for node in found if node.end > shared), key=_last_first)
+
+
+def _last_first(node: Node) -> int:
+    return -node.start

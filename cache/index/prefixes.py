@@ -6,15 +6,13 @@ the last full block, is stored in pieces; they are found by searching the tree.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from itertools import accumulate
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from cache.disk.chain_reader import ChainFile, ChainRead
 from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, Span
-from cache.names.policy import FULL
-from cache.names.snapshot import CARRIER, carried
+from cache.names.policy import FULL, Policy
+from cache.names.snapshot import carried
 from cache.names.tokens import TOKEN_BYTES, Chain
 
 if TYPE_CHECKING:
@@ -32,6 +30,35 @@ if TYPE_CHECKING:
 _MIN_SHARE: Final = 0.25
 
 
+class Match(NamedTuple):
+    """The longest stored prefix of some tokens: `num_tokens` tokens.
+
+    `placed` are the snapshots that a session needs to resume there, in order, each with the position of its
+    first token. The prefix may end within the last one, unless the model's layers have states: then the last
+    snapshot has the state after the prefix.
+    """
+
+    num_tokens: int
+    placed: tuple[tuple[int, Node], ...] = ()
+    policy: Policy = FULL
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The snapshots, in order."""
+        return tuple(node for _, node in self.placed)
+
+
+class Known(NamedTuple):
+    """The stored and queued prefix of some tokens.
+
+    `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
+    boundary. `nodes` are the snapshots that a session needs to resume at the last one.
+    """
+
+    edges: tuple[int, ...]
+    nodes: tuple[Node, ...]
+
+
 class Prefixes:
     """The stored prefixes of one model under one policy: its snapshots have this identity and layout."""
 
@@ -41,94 +68,124 @@ class Prefixes:
         self.layout = layout
         #: Whether layers have states, which are stored only at the end of some snapshots.
         self.is_stateful = bool(layout.states)
+        #: Whether a session needs all its blocks, because some layer sees all tokens, or may recall any.
+        self._sees_all = layout.sees_all
         self._index = index
         self._block = identity.block_tokens
         self._width = self._block * TOKEN_BYTES
 
-    def longest(self, chain: Chain, tokens: Tokens) -> tuple[int, list[Node]]:
-        """Return the longest stored prefix of `tokens`: its length in tokens, and its nodes in order."""
-        nodes = self._index.follow(chain.names(tokens)[1:])
+    def longest(self, chain: Chain, tokens: Tokens) -> Match:
+        """Return the longest stored prefix of `tokens`, at whose end a session can resume."""
+        names = chain.names(tokens)
+        found = [self._usable(name) for name in names[1:]]
+        num = len(found)
         while True:
-            num_tokens, found = self._end(chain, tokens, nodes)
-            missing = self._missing(found, num_tokens)
-            if not missing:
-                return num_tokens, found
-            nodes = found[: missing[-1]]
-            while nodes and not nodes[-1].usable:
-                nodes.pop()
+            num, num_tokens, path = self._end(names, tokens, found, num)
+            needed = self._needed(num, num_tokens)
+            missing = next((i for i in reversed(needed) if found[i] is None), None)
+            if missing is None:
+                break
+            num = self._first_missing(found) if self._sees_all else missing
+        kept = [(i * self._block, node) for i in needed if (node := found[i]) is not None]
+        for node in path:
+            kept.append((kept[-1][0] + kept[-1][1].num_tokens if kept else 0, node))
+        return Match(num_tokens, tuple(kept), chain.policy)
 
-    def _end(self, chain: Chain, tokens: Tokens, nodes: list[Node]) -> tuple[int, list[Node]]:
-        """Extend a chain of blocks by stored pieces of the tail; return its length in tokens, and its nodes.
+    def _usable(self, name: bytes) -> Node | None:
+        node = self._index.get(name)
+        return node if node is not None and node.usable else None
 
-        If layers have states, the chain may be shortened, to end where a session can resume.
+    def _end(
+        self, names: Sequence[bytes], tokens: Tokens, found: Sequence[Node | None], num: int
+    ) -> tuple[int, int, tuple[Node, ...]]:
+        """Extend the first `num` blocks by stored pieces of the tail.
+
+        Returns the number of blocks, the position after the pieces, and the pieces. If layers have states,
+        there may be fewer blocks, since a session must be able to resume at the end.
         """
-        if self.is_stateful:
-            nodes = [*nodes]
-            self._end_resumable(chain.root, tokens, nodes)
-            return nodes[-1].end if nodes else 0, nodes
-        parent, at = (nodes[-1].digest, nodes[-1].end) if nodes else (chain.root, 0)
-        piece = tokens.packed(at, at + self._block)
-        path, num_shared = self._index.longest_path(parent, piece, usable=True, min_share=_MIN_SHARE)
-        return at + num_shared, [*nodes, *path]
+        while True:
+            at = num * self._block
+            piece = tokens.packed(at, at + self._block)
+            if not self.is_stateful:
+                path, num_shared = self._index.longest_path(
+                    names[num], piece, usable=True, min_share=_MIN_SHARE
+                )
+                return num, at + num_shared, path
+            path = self._index.resumable_path(names[num], piece)
+            if path:
+                return num, path[-1].end, path
+            last = found[num - 1] if num else None
+            if not num or (last is not None and last.resumable):
+                return num, at, ()
+            num -= 1
 
-    def _missing(self, nodes: list[Node], num_tokens: int) -> list[int]:
-        """Return the indices of unusable nodes whose KV a session of `num_tokens` tokens sees."""
-        return [i for i in self._seen(len(nodes), num_tokens) if not nodes[i].usable]
-
-    def _seen(self, num: int, num_tokens: int) -> list[int]:
-        """Return which of the first `num` blocks layers with windows see after `num_tokens` tokens."""
-        if self.layout.windows == FULL:
-            return []  # only the end of a chain is not stored
-        ends = [
-            range(span.start // self._block, min(-(-span.end // self._block), num))
-            for span in self.layout.seen_by_windows(num_tokens)
-        ]
-        return sorted(set().union(*ends))
+    def _needed(self, num: int, num_tokens: int) -> Sequence[int]:
+        """Return which of the first `num` blocks some layer sees after `num_tokens` tokens, in order."""
+        if self._sees_all:
+            return range(num)
+        seen = {num - 1} if self.is_stateful and num else set[int]()
+        for span in self.layout.seen(num_tokens):
+            seen.update(range(span.start // self._block, min(-(-span.end // self._block), num)))
+        return sorted(seen)
 
     def needed(self, num: int, num_tokens: int, first: int) -> Sequence[int]:
         """Return which of the first `num` blocks a session needs to resume after `num_tokens` tokens.
 
-        The blocks before number `first` are in this index; the others are in the remote tier.
+        The blocks from number `first` on are in the remote tier; a session may resume earlier than there.
         """
-        seen = self._seen(num, num_tokens)
-        if self.layout.reach != FULL and not self.is_stateful:  # else a session may resume earlier
-            return seen
-        return [*(number for number in seen if number < first), *range(first, num)]
+        needed = self._needed(num, num_tokens)
+        return sorted({*needed, *range(first, num)}) if self.is_stateful else needed
 
-    def _is_hollow(self, name: bytes) -> bool:
-        node = self._index.get(name)
-        return node is not None and node.is_hollow
+    def window(self, chain: Chain, tokens: Tokens) -> list[Node]:
+        """Return the blocks that are seen after `tokens`, if no layer sees all tokens; else none."""
+        if self._sees_all:
+            return []
+        names = chain.names(tokens)[1:]
+        found = (self._index.get(names[i]) for i in self._needed(len(names), len(tokens)))
+        return [node for node in found if node is not None]
 
-    def known(self, chain: Chain, tokens: Tokens) -> tuple[tuple[int, ...], Node | None]:
-        """Find the stored or queued prefix of `tokens`, up to the first block that lacks KV a session needs.
+    def known(self, chain: Chain, tokens: Tokens) -> Known:
+        """Find the stored or queued prefix of `tokens`, with which a session could resume once it is stored.
 
-        Returns the position after the prefix's last block and after each piece of its tail, and the last
-        node.
+        States are not asked for.
         """
         names = chain.names(tokens)
-        num = self._index.num_known(names[1:])
-        num = next((i for i in self._seen(num, len(tokens)) if self._is_hollow(names[i + 1])), num)
-        start = num * self._block
-        path = self._pieces(names[num], tokens.packed(start, start + self._block))
-        return (start, *(node.end for node in path)), path[-1] if path else self._index.get(names[num])
+        there = [self._index.get(name) for name in names[1:]]
+        num = len(there)
+        while True:
+            at = num * self._block
+            path = self._pieces(names[num], tokens.packed(at, at + self._block))
+            needed = self._needed(num, path[-1].end if path else at)
+            missing = next((i for i in reversed(needed) if there[i] is None), None)
+            if missing is None:
+                break
+            num = self._first_missing(there) if self._sees_all else missing
+        nodes = (*(node for i in needed if (node := there[i]) is not None), *path)
+        return Known((at, *(node.end for node in path)), nodes)
+
+    @staticmethod
+    def _first_missing(there: Sequence[Node | None]) -> int:
+        return next((i for i, node in enumerate(there) if node is None), len(there))
 
     def wanted(self, chain: Chain, tokens: Tokens) -> list[Span]:
         """Return the spans that are worth saving: see `StoredKv.wanted`."""
-        start = self.known(chain, tokens)[0][0]
-        spans = blocks.spans(start, len(tokens), self._block)
-        if not spans:
-            return []
-        first = start // self._block
-        names = chain.names(tokens)[first : first + len(spans)]
+        names = chain.names(tokens)
+        there = [self._index.get(name) is not None for name in names[1:]]
+        # A block that is missing between others was evicted; it is of use only if some layer sees it.
+        first = next((i + 1 for i in reversed(range(len(there))) if there[i]), 0)
+        needed = set(self._needed(len(there), len(tokens)))
         wanted = []
-        seen = self.layout.seen_by_windows(spans[-1].end)
-        for span, parent in zip(spans, names, strict=True):
-            piece = tokens.packed(span.start, span.end)
-            if not self._covered(parent, piece) and not self._is_unseen(parent, piece, span, seen):
-                if span.num_tokens < self._block:
-                    edges = [span.start, *(node.end for node in self._pieces(parent, piece))]
-                    span = Span(blocks.tail_start(edges, span.end), span.end)  # noqa: PLW2901
+        for i, is_there in enumerate(there):
+            span = Span(i * self._block, (i + 1) * self._block)
+            if is_there or (i < first and i not in needed):
+                continue
+            if not self._covered(names[i], tokens.packed(span.start, span.end)):
                 wanted.append(span)
+        start, end = len(there) * self._block, len(tokens)
+        tail = tokens.packed(start, end)
+        if tail and not self._covered(names[-1], tail):
+            edges = [start, *(node.end for node in self._pieces(names[-1], tail))]
+            wanted.append(Span(blocks.tail_start(edges, end), end))
         return wanted
 
     def parent(self, chain: Chain, tokens: Tokens, start: int) -> bytes | None:
@@ -146,33 +203,30 @@ class Prefixes:
         path = self._pieces(before, tokens.packed(grid, start))
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
-    def to_read(
-        self, nodes: Sequence[Node], num_tokens: int, only: Only | None = None
-    ) -> tuple[list[Node], ChainRead]:
-        """Return what to read for a session of `num_tokens` tokens that are stored in `nodes`.
+    def to_read(self, match: Match, only: Only | None = None) -> tuple[list[Node], ChainRead]:
+        """Return what to read for a session that resumes at the end of a match.
 
         Reads the KV that the session's next token sees, and the state at its end; with `only`, that part of
         the KV. Also returns the nodes of the files to read, in order.
         """
-        # Positions are sums of lengths, not read from files: the arrays must be filled without a gap.
-        ends = list(accumulate(node.num_tokens for node in nodes))
-        last = len(ends) - 1
-        carriers: dict[int, Span] = {}
-        if only is None:
-            every = range(CARRIER - 1, len(ends), CARRIER)  # all but the last ones are whole blocks
-            found = {i: self._carried(Span(nodes[i].start, nodes[i].end)) for i in every}
-            carriers = {i: span for i, span in found.items() if span is not None}
-        num_carried = sum(span.num_tokens for span in carriers.values())
-        wanted = {*carriers, last} if self.is_stateful and only is None else {*carriers}
-        for span in self.layout.seen(num_tokens, num_carried) if only is None else only.spans:
-            wanted.update(range(bisect_right(ends, span.start), min(bisect_left(ends, span.end), last) + 1))
-        files = []
-        for i in sorted(wanted):
-            span = Span(ends[i] - nodes[i].num_tokens, ends[i])
-            has_state = self.is_stateful and only is None and i == last
-            files.append(ChainFile(nodes[i].digest, span.start, has_state, self._carried(span)))
-        chain = ChainRead(files, num_tokens, self.digest, self.layout, only=only, num_carried=num_carried)
-        return [nodes[i] for i in sorted(wanted)], chain
+        # Positions are computed, not read from files: the arrays must be filled without a gap.
+        found = [(Span(start, start + node.num_tokens), node) for start, node in match.placed]
+        carriers = [] if only is not None else [of for span, _ in found if (of := self._carried(span))]
+        num_carried = sum(of.num_tokens for of in carriers)
+        spans = self.layout.seen(match.num_tokens, num_carried) if only is None else only.spans
+        files, nodes = [], []
+        for span, node in found:
+            is_last = node is found[-1][1]
+            has_state = self.is_stateful and only is None and is_last
+            of = self._carried(span)
+            # The last file has all tokens up to the match's end, even if it has more.
+            if has_state or (of in carriers) or _overlaps(span, spans):
+                files.append(ChainFile(node.digest, span.start, has_state, of))
+                nodes.append(node)
+        read = ChainRead(
+            files, match.num_tokens, self.digest, self.layout, only=only, num_carried=num_carried
+        )
+        return nodes, read
 
     def _carried(self, span: Span) -> Span | None:
         """Return the earlier tokens whose sketches (2-bit keys) the file of `span` has too; mostly None."""
@@ -186,27 +240,9 @@ class Prefixes:
         min_share = 1.0 if self.is_stateful else 0.0
         return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
 
-    def _is_unseen(self, parent: bytes, piece: bytes, span: Span, seen: Sequence[Span]) -> bool:
-        """Whether a block need not be saved again: it was evicted, and none of its tokens is `seen`."""
-        if self.layout.windows == FULL or _overlaps(span, seen):
-            return False
-        return self._is_hollow(blocks.link(parent, piece))
-
     def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
         """Return the pieces after a block that together are the longest prefix of `packed`."""
         return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
-
-    def _end_resumable(self, root: bytes, tokens: Tokens, nodes: list[Node]) -> None:
-        """Change `nodes`, a chain of blocks, to end where a session can resume: drop blocks or add pieces."""
-        while True:
-            parent, at = (nodes[-1].digest, nodes[-1].end) if nodes else (root, 0)
-            path = self._index.resumable_path(parent, tokens.packed(at, at + self._block))
-            if path:
-                nodes += path
-                return
-            if not nodes or (nodes[-1].resumable and nodes[-1].usable):
-                return
-            nodes.pop()
 
 
 def _overlaps(part: Span, spans: Sequence[Span]) -> bool:

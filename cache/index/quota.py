@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .index import Index
     from .nodes import Node
     from .remover import Remover
-    from .window_eviction import WindowEviction
     from .write_queue import WriteQueue
 
 _log = structlog.get_logger("turnkeep.cache")
@@ -37,8 +36,7 @@ class DiskUsage:
 
     `capacity` is the space that snapshots may use: the disk limit minus the quarantine, and no more than the
     file system has beyond `min_free_bytes`. `held` bytes must not be evicted now: snapshots that are being
-    written, that a load or a turn uses, and all snapshots that these continue. `free` is negative while a
-    lowered limit is exceeded.
+    written, or that a load or a turn uses. `free` is negative while a lowered limit is exceeded.
     """
 
     capacity: int
@@ -55,7 +53,6 @@ class Quota:
         index: Index,
         queue: WriteQueue,
         remover: Remover,
-        window_eviction: WindowEviction,
         *,
         max_bytes: int,
         min_free_bytes: int,
@@ -66,7 +63,6 @@ class Quota:
         self._index = index
         self._queue = queue
         self._remover = remover
-        self._window_eviction = window_eviction
         self._loop = asyncio.get_running_loop()
         self._step: asyncio.TimerHandle | None = None
         #: While fewer bytes than this are free, evictions for want of free space have no effect.
@@ -76,7 +72,7 @@ class Quota:
     def usage(self) -> DiskUsage:
         """Return the current use of the disk."""
         used = self._index.stored_bytes + self._queue.counts.in_flight_bytes
-        free, held = -self._excess(), self._index.held_bytes()
+        free, held = -self._excess(), self._index.held_bytes
         # A snapshot that was forgotten during its write is still in flight, but no longer in the index.
         held += self._queue.counts.in_flight_bytes - self._index.on_its_way_bytes
         return DiskUsage(capacity=used + free, free=free, held=held, evictable=used - held)
@@ -86,21 +82,21 @@ class Quota:
 
         Returns its node; None if the snapshot does not fit yet, or never.
         """
-        # Added before the eviction: as a queued child the node protects its own chain from it.
         node = self._index.add(name, size_bytes)
-        if self._has_evicted_for(size_bytes):
+        if self._has_evicted_for(node):
             return node
-        self._index.undo_add(node)
+        self._index.remove(node)
         return None
 
-    def _has_evicted_for(self, size_bytes: int) -> bool:
-        need = self._excess() + size_bytes
+    def _has_evicted_for(self, node: Node) -> bool:
+        need = self._excess() + node.size_bytes
         if need <= 0:
             return True
-        if self._has_no_effect(size_bytes) or need > self.usage().evictable:
+        if self._has_no_effect(node.size_bytes) or need > self.usage().evictable:
             self._queue.measure()  # nothing else would, until a save is accepted
             return False  # evicting everything would not be enough
-        return self._evict(need, EVICT_LIMIT) >= need
+        # Without what was used with it, such as the blocks before it, the snapshot would be of no use.
+        return self._evict(need, EVICT_LIMIT, node.used) >= need
 
     def set_limits(self, *, max_bytes: int, min_free_bytes: int) -> None:
         """Change the limits. Snapshots above them are evicted in the background, in small batches."""
@@ -109,8 +105,8 @@ class Quota:
         self.check()
 
     def check(self) -> None:
-        """Schedule evictions if limits are exceeded, or if `WindowEviction` may have snapshots to evict."""
-        if self._step is None and (self._window_eviction or self._excess() > 0):
+        """Schedule evictions if limits are exceeded."""
+        if self._step is None and self._excess() > 0:
             self._step = self._loop.call_later(STEP_PAUSE_S, self._shrink)
 
     def shrink_at_once(self) -> None:
@@ -164,14 +160,15 @@ class Quota:
 
     def _shrink(self) -> None:
         self._step = None
-        self._window_eviction.evict(EVICT_LIMIT)
         excess = self._above_limit() if self._has_no_effect() else self._excess()
-        has_evicted = excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT)
-        if has_evicted or self._window_eviction:
+        if excess > 0 and self._evict(min(excess, self.usage().evictable), EVICT_LIMIT):
             self.check()
 
-    def _evict(self, need_bytes: int, limit: int) -> int:
-        """Evict snapshots until `need_bytes` are freed, `limit` at most; return the bytes of their files."""
-        victims = self._remover.evict(need_bytes, limit)
+    def _evict(self, need_bytes: int, limit: int, before: int | None = None) -> int:
+        """Evict snapshots until `need_bytes` are freed, `limit` at most; return the bytes of their files.
+
+        Evicts only those last used earlier than `before`, if that is given.
+        """
+        victims = self._remover.evict(need_bytes, limit, before)
         self.evicted += len(victims)
         return sum(victim.size_bytes for victim in victims)

@@ -25,15 +25,15 @@ from cache.disk.io_threads import IoThreads
 from cache.disk.tier import IDENTITIES, Key
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError
-from cache.names.snapshot import Name
 from cache.names.tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from cache.disk.folder import Folder
     from cache.disk.tier import Tier
+    from cache.names.snapshot import Name
     from cache.names.tokens import Chain, Tokens
 
     from .index import Index
@@ -75,14 +75,12 @@ class RemotePrefix:
     """Snapshots in the tier that continue the prefix that this worker has stored.
 
     The stored prefix has `num_stored` tokens; with these snapshots it has `num_tokens`. `links` are the
-    snapshots to fetch, (parent, digest) in order. `unseen` are blocks whose KV no layer sees: only their
-    names are needed.
+    snapshots to fetch, (parent, digest) in order.
     """
 
     num_stored: int
     num_tokens: int
     links: tuple[tuple[bytes, bytes], ...]
-    unseen: tuple[Name, ...] = ()
 
 
 class Remote:
@@ -106,6 +104,8 @@ class Remote:
         self._unnoted: deque[Key] = deque()
         #: Digests of snapshots that this process has put or fetched. The tier may have evicted some.
         self._there: set[bytes] = set()
+        #: Files of forgotten snapshots that `erase_nodes` has not removed yet.
+        self._to_erase: set[Key] = set()
         self._fetching = IoThreads("fetch", _THREADS)
         #: One thread, which keeps the order of uploads and removals.
         self._uploading = IoThreads("upload", 1)
@@ -125,7 +125,7 @@ class Remote:
         if self._uploading.num_waiting >= _MAX_WAITING or monotonic() < self._paused_until:
             self.counts.dropped += 1
             return
-        before = takewhile(lambda one: one.digest not in self._there, node.chain())
+        before = takewhile(lambda one: one.digest not in self._there, self._index.chain(node))
         for one in reversed([one for one in before if one.usable]):
             self._there.add(one.digest)
             self._uploading.submit(partial(self._try, partial(self._put, one.parent, one.digest)))
@@ -145,26 +145,16 @@ class Remote:
         if num_stored >= len(tokens) or monotonic() < self._paused_until or self._write_queue.is_closing:
             return None
         names = chain.names(tokens)[: len(tokens) // chain.block + 1]
-        first = self._index.num_known(names[1:])
+        here = (number for number, name in enumerate(names[1:]) if self._index.get(name) is None)
+        first = next(here, len(names) - 1)
         found = await self._asked(partial(self._find, names, first, tokens, chain.block))
         if found is None or found[0] <= num_stored:
             return None
         num_tokens, num_blocks, pieces = found
         needs = needed(num_blocks, num_tokens, first)
         links = (*((names[number], names[number + 1]) for number in needs), *pieces)
-        starts = {number: number * chain.block for number in range(first, num_blocks)}
-        for number in needs:
-            starts.pop(number, None)
-        unseen = (
-            Name(names[number], start, tokens.packed(start, start + chain.block))
-            for number, start in starts.items()
-        )
-        missing = (link for link in links if not self._is_here(link[1]))
-        return RemotePrefix(num_stored, num_tokens, tuple(missing), tuple(unseen))
-
-    def _is_here(self, digest: bytes) -> bool:
-        node = self._index.get(digest)
-        return node is not None and not node.is_hollow
+        missing = (link for link in links if self._index.get(link[1]) is None)
+        return RemotePrefix(num_stored, num_tokens, tuple(missing))
 
     async def fetch(self, found: RemotePrefix) -> tuple[int, float]:
         """Fetch snapshots into this worker's directory; return the bytes, and the seconds needed.
@@ -175,14 +165,13 @@ class Remote:
             return 0, 0.0
         began, before, forgotten = monotonic(), self.counts.fetched_bytes, self._num_forgotten
         last = node = None
-        unseen = deque(found.unseen)
         for at in range(0, len(found.links), _BATCH):
             links = found.links[at : at + _BATCH]
             got = await self._got(links)
             for number, one in enumerate(got):
                 node = None
                 if one is not None and self._num_forgotten == forgotten:
-                    node = self._adopted(unseen, *one)
+                    node = self._adopted(*one)
                 if node is None:
                     self._discard(got[number:])
                     break
@@ -209,21 +198,16 @@ class Remote:
                 self._uploading.submit(partial(self._folder.discard_fetched, digest))
             raise
 
-    def _adopted(self, unseen: deque[Name], name: Name, path: Path, size_bytes: int) -> Node | None:
+    def _adopted(self, name: Name, path: Path, size_bytes: int) -> Node | None:
         """Add a fetched file to the index, and queue its move into the directory; return its node.
 
-        First adds the `unseen` snapshots before the file. Returns None if the file does not fit.
+        Returns None if the file does not fit.
         """
-        before: list[Name] = []
-        while unseen and unseen[0].start < name.start:
-            before.append(unseen.popleft())
-        self._add_gaps(before)
         known = self._index.get(name.digest)
-        if known is not None and not known.is_hollow:  # another turn was faster
+        if known is not None:  # another turn was faster
             self._discard([(name, path, size_bytes)])
             return known
-        lacks_parent = name.start and self._index.get(name.parent) is None
-        if self._write_queue.is_closing or self._write_queue.paused or lacks_parent:
+        if self._write_queue.is_closing or self._write_queue.paused:
             return None
         node = self._quota.add(name, size_bytes)
         if node is not None:
@@ -231,16 +215,6 @@ class Remote:
             self._there.add(name.digest)
             self.counts.fetched_bytes += size_bytes
         return node
-
-    def _add_gaps(self, names: Sequence[Name]) -> None:
-        """Add gaps (nodes without files) for snapshots in the tier that fetched ones continue."""
-        nodes = []
-        for name in names:
-            if self._index.get(name.digest) is None:
-                if name.start and self._index.get(name.parent) is None:
-                    break
-                nodes.append(self._index.add(name, 0))
-        self._remover.make_gaps(nodes)
 
     def forget(self) -> None:
         """Refuse to adopt the files that are being fetched now."""
@@ -252,6 +226,16 @@ class Remote:
         Snapshots that others continue stay. Returns a future (shield it from cancellation): false on failure.
         """
         return asyncio.wrap_future(self._uploading.submit(partial(self._erase, tenant, packed, shared)))
+
+    def erase_nodes(self, nodes: Iterable[Node]) -> asyncio.Future[bool]:
+        """Queue the removal of these snapshots from the tier, and of those of earlier calls that failed.
+
+        Returns a future (shield it from cancellation): false on failure.
+        """
+        for node in nodes:
+            self._there.discard(node.digest)
+            self._to_erase.add(self._key(node.parent, node.digest))
+        return asyncio.wrap_future(self._uploading.submit(self._erase_left))
 
     async def close(self, timeout_s: float) -> bool:
         """Finish the queued uploads and removals, and end the threads; False after `timeout_s`."""
@@ -394,6 +378,17 @@ class Remote:
         except Exception as error:  # noqa: BLE001  # the thread must go on
             self._failed(error)
             return False
+        return True
+
+    def _erase_left(self) -> bool:
+        keys = [*self._to_erase]
+        try:
+            self._tier.remove(keys)
+            self._tier.sync()
+        except Exception as error:  # noqa: BLE001  # the thread must go on
+            self._failed(error)
+            return False
+        self._to_erase.difference_update(keys)
         return True
 
     def _erase_of(self, root: bytes, block: int, packed: bytes, shared: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,12 +19,13 @@ from cache.disk.chain_reader import read_chain, release_thread
 from cache.disk.io_threads import IoThreads
 from cache.disk.stored_past import StoredPast
 from cache.names import blocks
-from cache.names.blocks import Span
+from cache.names.blocks import DIGEST_BYTES, Span
+from cache.names.marks import MARK_BYTES, Marker
 from cache.names.policy import FULL
 from cache.names.snapshot import Name, Only
 from cache.names.tokens import Chain, as_tokens
 
-from .prefixes import Prefixes
+from .prefixes import Known, Match, Prefixes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from .quota import Quota
     from .remote import Remote, RemotePrefix
     from .remover import Remover
-    from .window_eviction import WindowEviction
     from .write_queue import WriteQueue
 
 _log = structlog.get_logger("turnkeep.cache")
@@ -56,36 +56,6 @@ _LOAD_BYTES_PER_S: Final = 32 << 20
 _SETTLE_S: Final = 0.005
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """The longest stored prefix of some tokens: `num_tokens` tokens, stored in `nodes`, in order.
-
-    The prefix may end within the last node. If the model's layers have states, the prefix ends with the last
-    node, which has the state after it.
-    """
-
-    num_tokens: int
-    nodes: tuple[Node, ...] = ()
-    policy: Policy = FULL
-
-    @property
-    def last(self) -> Node | None:
-        """The last snapshot; holding it protects all."""
-        return self.nodes[-1] if self.nodes else None
-
-
-@dataclass(frozen=True, slots=True)
-class HeldPrefix:
-    """The stored and queued snapshots of some tokens, which `StoredKv.hold` protects from eviction.
-
-    `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
-    boundary. `last` is the last snapshot; holding it protects its whole chain.
-    """
-
-    edges: tuple[int, ...]
-    last: Node | None = None
-
-
 class StoredKv:
     """The KV of one model in an open directory. Its methods belong to the event loop."""
 
@@ -94,7 +64,6 @@ class StoredKv:
         opened: OpenDirectory,
         queue: WriteQueue,
         remover: Remover,
-        window_eviction: WindowEviction,
         quota: Quota,
         remote: Remote | None,
         identity: Identity,
@@ -111,7 +80,6 @@ class StoredKv:
         self._identities = opened.identities
         self._queue = queue
         self._remover = remover
-        self._window_eviction = window_eviction
         self._quota = quota
         self._remote = remote
         self._model = model
@@ -130,45 +98,39 @@ class StoredKv:
         tokens and all tokens that extend them share the chain.
         """
         prefixes = self._under(policy)
-        self._queue.note_identity(prefixes.digest, self._model)
+        block = prefixes.identity.block_tokens
+        self._queue.note_identity(prefixes.digest, block, self._model)
         root = blocks.root(prefixes.digest, tenant)
-        if prefixes.layout.reach != FULL:
-            self._index.limit(root, prefixes.layout.reach)
-        self._window_eviction.follow(root, prefixes)
-        chain = Chain(root, prefixes.identity.block_tokens, policy)
+        chain = Chain(root, block, policy, Marker(tenant))
         return chain if of is None else of.chains.setdefault(root, chain)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
         """Find the longest prefix of `tokens` on disk; also once the store is closed. Protects nothing."""
-        num_tokens, nodes = self._under(chain.policy).longest(chain, as_tokens(tokens))
-        return Match(num_tokens, tuple(nodes), chain.policy)
+        return self._under(chain.policy).longest(chain, as_tokens(tokens))
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
         """Find the longest stored prefix of `tokens`; protect it from eviction until `load` or `release`."""
         match = self.find(chain, tokens)
-        if match.last is not None:
-            self._index.hold(match.last)
-            self._use(match.last)
+        self._hold(match.nodes)
         return match
 
-    def hold(self, chain: Chain, tokens: Sequence[int]) -> HeldPrefix:
+    def hold(self, chain: Chain, tokens: Sequence[int]) -> Known:
         """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
 
-        So a turn can save snapshots that continue them, whatever other sessions save or forget meanwhile.
+        Protects those that a session needs to resume at their end; they count as used now.
         """
-        edges, last = self._under(chain.policy).known(chain, as_tokens(tokens))
-        if last is not None:
-            self._index.hold(last)
-            used = next((node for node in last.chain() if node.usable), None)
-            if used is not None:
-                self._use(used)
-        return HeldPrefix(edges, last)
+        known = self._under(chain.policy).known(chain, as_tokens(tokens))
+        self._hold(known.nodes)
+        return known
 
-    def release(self, prefix: Match | HeldPrefix) -> None:
+    def _hold(self, nodes: Sequence[Node]) -> None:
+        self._index.hold(nodes)
+        self._queue.use(self._index.use(nodes), [node.digest for node in nodes])
+
+    def release(self, prefix: Match | Known) -> None:
         """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
-        held = self._index.release(prefix.last) if prefix.last is not None else None
-        if held is not None:
-            self._remover.discard_released(held)
+        self._index.release(prefix.nodes)
+        self._remover.discard_released(prefix.nodes)
         self._quota.check()
 
     async def settle(
@@ -183,9 +145,10 @@ class StoredKv:
 
         The wait ends early after `timeout_s`, or once `is_stopped` returns true.
         """
-        edges, last = self._under(chain.policy).known(chain, as_tokens(tokens))
+        known = self._under(chain.policy).known(chain, as_tokens(tokens))
+        queued = [node for node in known.nodes if not node.durable]
         until = self._queue.monotonic() + timeout_s
-        while last is not None and edges[-1] > least and not last.durable and self._index.has(last):
+        while known.edges[-1] > least and any(not one.durable and self._index.has(one) for one in queued):
             if self._queue.monotonic() > until or is_stopped():
                 return
             await asyncio.sleep(_SETTLE_S)
@@ -195,8 +158,8 @@ class StoredKv:
         if self._remote is None:
             return None
         prefixes = self._under(chain.policy)
-        edges, _ = prefixes.known(chain, as_tokens(tokens))
-        return await self._remote.find(chain, as_tokens(tokens), edges[-1], prefixes.needed)
+        num_stored = prefixes.known(chain, as_tokens(tokens)).edges[-1]
+        return await self._remote.find(chain, as_tokens(tokens), num_stored, prefixes.needed)
 
     async def load(
         self, match: Match, *, capacity_tokens: int = 0, only: Only | None = None
@@ -206,16 +169,15 @@ class StoredKv:
         Reads only the KV that tokens after the match see, or with `only` just this part of the KV. For a
         layer that sees only some tokens, the arrays have just these tokens, in the form for `RingCache.fill`.
 
-        A file that fails verification is moved to quarantine, the snapshots that continue it are removed, and
-        the prefix before it is returned. Returns None if no prefix is left; if the prefix needs a state or
-        files that were not read (then match again); or after the time limit, if the disk hangs. Always
-        releases the match.
+        A file that fails verification is moved to quarantine, and the prefix before it is returned. Returns
+        None if no prefix is left; if the prefix needs a state or files that were not read (then match again);
+        or after the time limit, if the disk hangs. Always releases the match.
         """
-        if self._queue.is_closing or not match.nodes:
+        if self._queue.is_closing or not match.placed:
             self.release(match)
             return None
         prefixes = self._under(match.policy)
-        nodes, chain = prefixes.to_read(match.nodes, match.num_tokens, only)
+        nodes, chain = prefixes.to_read(match, only)
         chain = replace(chain, capacity_tokens=capacity_tokens)
         limit_s = LOAD_S + sum(node.size_bytes for node in nodes) / _LOAD_BYTES_PER_S
         try:
@@ -236,10 +198,8 @@ class StoredKv:
         finally:
             self.release(match)
         self._hangs = False
-        if doubtful is not None and not outcome.is_partial:
+        if doubtful is not None:
             self.rejected += self._remover.reject(doubtful, outcome.doubt or "")
-        elif doubtful is not None and doubtful.usable:  # a kill came before its new row
-            self._remover.make_partial(doubtful, prefixes.layout, prefixes.identity)
         if outcome.restored is not None:
             self.restored_bytes += outcome.restored.size_bytes
         return outcome.restored
@@ -279,13 +239,13 @@ class StoredKv:
         if match.num_tokens < end:
             return None
         only = Only(chain.policy, (Span(0, end),))
-        _, read = self._under(chain.policy).to_read(match.nodes, end, only)
+        _, read = self._under(chain.policy).to_read(match._replace(num_tokens=end), only)
         return StoredPast(self._folder, read, chain.policy, self._threads)
 
     def end_past(self, past: StoredPast) -> None:
         """Add the bytes that a `StoredPast` has read to the store's counts.
 
-        If a file failed verification, remove its snapshot and all snapshots that continue it.
+        If a file failed verification, remove its snapshot.
         """
         self.restored_bytes += past.size_bytes
         file, why = past.doubt or (None, "")
@@ -298,7 +258,7 @@ class StoredKv:
         """Return the spans of `tokens` to save: those that are neither stored nor queued.
 
         The spans are full blocks, then a piece of the last, partial block (see `blocks.tail_start`). A block
-        is left out if it was evicted and no layer sees it any more.
+        is left out if the cache has a later one, and no layer sees it any more: it was evicted.
         """
         return self._under(chain.policy).wanted(chain, as_tokens(tokens))
 
@@ -315,7 +275,8 @@ class StoredKv:
         if parent is None:
             return True
         resumable = not prefixes.is_stateful or any(tensor.of_state for tensor in tensors)
-        name = Name(parent, span.start, tokens.packed(span.start), resumable)
+        mark = chain.marker.mark(tokens) if chain.marker is not None else bytes(MARK_BYTES)
+        name = Name(parent, span.start, tokens.packed(span.start), resumable, mark)
         encoded = snapshot_format.encode(name, prefixes.identity, prefixes.layout.ordered(tensors))
         size_bytes = self._folder.codec.size_bytes(encoded.size_bytes)
         reason = self._refusal(name, size_bytes)
@@ -324,6 +285,9 @@ class StoredKv:
             self._queue.drop(reason or "disk_limit")
             return False
         self._queue.write(node, encoded)
+        used = prefixes.window(chain, tokens)
+        if used:  # the blocks that the session has left behind become the least recently used
+            self._queue.use(self._index.use([*used, node]), [one.digest for one in used])
         return True
 
     async def close(self, timeout_s: float) -> bool:
@@ -338,7 +302,7 @@ class StoredKv:
             identity = replace(full.identity, policy=full.layout.name(policy))
             prefixes = Prefixes(self._index, identity, full.layout.under(policy))
             self._prefixes[policy] = prefixes
-            self._identities.add(prefixes.digest)
+            self._identities[prefixes.digest] = identity.block_tokens
             if self._remote is not None:
                 self._remote.note(prefixes.digest, identity.block_tokens)
         return prefixes
@@ -350,13 +314,9 @@ class StoredKv:
             return "disk_error"
         if size_bytes > min(self._quota.max_bytes, self._queue.queue_bytes):
             return "too_large"
-        if name.start and self._index.get(name.parent) is None:
+        if name.parent == bytes(DIGEST_BYTES):
             return "no_parent"
         return "queue_full" if size_bytes > self._queue.vacant_bytes() else None
-
-    def _use(self, node: Node) -> None:
-        self._index.use(node)
-        self._queue.use(node.used, node.digest)
 
     def _keep_no_copy(self, doubtful: Node) -> None:
         """Remove a damaged file from quarantine if its snapshot was forgotten during the read."""

@@ -25,15 +25,14 @@ import structlog
 from cache.disk.disk_work import DiskWork, FreedSpace, Write, WriteState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from cache.disk.disk_work import DropReason
     from cache.disk.format import EncodedSnapshot
     from cache.disk.rows import Row
-    from cache.names.identity import Identity
     from cache.names.marks import ErasureProgress
-    from cache.names.snapshot import ModelLayout
+    from cache.names.snapshot import Name
 
     from .directory import OpenDirectory
     from .nodes import Node
@@ -161,58 +160,37 @@ class WriteQueue:
 
         Never waits, and does not count against the queue's limit in bytes.
         """
-        self._put_removal(rows, partial(self._disk.unlink, rows, quarantined=quarantined))
-
-    def make_gaps(self, rows: list[Row], *, needed: bool = False) -> None:
-        """Queue the removal of these rows' files; the rows stay, with a size of 0. Never waits.
-
-        If the rows cannot be written, the files stay until the next start, unless their space is `needed`.
-        """
-        self._put_removal(rows, partial(self._disk.make_gaps, rows, needed=needed))
+        freed = FreedSpace(sum(row.size_bytes for row in rows))
+        self.unlinking_bytes += freed.removed_bytes
+        work = partial(self._disk.unlink, rows, quarantined=quarantined)
+        self._jobs.put(_Job(partial(self._disk.measured, freed, work), lambda _: self._unlinked(freed)))
 
     def measure(self) -> None:
         """Measure the disk soon; every job does, so this queues an empty one if none is waiting."""
         if self._jobs.empty():
             self._jobs.put(_Job(_nothing))
 
-    def _put_removal(self, rows: list[Row], work: Callable[[], None]) -> None:
-        freed = FreedSpace(sum(row.size_bytes for row in rows))
-        self.unlinking_bytes += freed.removed_bytes
-        self._jobs.put(_Job(partial(self._disk.measured, freed, work), lambda _: self._unlinked(freed)))
+    def use(self, used: int, digests: Sequence[bytes]) -> None:
+        """Queue a change of the catalog that stores the time at which snapshots were used together."""
+        if digests:
+            uses = [(used, digest) for digest in digests]
+            self._jobs.put(_Job(partial(self._disk.use, uses)))
 
-    def shorten(
-        self, row: Row, layout: ModelLayout, identity: Identity, done: Callable[[int | None], None]
-    ) -> None:
-        """Queue a job that rewrites a file without the KV of layers with windows. Never waits.
-
-        `done` is called with the file's new size, or None after a failure.
-        """
-
-        def ended(size_bytes: int | None) -> None:
-            self.counts.written_bytes += size_bytes or 0
-            done(size_bytes)
-
-        self._jobs.put(_Job(partial(self._disk.shorten, row, layout, identity), ended))
-
-    def use(self, used: int, digest: bytes) -> None:
-        """Queue a change of the catalog that stores a snapshot's time of last use."""
-        self._jobs.put(_Job(partial(self._disk.use, used, digest)))
-
-    def note_identity(self, identity: bytes, model: str) -> None:
+    def note_identity(self, identity: bytes, block: int, model: str) -> None:
         """Queue adding a new model identity to the catalog's list of identities that have snapshots."""
         if identity not in self._disk.noted:
-            self._jobs.put(_Job(partial(self._disk.note_identity, identity, model)))
+            self._jobs.put(_Job(partial(self._disk.note_identity, identity, block, model)))
 
     def note_erased(self, erased: ErasureProgress) -> None:
         """Queue a change of the catalog that stores how far a log's erasures are carried out."""
         self._jobs.put(_Job(partial(self._disk.note_erased, erased)))
 
-    def erase(self, packed: bytes) -> asyncio.Future[bool | None]:
-        """Queue the erasure of all traces of these tokens. Call `unlink` for their files first.
+    def erase(self, is_of: Callable[[Name], bool]) -> asyncio.Future[bool | None]:
+        """Queue the erasure of all traces of these snapshots. Call `unlink` for their files first.
 
-        The result is whether no file in the directory contains any of these tokens, even after a crash.
+        The result is whether no file in the directory is such a snapshot, even after a crash.
         """
-        return self._queued(partial(self._disk.erase, packed))
+        return self._queued(partial(self._disk.erase, is_of))
 
     def clear(self) -> asyncio.Future[bool | None]:
         """Abandon every write, and queue the erasure of all files and rows; the result is that of `erase`."""

@@ -20,10 +20,6 @@ class DoubtfulSnapshotError(CacheError):
         self.reason = reason
 
 
-class PartialSnapshotError(DoubtfulSnapshotError):
-    """A file is undamaged, but lacks requested sections, which were evicted."""
-
-
 class DirectoryLockedError(CacheError):
     """Another process has this directory open; `owner` is its pid, or "unknown"."""
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 #: Increase when the meaning of a snapshot's tensors or header changes: older files then never match.
-FORMAT_VERSION: Final = 3
+FORMAT_VERSION: Final = 4
 
 #: Fields of config.json that say where a model came from, not what it computes.
 _PROVENANCE: Final = frozenset({"_name_or_path", "_commit_hash", "transformers_version"})

@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
 
-from .tokens import TOKEN_BYTES
+from .tokens import TOKEN_BYTES, as_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Self
 
+    from .tokens import Tokens
+
 #: Tokens between two marks. Sequences that differ only after the last mark have the same marks.
 STRIDE: Final = 128
-_BYTES: Final = 8
+#: The length of a mark.
+MARK_BYTES: Final = 8
 
 
 class ErasureProgress(NamedTuple):
@@ -46,31 +49,42 @@ class Marks(msgspec.Struct, frozen=True):
         marks = [digest for number, digest in _digests(tenant, packed) if number >= first]
         return cls(shared, b"".join(marks))
 
-    def begin(self, tenant: str) -> Trail:
-        """Return an empty trail, to which `Trail.then` adds tokens to compare with these marks."""
-        return Trail(self, _start(tenant), 0)
+    def has(self, mark: bytes, end: int) -> bool:
+        """Whether a snapshot that ends at `end` and has this `mark` is to be erased."""
+        at = (end // STRIDE - self.shared // STRIDE) * MARK_BYTES
+        return end > self.shared and self.digests[at : at + MARK_BYTES] == mark
+
+    def agrees(self, tenant: str, packed: bytes) -> bool:
+        """Whether these packed tokens agree with all marks up to their end."""
+        first = self.shared // STRIDE
+        found = b"".join(mark for number, mark in _digests(tenant, packed) if number >= first)
+        return self.digests.startswith(found)
 
 
-class Trail:
-    """A sequence of tokens that agrees with all marks up to its end. Immutable."""
+class Marker:
+    """Computes the marks of a growing session's snapshots; hashes each token once."""
 
-    def __init__(self, marks: Marks, hasher: hashlib.blake2b, num_tokens: int) -> None:
-        self._marks = marks
-        self._hasher = hasher
-        self._num = num_tokens
+    def __init__(self, tenant: str) -> None:
+        self._tenant = tenant
+        self._hashed = as_tokens()
+        self._hasher = _start(tenant)
 
-    def then(self, packed: bytes) -> Trail | None:
-        """Return a trail with these packed tokens added; None if a mark differs or is missing."""
-        hasher, marks = self._hasher.copy(), self._marks.digests
-        for num in _steps(self._num, packed, hasher):
-            at = (num // STRIDE - self._marks.shared // STRIDE) * _BYTES
-            if at >= 0 and hasher.digest() != marks[at : at + _BYTES]:
-                return None
-        return Trail(self._marks, hasher, self._num + len(packed) // TOKEN_BYTES)
+    def copy(self) -> Marker:
+        """Return an independent one, for a fork of the session."""
+        return Marker(self._tenant)
+
+    def mark(self, tokens: Tokens) -> bytes:
+        """Return the mark of a snapshot that ends with these tokens: at the last multiple of `STRIDE`."""
+        end, num = len(tokens) - len(tokens) % STRIDE, len(self._hashed)
+        if num > end or self._hashed.num_common(tokens) < num:
+            self._hasher, num = _start(self._tenant), 0
+        self._hasher.update(tokens.packed(num, end))
+        self._hashed = tokens[:end].alone()
+        return self._hasher.digest()
 
 
 def _start(tenant: str) -> hashlib.blake2b:
-    return hashlib.blake2b(tenant.encode() + b"\0", digest_size=_BYTES, person=b"turnkeep.marks")
+    return hashlib.blake2b(tenant.encode() + b"\0", digest_size=MARK_BYTES, person=b"turnkeep.marks")
 
 
 def _digests(tenant: str, packed: bytes) -> Iterator[tuple[int, bytes]]:

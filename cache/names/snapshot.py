@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from .blocks import Span, link
 from .errors import DoubtfulSnapshotError
+from .marks import MARK_BYTES
 from .policy import FULL, Policy
 from .tokens import TOKEN_BYTES
 
@@ -137,24 +138,9 @@ class ModelLayout:
         return any(reach != FULL for reach in self._distinct)
 
     @property
-    def reach(self) -> Policy:
-        """A reach that includes that of every layer: the most sinks and the longest window."""
-        if not self._distinct or FULL in self._distinct:
-            return FULL
-        return Policy(
-            max(reach.sink for reach in self._distinct), max(reach.window or 0 for reach in self._distinct)
-        )
-
-    @property
-    def windows(self) -> Policy:
-        """The largest reach of the layers with windows, which never see a token again that left the window.
-
-        `FULL` if there are no such layers, or if other layers recall tokens.
-        """
-        endless = [reach for reach in self._distinct if reach.is_endless]
-        if not endless or any(reach.recall for reach in self._distinct):
-            return FULL
-        return Policy(max(reach.sink for reach in endless), max(reach.window or 0 for reach in endless))
+    def sees_all(self) -> bool:
+        """Whether some layer sees all tokens, or may recall any."""
+        return not all(reach.is_endless for reach in self._distinct) or not self._distinct
 
     def under(self, policy: Policy) -> ModelLayout:
         """Return the layout of snapshots under `policy`: layers without a window get the policy's window."""
@@ -181,14 +167,6 @@ class ModelLayout:
         if FULL in self._distinct and num_carried < num_tokens:
             found[Span(num_carried, num_tokens)] = None
         return tuple(found)
-
-    def seen_by_windows(self, num_tokens: int) -> tuple[Span, ...]:
-        """List the spans that layers with windows see in a session of `num_tokens` tokens; may overlap."""
-        return tuple(
-            dict.fromkeys(
-                span for reach in self._distinct if reach.is_endless for span in seen(reach, num_tokens)
-            )
-        )
 
     def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sort a snapshot's tensors into the layout's order, the state last.
@@ -222,18 +200,24 @@ class Name(NamedTuple):
     """The content that names a snapshot: packed `tokens`, their start, and the prefix `parent` before.
 
     A session can resume at the end of a `resumable` snapshot. Any other snapshot lacks the state of some
-    layers and can only be the middle of a chain.
+    layers and can only be the middle of a chain. By its `mark` (see `marks`) a snapshot of forgotten tokens
+    is found, whatever is missing before it.
     """
 
     parent: bytes
     start: int
     tokens: bytes
     resumable: bool = True
+    mark: bytes = bytes(MARK_BYTES)
 
     @property
     def digest(self) -> bytes:
         """The digest that names the snapshot and its file."""
         return link(self.parent, self.tokens)
+
+    def is_of(self, packed: bytes) -> bool:
+        """Whether these packed tokens contain the snapshot's tokens at the snapshot's position."""
+        return packed.startswith(self.tokens, self.start * TOKEN_BYTES)
 
     @property
     def num_tokens(self) -> int:

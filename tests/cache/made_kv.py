@@ -90,12 +90,7 @@ def assert_room_rule(store: Store) -> None:
     """Assert that the stats' held, evictable and free bytes equal sums over all entries of the index."""
     stats, room = store.stats(), store.quota
     entries = {entry.digest: entry for entry in store._index}
-    held = set()
-    for entry in entries.values():
-        link = entry if entry.holds or not entry.durable else None
-        while link is not None:
-            held.add(link.digest)
-            link = entries.get(link.parent)
+    held = {entry.digest for entry in entries.values() if entry.holds or not entry.durable}
     # A snapshot cancelled during its write occupies space until the writer has finished with it.
     lost = stats.in_flight_bytes - sum(e.size_bytes for e in entries.values() if not e.durable)
     assert lost >= 0

@@ -18,8 +18,8 @@ from cache.disk.folder import Folder
 from cache.disk.header import read_name
 from cache.names.blocks import Span
 from cache.names.identity import FORMAT_VERSION
-from cache.names.marks import Marks
-from cache.names.tokens import as_tokens, pack
+from cache.names.marks import Marker, Marks
+from cache.names.tokens import as_tokens, pack, unpack
 from cache.store import ErasureResult
 
 #: Numbers that occur nowhere else, so that a search finds their bytes wherever they are left.
@@ -271,8 +271,15 @@ def test_erase_marks_differ_by_tenant_and_depend_on_all_tokens_before_them() -> 
     packed, other = pack(range(300)), pack([9, *range(1, 200)])
     marks = Marks.of("a", packed, shared=140)
     assert marks.digests != Marks.of("b", packed, shared=140).digests
-    assert marks.begin("a").then(packed) is not None
-    assert marks.begin("a").then(other) is None
+    assert marks.agrees("a", packed)
+    assert not marks.agrees("a", other)
+    assert not marks.agrees("b", packed)
+    marker = Marker("a")
+    for end in (150, 280, 256, 299):
+        assert marks.has(marker.mark(as_tokens(unpack(packed)[:end])), end)
+        assert not marks.has(Marker("b").mark(as_tokens(unpack(packed)[:end])), end)
+    assert not marks.has(marker.mark(as_tokens(unpack(packed)[:130])), 130), "the first tokens are shared"
+    assert not marks.has(Marker("a").mark(unpack(other)), 200)
 
 
 async def test_an_erase_is_not_confirmed_while_files_of_an_unknown_format_version_exist(

@@ -12,19 +12,19 @@ from made_kv import save_all
 
 from cache.admin import archive, survey
 from cache.disk.catalog import Catalog
-from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder
 from cache.disk.rows import Row
 from cache.names.errors import CacheError
 
 
-def gaps(num: int, first: int) -> list[Row]:
-    """Return rows without files: a survey lists them as they are in the index."""
+def rows_of(num: int, first: int) -> list[Row]:
     return [Row(i.to_bytes(16), bytes(16), 0, bytes(400), 0, i) for i in range(first, first + num)]
 
 
 def listed(directory) -> set[bytes]:
-    return {row.digest for row in survey._read(directory, PLAIN)[0]}
+    """Return the digests in a copy of the index, as a survey makes it."""
+    with survey._copied(directory / "index.sqlite") as db:
+        return {digest for (digest,) in db.execute("SELECT digest FROM snapshot")}
 
 
 def test_inspecting_an_index_while_a_worker_changes_it_shows_a_consistent_state(tmp_path) -> None:
@@ -32,7 +32,7 @@ def test_inspecting_an_index_while_a_worker_changes_it_shows_a_consistent_state(
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
     over = threading.Event()
-    rows = gaps(300, 0)
+    rows = rows_of(300, 0)
 
     def change() -> None:
         while not over.is_set():
@@ -57,7 +57,7 @@ def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_co
     """Otherwise the copy would have old pages for which the new log has no replacement."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
-    early, late = gaps(200, 0), gaps(200, 200)
+    early, late = rows_of(200, 0), rows_of(200, 200)
     catalog.put(early)
     copied, copy = [], shutil.copyfile
 

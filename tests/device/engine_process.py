@@ -93,7 +93,6 @@ async def open_process(
     limit_bytes: int | None = None,
     codec: Codec = PLAIN,
     trials: Path | None = None,
-    keep_behind: int | None = None,
     load: Callable[[], LoadedModel] | None = None,
     **options: Any,
 ) -> AsyncIterator[Process]:
@@ -130,7 +129,6 @@ async def open_process(
         max_bytes=max_bytes,
         queue_bytes=queue_bytes,
         min_free_bytes=0,
-        keep_behind=keep_behind,
         codec=codec,
     )
     engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)

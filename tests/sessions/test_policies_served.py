@@ -125,19 +125,19 @@ async def test_after_a_restart_a_sink_window_session_prefills_few_tokens_beside_
     assert await live(True, "restarted") == await live(False, "alone")
 
 
-async def test_a_long_sink_window_session_uses_bounded_disk_space_and_answers_as_with_all_snapshots(
+async def test_a_sink_window_session_longer_than_the_disk_limit_answers_as_with_a_larger_limit(
     local_worker: Callable, endless_model: Path, tmp_path: Path
 ) -> None:
     """With restarts, and after a rewind to a position without snapshots, up to which it prefills again."""
 
-    async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], int]:
+    async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
         settings = {
             "model": str(endless_model),
             "data_dir": tmp_path / name,
             "prefix": f"{tmp_path.name}-{name}",
             **changes,
         }
-        answers, sizes = [], []
+        answers, sizes, prefilled = [], [], []
         for part in range(4):
             worker = await local_worker(**settings)
             session = worker.client.session("s", cache=CACHE)
@@ -147,24 +147,22 @@ async def test_a_long_sink_window_session_uses_bounded_disk_space_and_answers_as
                 answer = await session.generate(tokens=[5 + part + turn] * 80, max_tokens=20)
                 answers.append(answer.tokens)
                 if turn == 0:
-                    prefilled = answer.usage.prefilled_tokens
+                    prefilled.append(answer.usage.prefilled_tokens)
             store = worker.app._store
             await session.info()  # clients get a result before the worker has finished the turn
             assert await store.queue.drained(5)
-            while store.quota._window_eviction:
-                store.quota._shrink()
             await worker.stop()
             files = (tmp_path / name).rglob("*.safetensors")
             sizes.append(sum(path.stat().st_size for path in files))
         return answers, sizes, prefilled
 
-    answers, sizes, prefilled = await live("bounded", keep_behind=64)
-    expected, all_sizes, restored = await live("all", keep_behind=None)
+    expected, all_sizes, _ = await live("all")
+    limit = all_sizes[0] // 2
+    answers, sizes, prefilled = await live("bounded", max_disk=limit)
     assert answers == expected
-    assert max(sizes[1:3]) < 1.2 * sizes[0] < 0.5 * all_sizes[0]
-    assert all_sizes[2] > 2.8 * all_sizes[0]
-    assert prefilled == 250 + 80 - BLOCK, "all but the block that has its sinks"
-    assert restored < 80 + 2 * BLOCK
+    assert max(sizes) <= limit < all_sizes[2] // 5
+    assert max(prefilled[1:3]) < 80 + 2 * BLOCK, "a restart restores the sinks and the window"
+    assert prefilled[3] == 250 + 80 - BLOCK, "all but the block that has its sinks"
 
 
 @pytest.fixture

@@ -20,8 +20,6 @@ class Constants:
     max_draft: int | None = None
     #: Memory for KV; None is what weights and the temporaries of a step leave of `device_memory`.
     kv_bytes: int | None = None
-    #: Tokens behind a session's end whose KV stays on disk although no layer sees it any more; None is all.
-    keep_behind: int | None = 4096
     #: Memory for snapshots that wait to be written; snapshots beyond it are dropped.
     writer_queue: int = 512 * _MIB
     #: Sessions that the worker works on at the same time; other requests wait in the log.

@@ -1,0 +1,309 @@
+"""Sink-window sessions longer than the disk limit: blocks that no layer sees any more are evicted first."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+from made_kv import BLOCK, LAYOUT, assert_room_rule, save_all
+from test_cache_reach import POLICY, assert_restored, save, tensors_of
+
+from cache.admin import archive, pruning, survey
+from cache.disk import format as snapshot_format
+from cache.names.marks import Marks
+from cache.names.policy import FULL, Policy
+from cache.names.snapshot import ModelLayout, seen
+from cache.names.tokens import as_tokens, pack
+
+LIMITED = LAYOUT.under(POLICY)
+TOKENS = [at * 7 % 50 for at in range(400)]
+#: A little more than the size of each file here, in bytes.
+FILE = 1700
+
+
+async def grown(store, chain, num_tokens, tokens=TOKENS, layout=LIMITED) -> None:
+    """Save a session block by block, each when the block before it is on disk."""
+    for end in range(BLOCK, num_tokens + 1, BLOCK):
+        for span in store.kv.wanted(chain, tokens[:end]):
+            assert store.kv.save(chain, tokens, span, tensors_of(layout, tokens, span)), "dropped"
+        assert await store.queue.drained(5)
+
+
+def limited(open_store, num_files, **changes):
+    return open_store(max_bytes=num_files * FILE, **changes)
+
+
+def starts(store) -> set[int]:
+    return {node.start for node in store._index}
+
+
+def longest(store, chain, tokens) -> int:
+    """Return the longest prefix of whole blocks that can be restored, by testing all prefixes."""
+    nodes = [store._index.get(name) for name in chain.names(as_tokens(tokens))[1:]]
+    there = [node is not None and node.usable for node in nodes]
+    for end in range(len(nodes) * BLOCK, 0, -BLOCK):
+        needed = {at // BLOCK for span in seen(POLICY, end) for at in range(span.start, span.end)}
+        if all(there[i] for i in needed):
+            return end
+    return 0
+
+
+def shrunk(store, max_bytes) -> None:
+    store.quota.set_limits(max_bytes=max_bytes, min_free_bytes=0)
+    for _ in range(200):
+        store.quota._shrink()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, ModelLayout(LAYOUT.kv, reaches=(POLICY,) * 4)])
+async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_restored(
+    open_store, layout
+) -> None:
+    """Every block is saved, those between sinks and window are evicted, and the whole session matches."""
+    store = await limited(open_store, 8, layout=layout)
+    chain = store.kv.chain("a", POLICY if layout is LAYOUT else FULL)
+    await grown(store, chain, 400)
+    stats = store.stats()
+    assert (stats.durable, sum(stats.dropped.values())) == (100, 0)
+    assert stats.evicted == 100 - stats.stored > 88
+    assert_room_rule(store)
+    match = store.kv.match(chain, TOKENS)
+    assert match.num_tokens == 400
+    assert_restored(await store.kv.load(match), LIMITED, TOKENS)
+
+
+async def test_a_pending_restore_protects_exactly_the_blocks_that_it_needs(open_store) -> None:
+    """All sinks, and the window of the position at which it ends."""
+    policy = Policy(10, 6)
+    store = await open_store()
+    chain = store.kv.chain("a", policy)
+    save(store, LAYOUT.under(policy), chain, TOKENS[:200])
+    assert await store.queue.drained(5)
+    match = store.kv.match(chain, TOKENS[:120])
+    shrunk(store, 0)
+    assert starts(store) == {0, 4, 8, 112, 116}
+    assert_room_rule(store)
+    assert_restored(await store.kv.load(match), LAYOUT.under(policy), TOKENS[:120])
+    shrunk(store, 0)
+    assert (store.stats().stored, len(store._index)) == (0, 0)
+
+
+@pytest.mark.parametrize("lose_the_catalog", [False, True])
+async def test_a_session_with_evicted_middle_blocks_survives_restarts(open_store, lose_the_catalog) -> None:
+    store = await limited(open_store, 8)
+    await grown(store, store.kv.chain("a", POLICY), 200)
+    before = starts(store)
+    assert await store.close()
+    if lose_the_catalog:
+        store._folder.catalog.unlink()
+    store = await limited(open_store, 8)
+    assert starts(store) == before
+    chain = store.kv.chain("a", POLICY)
+    match = store.kv.match(chain, TOKENS)
+    assert match.num_tokens == 200
+    assert_restored(await store.kv.load(match), LIMITED, TOKENS[:200])
+    await grown(store, chain, 300)
+    assert store.kv.match(chain, TOKENS).num_tokens == 300
+
+
+async def test_a_match_of_a_rewound_session_is_the_longest_prefix_that_can_still_be_restored(
+    open_store,
+) -> None:
+    store = await limited(open_store, 12)
+    chain = store.kv.chain("a", POLICY)
+    await grown(store, chain, 300)
+    found = set()
+    for end in range(BLOCK, 301, BLOCK):
+        match = store.kv.match(chain, TOKENS[:end])
+        assert match.num_tokens == longest(store, chain, TOKENS[:end])
+        found.add(match.num_tokens)
+        restored = await store.kv.load(match)
+        if match.num_tokens:
+            assert_restored(restored, LIMITED, TOKENS[: match.num_tokens])
+    assert 300 in found
+    assert store.stats().rejected == 0
+
+
+async def test_a_session_rewound_into_evicted_blocks_saves_them_again_and_can_be_restored(
+    open_store,
+) -> None:
+    """It prefills these blocks once; after that they can be restored."""
+    store = await limited(open_store, 12)
+    chain = store.kv.chain("a", POLICY)
+    await grown(store, chain, 300)
+    rewound = [*TOKENS[:152], 1, 2, 3]
+    held = store.kv.hold(chain, rewound)
+    assert held.edges[0] < 152, "what is not there is not called stored"
+    assert [span.end for span in store.kv.wanted(chain, rewound)][-2:] == [152, 155]
+    assert store.kv.wanted(chain, TOKENS[:300]) == [], "nobody sees the rest again"
+    for span in store.kv.wanted(chain, rewound):
+        assert store.kv.save(chain, rewound, span, tensors_of(LIMITED, rewound, span))
+        assert await store.queue.drained(5)
+    store.kv.release(held)
+    match = store.kv.match(chain, rewound)
+    assert match.num_tokens == len(rewound)
+    assert_restored(await store.kv.load(match), LIMITED, rewound)
+
+
+async def test_eviction_keeps_the_windows_of_both_branches_of_a_session_that_were_used(open_store) -> None:
+    store = await limited(open_store, 100)
+    chain = store.kv.chain("a", POLICY)
+    await grown(store, chain, 200)
+    other = [*TOKENS[:80], 1, 2, 3, 4]
+    save(store, LIMITED, chain, other)
+    assert await store.queue.drained(5)
+    shrunk(store, 14 * FILE)
+    for tokens in (other, TOKENS[:200]):
+        match = store.kv.match(chain, tokens)
+        assert match.num_tokens == len(tokens)
+        assert_restored(await store.kv.load(match), LIMITED, tokens)
+
+
+@pytest.mark.parametrize("by_marks", [False, True])
+async def test_erasing_a_session_with_evicted_blocks_removes_all_that_is_left_of_it(
+    open_store, by_marks
+) -> None:
+    """Also after the loss of the index, and nothing of other tokens."""
+    store = await limited(open_store, 60)
+    await grown(store, store.kv.chain("a", POLICY), 200)
+    other = [9, *TOKENS[1:200]]
+    for tenant, tokens in (("a", other), ("b", TOKENS[:200])):
+        chain = store.kv.chain(tenant, POLICY)
+        await grown(store, chain, 200, tokens)
+    save_all(store, "a", TOKENS[:40])
+    assert await store.queue.drained(5)
+    shrunk(store, 40 * FILE)
+    left = {
+        node.digest
+        for name in ("a", "b")
+        for node in store.kv.find(store.kv.chain(name, POLICY), other if name == "a" else TOKENS[:200]).nodes
+    }
+    assert await store.close()
+    store._folder.catalog.unlink()
+    store = await limited(open_store, 60)
+    if by_marks:
+        assert await store.eraser.erase_marked("a", Marks.of("a", pack(TOKENS[:200])))
+    else:
+        assert (await store.eraser.erase("a", pack(TOKENS[:200]))).settled
+    assert left <= {node.digest for node in store._index}
+    tenants = {node.digest: node for node in store._index}
+    for node in tenants.values():
+        assert not Marks.of("a", pack(TOKENS[:200])).has(node.mark, node.end) or node.end < 128
+    assert store.kv.find(store.kv.chain("a", POLICY), TOKENS[:200]).num_tokens == 0
+    assert store.kv.find(store.kv.chain("a"), TOKENS[:200]).num_tokens == 0
+
+
+async def test_a_session_with_evicted_blocks_is_listed_exported_imported_and_pruned(
+    open_store, tmp_path
+) -> None:
+    store = await limited(open_store, 8)
+    await grown(store, store.kv.chain("a", POLICY), 200)
+    stored, stored_bytes = store.stats().stored, store.stats().stored_bytes
+    assert await store.close()
+    found = survey.inspect(tmp_path / "cache")
+    assert max(chain.num_tokens for chain in found.chains) == 200
+    assert [(one.num_files, one.size_bytes) for one in found.models] == [(stored, stored_bytes)]
+    archive.export(tmp_path / "cache", None, tmp_path / "archive.tar")
+    limits = {"max_bytes": 1 << 30, "min_free_bytes": 0}
+    done = archive.import_files(tmp_path / "other", tmp_path / "archive.tar", fresh=True, **limits)
+    assert (done.num_files, done.skipped) == (stored, [])
+    store = await limited(open_store, 8, directory=tmp_path / "other")
+    assert store.kv.match(store.kv.chain("a", POLICY), TOKENS).num_tokens == 200
+    model = found.models[0].identity
+    pruned = pruning.prune(tmp_path / "cache", model=model, older_than_s=None, to_bytes=0, now_s=0)
+    assert (pruned.num_files, pruned.left_bytes) == (stored, 0)
+
+
+class Sessions:
+    """Random operations on sessions: grow, branch, rewind, hold, forget, restart, failing writes."""
+
+    layout, policy = LIMITED, POLICY
+
+    def __init__(self, chance: random.Random, open_store) -> None:
+        self.chance = chance
+        self.open = lambda: limited(open_store, 15)
+        self.tokens = [TOKENS[:8]]
+        self.held: list = []
+
+    async def run(self, num_steps: int) -> None:
+        self.store = await self.open()
+        acts = [self.grow] * 6 + [self.rewind] * 2 + [self.hold, self.release, self.forget]
+        for _ in range(num_steps):
+            self.chain = self.store.kv.chain("a", self.policy)
+            await self.chance.choice([*acts, self.restart])()
+            await self.check()
+        for held in self.held:
+            self.store.kv.release(held)
+        assert self.store.stats().held_bytes == 0
+        while self.store._remover.evict(1 << 40, 32):
+            pass
+        assert (len(self.store._index), self.store.stats().stored_bytes) == (0, 0)
+
+    async def grow(self) -> None:
+        tokens = self.chance.choice(self.tokens)
+        longer = tokens + [self.chance.randrange(3) for _ in range(self.chance.randrange(1, 6 * BLOCK))]
+        hold = self.store.kv.hold(self.chain, longer)
+        fails = self.chance.random() < 0.1
+        write = snapshot_format.write
+        for span in self.store.kv.wanted(self.chain, longer):
+            snapshot_format.write = _fail if fails and self.chance.random() < 0.5 else write
+            self.store.queue._resume()  # or nothing would be saved for a second
+            self.store.kv.save(self.chain, longer, span, tensors_of(self.layout, longer, span))
+            await self.store.queue.drained(5)
+        snapshot_format.write = write
+        self.store.queue._resume()
+        self.store.kv.release(hold)
+        self.tokens.append(longer)
+
+    async def rewind(self) -> None:
+        tokens = self.chance.choice(self.tokens)
+        self.tokens.append(tokens[: self.chance.randrange(1, len(tokens) + 1)])
+
+    async def hold(self) -> None:
+        self.held.append(self.store.kv.match(self.chain, self.chance.choice(self.tokens)))
+
+    async def release(self) -> None:
+        if self.held:
+            match = self.held.pop(0)
+            restored = await self.store.kv.load(match)
+            if restored is not None:
+                assert restored.num_tokens == match.num_tokens
+
+    async def forget(self) -> None:
+        if self.chance.random() < 0.3:
+            await self.store.eraser.erase("a", pack(self.chance.choice(self.tokens)))
+
+    async def restart(self) -> None:
+        self.held = []
+        assert await self.store.close()
+        self.store = await self.open()
+        self.chain = self.store.kv.chain("a", self.policy)
+
+    async def settle(self) -> None:
+        assert await self.store.queue.drained(5)
+
+    async def check(self) -> None:
+        await self.settle()
+        store, tokens = self.store, self.chance.choice(self.tokens)
+        match = store.kv.match(self.chain, tokens)
+        assert match.num_tokens >= longest(store, self.chain, tokens)
+        restored = await store.kv.load(match)
+        if match.num_tokens:
+            assert_restored(restored, self.layout, tokens[: match.num_tokens])
+        await self.settle()
+        assert_room_rule(store)
+        assert store.stats().rejected == 0
+        files = {store._folder.codec.digest_of(path.name) for path in store._folder.snapshots.iterdir()}
+        assert files == {node.digest for node in store._index}
+
+
+def _fail(*_) -> None:
+    raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("TURNKEEP_TEST_EXAMPLES", "3"))))
+async def test_a_match_in_random_sessions_is_the_longest_prefix_that_the_files_on_disk_allow(
+    open_store, seed
+) -> None:
+    """Also the restored KV is right, and the counters match the files."""
+    await Sessions(random.Random(seed), open_store).run(50)
