@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-cluster test durations soak simulate mutants packaging lint type check bench tools site lock clean
+.PHONY: help setup demo demo-cluster test durations soak simulate model mutants packaging lint type check bench tools site lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -55,6 +55,9 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000)
 	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1)
 
+model: $(STAMP) ## Explore all interleavings of the protocol's model (tests/protocol_model): a minute or two
+	$(BIN)/python -P -m tests.protocol_model
+
 mutants: $(STAMP) ## Take guards away, one at a time: a test fails each time (K=cache; GONE=FILE: without these tests)
 	$(BIN)/python -P -m tests.mutants $(K) $(if $(GONE),--gone $(GONE))
 
@@ -84,6 +87,7 @@ lock: $(STAMP) ## Resolve requirements/*.in again (UPGRADE=--upgrade takes newer
 	$(COMPILE) requirements/base.in -o requirements/base.lock
 	$(COMPILE) requirements/dev.in -o requirements/dev.lock
 	$(COMPILE) --no-deps requirements/corpora.in -o requirements/corpora.lock
+	$(COMPILE) --no-deps requirements/vision.in -o requirements/vision.lock
 	$(COMPILE) requirements/tools.in -o requirements/tools.lock
 	$(COMPILE) requirements/docs.in -o requirements/docs.lock
 
@@ -110,10 +114,11 @@ $(BIN)/pip:
 	@echo "Making $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(STAMP): requirements/dev.lock requirements/corpora.lock pyproject.toml protocol/turnkeep_client/__init__.py | $(BIN)/pip
+$(STAMP): requirements/dev.lock requirements/corpora.lock requirements/vision.lock pyproject.toml protocol/turnkeep_client/__init__.py | $(BIN)/pip
 	@echo "Installing packages into $(VENV): a minute or two"
 	@$(INSTALL) --require-hashes -r requirements/dev.lock
 	@$(INSTALL) --require-hashes -r requirements/corpora.lock
+	@$(INSTALL) --require-hashes -r requirements/vision.lock
 	@$(INSTALL) --no-build-isolation -e .
 	@# Without OpenBLAS a Linux CPU computes correctly, but 15 times slower: advice, never a failure.
 	@$(BIN)/python -c 'import sys; from worker.models.blas import preload; sys.exit(preload().advice or 0)' 2>/dev/null || { \

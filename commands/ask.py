@@ -87,6 +87,8 @@ def ask(
 ) -> None:
     """Ask a running worker one question, in a script or a pipe.
 
+    `turnkeep serve` starts a worker; `turnkeep run` asks without one.
+
     Piped input is added to QUESTION, or is the question if there is none: git diff | turnkeep ask "What
     changed?" With - for QUESTION, type the question and end it with Ctrl-D.
     """

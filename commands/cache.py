@@ -27,8 +27,8 @@ from ops.log.copies import OWN
 from turnkeep_client.errors import TurnkeepError
 from worker.observe.logs import logs_on_stderr
 from worker.observe.progress import terminal_progress
+from worker.process.cache_parts import cache_codec
 from worker.process.formatting import size, span
-from worker.process.keys import cache_codec
 from worker.process.setting_kinds import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, with_settings

@@ -51,7 +51,7 @@ def console(
     """
     with http_libraries("ops"):
         from ops.console.serving import run
-    from ops.console.app import Served
+    from ops.console.model_api import Served
 
     from .shelf import Shelf
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ops.log.record import pair_up
-from turnkeep_client.messages import Appended, Closed, Failed, Generate, Generated, Opened, Rewound
+from turnkeep_client.messages import Appended, Closed, Generate, Generated, Opened, Rewound
+from turnkeep_client.session_log import tails
+from turnkeep_client.subjects import session_key
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Entry
+    from turnkeep_client.session_log import SessionLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,29 +40,25 @@ async def last_exchanges_and_position(
     client: Client, session: str, at_least: int
 ) -> tuple[list[Exchange], int]:
     """Return what `last_exchanges` does, and the session's position after the last result in the log."""
-    entries: list[Entry] = []
-    async for piece in client.log_backwards(session):
-        entries = piece + entries
-        found, position = _exchanges(entries)
-        # Read one more, as the start of the first is unknown.
-        if position is not None and len(found) > at_least:
-            return found, position
-    found, position = _exchanges(entries, 0)
-    return found, position or 0
+    found, position = list[Exchange](), 0
+    async for log in tails(client.stored, session_key(client.tenant, session)):
+        found, position = _exchanges(log)
+        if len(found) > at_least:  # read one more, as the start of the first is unknown
+            break
+    return found, position
 
 
-def _exchanges(entries: Sequence[Entry], position: int | None = None) -> tuple[list[Exchange], int | None]:
+def _exchanges(log: SessionLog) -> tuple[list[Exchange], int]:
     """Return the exchanges in a part of a session's log, in order, and the session's position after it.
 
-    A rewind or a close removes exchanges. `position` is the session's position before this part, or None if
-    unknown.
+    A rewind or a close removes exchanges.
     """
     found: list[Exchange] = []
-    # A request that waits may be cancelled before an earlier one is answered: its result comes first.
-    for one in sorted(pair_up(entries), key=lambda pair: pair.answered.seq):
+    position = 0 if log.start == 1 else None
+    for one in log.exchanges:
         request, result = one.request, one.result
-        if isinstance(result, Failed) or result.repeat_of is not None:
-            continue  # the request changed nothing
+        if not one.is_change:
+            continue
         match result:
             case Appended(rewritten_from=int(kept)) | Generated(rewritten_from=int(kept)):
                 found = [_moved(one, kept) for one in found]
@@ -76,7 +71,7 @@ def _exchanges(entries: Sequence[Entry], position: int | None = None) -> tuple[l
             case Rewound():
                 found = [one for one in found if one.end <= result.position]
         position = 0 if isinstance(result, Closed) else result.position
-    return found, position
+    return found, position or 0
 
 
 def _moved(exchange: Exchange, kept: int) -> Exchange:

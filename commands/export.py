@@ -12,10 +12,11 @@ from msgspec import UNSET
 from cache.admin import archive
 from ops.log import copies, importing
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
+from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
 from worker.observe.progress import terminal_progress
+from worker.process.cache_parts import cache_codec
 from worker.process.formatting import size
-from worker.process.keys import cache_codec
 
 from .cache import in_one_line
 from .flags import check_target, force_option, tenant_option, with_settings
@@ -45,10 +46,10 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
     check_target(target, force=force)
 
     async def run(client: Client) -> copies.Manifest:
-        entries = await client.log(session)
-        if not entries:
+        log = await read(client.stored, key)
+        if not log.asked:
             raise await no_session(client, session)
-        parts = await copies.read_parts(client, key, entries)
+        parts = await copies.read_parts(client, log)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             snapshots = Path(folder) / "kv.tar"
             if kv:
@@ -57,7 +58,7 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
                     raise copies.CopyError(f"the worker has stored no KV of {session} yet; leave out --kv")
                 place = settings.data_dir / "snapshots"
                 archive.export(place, [info.snapshot], snapshots, cache_codec(settings))
-            return copies.export(target, key, entries, parts, snapshots if kv else None)
+            return copies.export(target, log, parts, snapshots if kv else None)
 
     with in_one_line(target):
         written = talk(settings, tenant, run)

@@ -74,7 +74,8 @@ def launch(
 ) -> None:
     """Start a coding agent on the gateway: claude, codex, pi and more.
 
-    AGENT is aider, claude, cn, codex, opencode, pi, or another program.
+    AGENT is aider, claude, cn, codex, opencode, pi, or another program. The gateway must run: `turnkeep serve
+    --gateway` starts one.
 
     The agent's environment and arguments name the gateway and its model; the user's configuration is not
     changed. All arguments after the agent's name are the agent's, as in `turnkeep launch pi -p "Say hello"`.

@@ -13,6 +13,8 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
+from turnkeep_client.session_log import read
+from turnkeep_client.subjects import session_key
 from worker.observe.progress import terminal_progress
 
 from .flags import as_json, moment, tenant_option, with_result_timeout, with_settings
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     from ops.log.replay import Report
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Entry
+    from turnkeep_client.session_log import SessionLog
 
     from .flags import Given
 
@@ -89,7 +91,8 @@ def replay(
     run = uuid4().hex[:8]
 
     async def play(client: Client) -> Report:
-        record = fold(within(await _entries(client, sessions, source), sessions, since, until))
+        logs = await _logs(client, sessions, source)
+        record = fold(within(one, since, until) for one in logs)
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
             with terminal_progress(of_bytes=False) as progress:
                 return await Replay(
@@ -117,20 +120,21 @@ def _renamed(run: str, name: str) -> str:
     return whole if len(whole) <= _MOST_NAME else f"{whole[: _MOST_NAME - len(digest)]}{digest}"
 
 
-async def _entries(client: Client, sessions: Sequence[str], source: Path | None) -> list[Entry]:
-    """Read the recorded entries of these sessions, or of all, from the file `source` or the log."""
+async def _logs(client: Client, sessions: Sequence[str], source: Path | None) -> list[SessionLog]:
+    """Read these sessions, or all, from the file `source` or the log."""
     from ops.log.copies import of_file
 
     if source is not None:
-        entries = of_file(source)
-    else:  # only the named sessions, if any are named
-        entries = [one for name in sessions or (None,) for one in await client.log(name)]
-    there = {one.key.session for one in entries}
-    for name in [name for name in sessions if name not in there]:
-        if source is not None:
-            raise TurnkeepError(f"there is no session {name} in {source}")
-        raise await no_session(client, name)
-    return entries
+        found = of_file(source)
+        if other := next((name for name in sessions if name != found.key.session), None):
+            raise TurnkeepError(f"there is no session {other} in {source}")
+        return [found]
+    names = sessions or [one.name for one in await client.sessions()]
+    logs = [await read(client.stored, session_key(client.tenant, name)) for name in dict.fromkeys(names)]
+    for log in logs:
+        if sessions and not log.asked:
+            raise await no_session(client, log.key.session)
+    return logs
 
 
 def _print_replay(report: Report, *, keep: bool) -> None:

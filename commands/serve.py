@@ -16,9 +16,9 @@ import click
 
 from worker.observe.bare_structlog import structlog
 from worker.observe.logs import configure
+from worker.process.cache_parts import cache_codec
 from worker.process.children import PROGRAM, ending, start
 from worker.process.concurrency import task_group
-from worker.process.keys import cache_codec
 from worker.process.settings import SettingsError
 from worker.wire.credentials import worker_options
 

@@ -285,8 +285,16 @@ def _check_places(*paths: Path) -> None:
     """Raise `ServiceError` if macOS would ask a person before the service may use one of the paths."""
     for path in map(Path.resolve, paths):
         for folder in (Path(one).expanduser().resolve() for one in _GUARDED):
-            if path.is_relative_to(folder):
+            if path.is_relative_to(folder) or any(_are_same(one, folder) for one in (path, *path.parents)):
                 raise ServiceError(f"macOS keeps services out of {folder}; move {path} to another folder")
+
+
+def _are_same(path: Path, folder: Path) -> bool:
+    """Whether two paths are of one folder, also if they differ in case, which macOS's file system ignores."""
+    try:
+        return path.samefile(folder)
+    except OSError:  # one of them does not exist
+        return False
 
 
 def _check_free(settings: Settings, gateway: int | None) -> None:

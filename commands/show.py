@@ -42,19 +42,21 @@ if TYPE_CHECKING:
 async def show(client: Client, session: str, last: int | None, as_json: bool) -> None:
     """Print one session's conversation, and what each request cost.
 
-    A fork begins with the part of its parent's conversation that it inherits.
+    `turnkeep sessions` lists the names. A fork begins with the part of its parent's conversation that it
+    inherits.
     """
     from ops.log.conversation import conversation
-    from ops.log.record import pair_up
+    from turnkeep_client.session_log import read
 
-    entries = await client.log(session)
-    if not (turns := list(conversation(entries))):
+    own = client.session(session)
+    if not (turns := list(conversation(await read(client.stored, own.key)))):
         raise await no_session(client, session)
     shown = turns[-last:] if last else turns
-    forks = {turn.seq for turn in shown if isinstance(turn.result, Opened) and turn.result.parent}
-    opened = {one.asked.seq: one.answered.seq for one in pair_up(entries) if one.asked.seq in forks}
-    own = client.session(session)
-    inherited = {seq: await own.history(before=end + 1) for seq, end in opened.items()}
+    inherited = {
+        turn.seq: await own.history(before=(turn.answered_seq or 0) + 1)
+        for turn in shown
+        if isinstance(turn.result, Opened) and turn.result.parent
+    }
     if as_json:
         messages = {seq: history.messages for seq, history in inherited.items()}
         click.echo(

@@ -25,6 +25,7 @@ from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULT
 from turnkeep_client.messages import OPTIONS, Chunk, DeadLetter, GatewayMetrics, Generate, Metrics
 from turnkeep_client.wire import Backlog
 from worker.models.answer_markup import FAMILIES
+from worker.models.habits import INSTEAD
 from worker.process.settings import describe
 
 if TYPE_CHECKING:
@@ -90,6 +91,12 @@ def messages() -> str:
     for title, group in groups:
         parts += [f"## {title}", *(_fields(kind.__name__, schemas[kind.__name__]) for kind in group)]
     parts += ["## Parts of messages", *(_fields(name, one) for name, one in sorted(shared.items()))]
+    forms = "\n".join(f"- {words}" for words in (*INSTEAD.values(), "two messages of a role in a row joined"))
+    parts += [
+        "## What a template gets instead",
+        "Of each kind that the model's template cannot render:",
+        forms,
+    ]
     return "\n\n".join(parts)
 
 
@@ -101,13 +108,19 @@ def _fields(name: str, schema: dict[str, Any]) -> str:
             _type(one),
             "yes" if field in needed else "",
             f"`{msgspec.json.encode(one['default']).decode()}`" if one.get("default") is not None else "",
-            one.get("description", ""),
+            _description(one),
         )
         for field, one in schema["properties"].items()
     )
-    text = inspect.cleandoc(schema.get("description", "")).partition("\n\n")[0].replace("\n", " ")
+    text = inspect.cleandoc(schema.get("description", ""))
     table = _table("field|type|required|default|what it is", rows)
     return f"### {name}\n\n{text}\n\n{table}"
+
+
+def _description(schema: dict[str, Any]) -> str:
+    """Return what a field, or an item of it, is; an empty text if its type does not say it."""
+    inner = [*schema.get("anyOf", ()), *filter(None, [schema.get("items")])]
+    return str(schema.get("description") or next(filter(None, map(_description, inner)), ""))
 
 
 def _type(schema: dict[str, Any]) -> str:

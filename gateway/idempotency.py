@@ -7,12 +7,12 @@ gateway can read the request's state from the log at any time.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
-from turnkeep_client.errors import InvalidMessageError, NoAnswerError, NoServerError, RequestFailedError
-from turnkeep_client.messages import Failed, Opened, decode_result
+from turnkeep_client.errors import NoAnswerError, NoServerError, RequestFailedError
+from turnkeep_client.messages import Failed, Opened
+from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
 
 from . import logged_answers
@@ -72,12 +72,10 @@ async def state_of(client: Client, answer_id: str, body: str) -> KeyState:
         raise key_reused()
     found, opened = KeyState(session, last), None
     if found.answer is None:
-        async for _, one in client.stored.every(session_key(client.tenant, session), "out"):
-            with contextlib.suppress(InvalidMessageError):
-                result = decode_result(one.body)
-                if isinstance(result, Opened):
-                    base = base_of(result.tags)
-                    opened = None if base is None else (base, result.position)
+        for one in (await read(client.stored, session_key(client.tenant, session))).exchanges:
+            if isinstance(one.result, Opened):
+                base = base_of(one.result.tags)
+                opened = None if base is None else (base, one.result.position)
     return found._replace(opened=opened)
 
 

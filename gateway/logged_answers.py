@@ -19,22 +19,20 @@ import msgspec
 from msgspec import Struct
 
 from turnkeep_client.chunks import Assembly
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.history import answer_message
 from turnkeep_client.messages import (
     Append,
     Appended,
     Close,
     Failed,
-    Function,
     Generate,
     Generated,
     Message,
     Open,
-    ToolCall,
-    decode_request,
-    decode_result,
     encode,
 )
+from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
 
 from .index import PREFIX
@@ -45,7 +43,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Stored
+    from turnkeep_client.log import Entry
     from turnkeep_client.messages import Chunk, ForkPoint, Request, Result
     from turnkeep_client.subjects import SessionKey
 
@@ -212,15 +210,17 @@ async def _exchanges(
     client: Client, key: SessionKey, *, conversation: bool = True
 ) -> AsyncIterator[_Exchange]:
     """Yield a session's appends, generates and unrefused closes with `forget`, in log order; repeats too."""
-    results, replay = await _results(client, key), _Replay()
-    async for _, one in client.stored.every(key, "in"):
-        with suppress(InvalidMessageError):
-            request = decode_request(one.body)
-            result = results.get(request.id)
-            if isinstance(request, Open) and request.from_ is not None and not isinstance(result, Failed):
-                replay.said = await _said_at(client, request.from_) if conversation else None
-            elif (found := replay.exchange(one, request, result)) is not None:
-                yield found
+    log, replay = await read(client.stored, key), _Replay()
+    results: dict[str, Result] = {}
+    for one in log.exchanges:
+        if one.result.repeat_of is None:
+            results.setdefault(one.request.id, one.result)
+    for entry, request in log.asked:
+        result = results.get(request.id) if request else None
+        if isinstance(request, Open) and request.from_ is not None and not isinstance(result, Failed):
+            replay.said = await _said_at(client, request.from_) if conversation else None
+        elif request and (found := replay.exchange(entry, request, result)) is not None:
+            yield found
 
 
 class _Replay:
@@ -230,7 +230,7 @@ class _Replay:
         self.said: _Conversation = ()
         self._prompts: dict[str, _Conversation] = {}  # by the request's id
 
-    def exchange(self, stored: Stored, request: Request, result: Result | None) -> _Exchange | None:
+    def exchange(self, stored: Entry, request: Request, result: Result | None) -> _Exchange | None:
         """Return a request with its conversation; None if it has no conversation, or was refused."""
         match request:
             case Close(forget=True) if not isinstance(result, Failed):
@@ -270,24 +270,10 @@ async def _said_at(client: Client, point: ForkPoint) -> _Conversation:
     return None
 
 
-async def _results(client: Client, key: SessionKey) -> dict[str, Result]:
-    found: dict[str, Result] = {}
-    async for _, one in client.stored.every(key, "out"):
-        with suppress(InvalidMessageError):
-            result = decode_result(one.body)
-            if result.repeat_of is None:
-                found.setdefault(result.id or "", result)
-    return found
-
-
 def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> tuple[Message, ...]:
     if not result.tokens:  # the answer was cancelled before its first token
         return prompt
-    calls = tuple(
-        ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
-        for call in result.tool_calls
-    )
-    return (*prompt, Message("assistant", prefix + result.text, None, calls))
+    return (*prompt, answer_message(result, prefix))
 
 
 def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> ClientTurn:

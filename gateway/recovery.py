@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
-from datetime import datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from turnkeep_client.errors import InvalidMessageError, NotPermittedError, StreamError
+from turnkeep_client.errors import NotPermittedError, StreamError
 from turnkeep_client.messages import (
     Appended,
     Closed,
@@ -20,9 +18,9 @@ from turnkeep_client.messages import (
     Opened,
     Rewound,
     UnknownResult,
-    decode_request,
     decode_result,
 )
+from turnkeep_client.session_log import End, decoded, ends, read
 from turnkeep_client.subjects import session_key
 
 from . import boundaries
@@ -38,11 +36,9 @@ from .index import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Stored
-    from turnkeep_client.messages import Result
+    from turnkeep_client.messages import Request
+    from turnkeep_client.session_log import SessionLog
     from turnkeep_client.subjects import SessionKey
 
 log = logging.getLogger(__name__)
@@ -72,34 +68,33 @@ async def recover(client: Client, index: Index) -> None:
         log.warning("conversations from before this start are not found again: %s", error)
         return
     counts = {key: kinds for key, kinds in every.items() if key.session.startswith(PREFIX)}
-    results = [(one, key) async for key, one in client.stored.last(counts, "out")]
-    results.sort(key=lambda found: found[0].seq)
-    waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
-    requests = {key: one async for key, one in client.stored.last(waiting, "in")}
+    found = await ends(client.stored, counts)
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def read(session: IndexedSession, key: SessionKey) -> None:
-        prefixes: dict[str, str] = {}
+    async def read_whole(session: IndexedSession, key: SessionKey) -> None:
         async with places:
-            stored = [one async for _, one in client.stored.every(key, "out")]
-            entries = [(one, found) for one in stored if (found := _decoded(one)) is not None]
-            if any(isinstance(found, Generated) and found.prefix_tokens for _, found in entries):
-                prefixes = _prefixes([one async for _, one in client.stored.every(key, "in")])
-        end = _fold(index, session, entries, prefixes)
-        if (request := requests.get(key)) is not None:
-            _note_running(index, session, request, end)
+            session_log = await read(client.stored, key)
+        end = _fold(index, session, session_log)
+        if session_log.waiting:
+            _note_running(index, session, session_log.waiting[-1].request, end)
 
     wanted: list[tuple[IndexedSession, SessionKey]] = []
-    for one, key in results[-MOST_SESSIONS:]:
-        last = _decoded(one)
-        if last is not None and not isinstance(last, Closed | UnknownResult):
-            wanted.append((IndexedSession(key.session, last.position, _time(one)), key))
-            index.add(wanted[-1][0])
-    begun = requests.keys() - {key for _, key in results}  # sessions in which no request has a result yet
-    for key in begun:
-        wanted.append((IndexedSession(key.session, None, _time(requests[key])), key))
-        index.add(wanted[-1][0])
-    await asyncio.gather(*(read(session, key) for session, key in wanted[-_MOST_READ:]))
+    in_use_order = sorted(found.items(), key=lambda item: item[1].last.seq)
+    for key, end in in_use_order[-MOST_SESSIONS:]:
+        if (session := _session(key, end)) is not None:
+            wanted.append((session, key))
+            index.add(session)
+    await asyncio.gather(*(read_whole(session, key) for session, key in wanted[-_MOST_READ:]))
+
+
+def _session(key: SessionKey, end: End) -> IndexedSession | None:
+    """Return a session as the end of its log has it; None if it is closed."""
+    if end.answered is None:
+        return IndexedSession(key.session, None, end.last.stored.timestamp())
+    last = decoded(decode_result, end.answered.body)
+    if last is None or isinstance(last, Closed | UnknownResult):
+        return None
+    return IndexedSession(key.session, last.position, end.answered.stored.timestamp())
 
 
 async def settle(client: Client, index: Index, session: IndexedSession) -> bool:
@@ -109,26 +104,23 @@ async def settle(client: Client, index: Index, session: IndexedSession) -> bool:
     Raises `TurnkeepError`.
     """
     key = session_key(client.tenant, session.name)
-    asked = [one async for _, one in client.stored.last([key], "in")]
-    ended = [one async for _, one in client.stored.last([key], "out")]
-    last = _decoded(ended[0]) if ended else None
-    if asked and (last is None or last.seq != asked[0].seq):
+    end = (await ends(client.stored, {key: {"in": 1}})).get(key)
+    if end is not None and end.waiting:
         return False
-    if last is not None and not isinstance(last, Closed | UnknownResult):
-        index.move(session, last.position)
-        index.use(session, _time(ended[0]))
+    if end is not None and (found := _session(key, end)) is not None:
+        index.move(session, found.position)
+        index.use(session, found.used_s)
     return True
 
 
-def _fold(
-    index: Index, session: IndexedSession, entries: list[tuple[Stored, Result]], prefixes: Mapping[str, str]
-) -> _End:
-    """Add a session's results to the index; `prefixes` maps request ids to answer prefixes from clients."""
+def _fold(index: Index, session: IndexedSession, session_log: SessionLog) -> _End:
+    """Add a session's results to the index."""
     end = _End(None, 0)
-    for one, result in entries:
+    for one in session_log.exchanges:
+        request, result = one.request, one.result
         if result.position is None or result.repeat_of is not None:
             continue
-        name = RequestName.parse(result.id or "")
+        name = RequestName.parse(request.id)
         match result:
             case Closed():
                 index.cut(session, -1)
@@ -137,14 +129,14 @@ def _fold(
                 index.cut(session, -1)
                 base = base_of(result.tags)
                 end = _End(None if base is None else {base}, result.position)
-            case Generated() if name is not None:
-                until_s = _time(one) + CLAIM_S
-                prefix = prefixes.get(result.id or "", "")
-                asked = _asked(session, name, end, prefix, until_s if until_s > time.time() else 0.0)
+            case Generated() if isinstance(request, Generate) and name is not None:
+                until_s = one.answered.stored.timestamp() + CLAIM_S
+                until_s = until_s if until_s > time.time() else 0.0
+                asked = _asked(session, name, end, request.prefix, until_s)
                 index.ask(asked)
                 index.answer(asked, result)
                 end = _End(boundaries.answered(name.prompt, result, asked.prefix), result.position)
-            case Appended() if (boundary := appended_to(result.id or "")) is not None:
+            case Appended() if (boundary := appended_to(request.id)) is not None:
                 index.append(session, boundary, result)
                 end = _End({boundary}, result.position)
             case Failed():
@@ -160,14 +152,10 @@ def _fold(
     return end
 
 
-def _note_running(index: Index, session: IndexedSession, stored: Stored, end: _End) -> None:
+def _note_running(index: Index, session: IndexedSession, request: Request | None, end: _End) -> None:
     """Add a request that has no result yet to the index, so that an equal request gets the same answer."""
     index.move(session, None)
-    try:
-        request = decode_request(stored.body)
-    except InvalidMessageError:
-        return
-    name = RequestName.parse(request.id)
+    name = RequestName.parse(request.id) if request else None
     if isinstance(request, Generate) and name is not None and name.key not in index.asked:
         index.ask(_asked(session, name, end, request.prefix, math.inf))
 
@@ -177,24 +165,3 @@ def _asked(
 ) -> IndexedRequest:
     bases = end.bases or set()
     return IndexedRequest(session, name, bases, end.position, prefix, claim_until_s=claim_until_s)
-
-
-def _prefixes(stored: list[Stored]) -> dict[str, str]:
-    found = {}
-    for one in stored:
-        with contextlib.suppress(InvalidMessageError):
-            request = decode_request(one.body)
-            if isinstance(request, Generate) and request.prefix:
-                found[request.id] = request.prefix
-    return found
-
-
-def _decoded(stored: Stored) -> Result | None:
-    try:
-        return decode_result(stored.body)
-    except InvalidMessageError:  # no worker wrote it
-        return None
-
-
-def _time(stored: Stored) -> float:
-    return datetime.fromisoformat(stored.headers["Nats-Time-Stamp"]).timestamp()

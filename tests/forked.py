@@ -227,9 +227,9 @@ def _run(
     if program == "-m":
         sys.argv = ["turnkeep", *sys.argv[2:]]
         from commands.__main__ import main
-        from worker import supervisor
+        from worker import standby
 
-        supervisor._SPARE_BYTES = 0  # touching spare memory is most of a forked start's work
+        standby._SPARE_BYTES = 0  # touching spare memory is most of a forked start's work
         main()
     else:
         runpy.run_path(program, run_name="__main__")

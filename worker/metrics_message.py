@@ -19,36 +19,16 @@ from .observe.counters import Telemetry
 if TYPE_CHECKING:
     from typing import Any
 
-    from cache.store import Store
-    from worker.cluster.members import Members
-    from worker.engine.engine import Engine
-    from worker.sessions.sessions import Sessions
-    from worker.wire.intake import Intake
-    from worker.wire.retention import Retention
-
-    from .model_start import ModelStart
-    from .process.constants import Constants
-    from .process.settings import Settings
+    from .parts import Parts
 
 
-def collect(
-    *,
-    telemetry: Telemetry,
-    model: ModelStart,
-    engine: Engine,
-    store: Store | None,
-    sessions: Sessions,
-    intake: Intake,
-    retention: Retention,
-    members: Members,
-    settings: Settings,
-    constants: Constants,
-    version: str,
-) -> Metrics:
+def collect(parts: Parts) -> Metrics:
     """Build the message from the parts' current counters. Event loop only."""
+    ground, engine, intake = parts.ground, parts.engine, parts.intake
+    model, store = ground.model, ground.store
     return Metrics(
-        worker=settings.worker,
-        version=version,
+        worker=ground.settings.worker,
+        version=ground.version,
         model=model.loaded.name,
         sampling=model.loaded.sampling,
         reasoning=model.loaded.tokenizer.markup.has_reasoning,
@@ -57,20 +37,20 @@ def collect(
         model_changed_s=model.loaded.changed_s,
         context_tokens=model.context_tokens,
         device=model.device.name,
-        others=tuple(sorted(members.others)),
-        drains=members.me.drains,
+        others=tuple(sorted(ground.members.others)),
+        drains=ground.members.me.drains,
         waiting=max(intake.num_sessions - engine.num_running, 0),
         waiting_for_memory=engine.num_waiting,
         returned=intake.num_returned,
-        log_bytes=retention.num_bytes,
-        log_max_bytes=retention.max_bytes,
-        max_message_bytes=settings.max_message_bytes,
+        log_bytes=parts.retention.num_bytes,
+        log_max_bytes=parts.retention.max_bytes,
+        max_message_bytes=ground.settings.max_message_bytes,
         running=engine.num_running,
-        sessions=len(sessions),
-        sessions_by_policy=sessions.by_policy(),
+        sessions=len(parts.sessions),
+        sessions_by_policy=parts.sessions.by_policy(),
         resident_sessions=engine.ledger.num_resident,
-        **telemetry.figures(),
-        interval_s=constants.metrics_interval_s,
+        **ground.telemetry.figures(),
+        interval_s=ground.constants.metrics_interval_s,
         resident_kv_bytes=engine.ledger.used_bytes,
         kv_limit_bytes=engine.ledger.max_bytes,
         device_memory_bytes=model.device.estimator.limit_bytes,

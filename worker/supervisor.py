@@ -9,56 +9,48 @@ that was unloaded is loaded by its next request. A worker that crashes is starte
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
-import subprocess
-import sys
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import anyio
 import structlog
-from anyio import BrokenResourceError, Event, IncompleteRead, current_time, move_on_after, sleep
-from anyio.streams.buffered import BufferedByteReceiveStream
+from anyio import Event, current_time, move_on_after, sleep
 
-from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import UnloadRequest
 from turnkeep_client.subjects import Subjects
+from worker.model_process import UNKNOWN, ModelProcess, SupervisorError
 from worker.wire.broker import EmbeddedServer
 from worker.wire.connection import connect
 from worker.wire.credentials import over_tls, worker_options
 
-from .metrics_message import unloaded
-from .models.blas import computes_on_linux_cpu
+from .model_memory import MemoryBudget, share_of
 from .observe.health import HealthServer
-from .process.children import ending, start
+from .process.children import ending
 from .process.concurrency import background, shielded, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
 from .process.settings import SettingsError, word
-from .reports import Line, Needs, Order, Refused, State, decode_report, encode
+from .reports import Line, Needs, Order, Refused, State
+from .standby import Standby, reports, send_order
 from .wire.activator import Activator
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+    from collections.abc import Callable, Mapping
 
     from anyio.abc import Process
 
-    from turnkeep_client.messages import Metrics, ServeRequest
+    from turnkeep_client.errors import TurnkeepError
+    from turnkeep_client.messages import ServeRequest
 
     from .process.settings import Settings
     from .reports import Report
 
 log = structlog.get_logger()
 
-VERSION: Final = importlib.metadata.version("turnkeep")
-#: The command of a worker's process; the size of its spare memory follows.
-_WORKER: Final = (sys.executable, "-P", "-m", "worker.main")
-#: Freed memory that a worker keeps for reuse, and prepares at its start; on a Linux CPU only.
-_SPARE_BYTES: Final = 2**28
 #: How many models are measured at the same time.
 _AT_ONCE: Final = 2
 #: The pause between two checks of whether a model is still in use, and the longest one.
@@ -66,10 +58,6 @@ _LOOK_S: Final = 0.5
 _LONG_LOOK_S: Final = 5.0
 #: The pause between two checks of whether a worker has ended.
 _ENDED_S: Final = 0.05
-#: How long a model keeps memory that another one waits for: `_GRACE_S` after its last request, and `_TURN_S`
-#: while it is in use. After `_TURN_S` its unfinished answers wait until it is loaded again.
-_GRACE_S: Final = 1.0
-_TURN_S: Final = 60.0
 #: After this time a loaded model gets a process that waits to take over: its imports must not delay answers.
 _HIRE_S: Final = 2.0
 #: How long a worker may take to end.
@@ -80,103 +68,6 @@ _PAUSES_S: Final = (0.5, 30.0)
 _STABLE_S: Final = 3.0
 #: After so many short runs in a row, the last of which did not get ready, a model counts as failed.
 _MAX_TRIES: Final = 5
-#: A worker that has reported nothing for this time hangs.
-_SILENT_S: Final = 30.0
-_MAX_REPORT_BYTES: Final = 2**24
-
-
-class SupervisorError(TurnkeepError):
-    """The models cannot be served; the message is one line."""
-
-
-#: Of a model that was not measured, and has not served yet.
-_UNKNOWN: Final = Needs("", "", 0, {}, False, (), 0, 0.0)
-
-
-class InMemory(NamedTuple):
-    """A loaded model that may be unloaded: when it was last used, by the event loop's clock, and its size."""
-
-    used_s: float
-    size_bytes: int
-    name: str
-
-
-def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
-    """Choose the least recently used models until they free `lacking_bytes`; none if all free less."""
-    chosen: list[str] = []
-    for one in sorted(idle):
-        if lacking_bytes <= 0:
-            break
-        chosen.append(one.name)
-        lacking_bytes -= one.size_bytes
-    return chosen if lacking_bytes <= 0 else []
-
-
-class _Model:
-    """One model: its worker process, if one runs, and the activator that notices requests for it."""
-
-    activator: Activator
-    directory: DataDir
-    size_bytes = 0
-
-    def __init__(self, name: str | None, settings: Settings) -> None:
-        """Take the name of one of several models; None if there is only one, which stays loaded."""
-        self.name = name
-        self.settings = settings
-        #: The draft model that was asked for; another model may have no use for it.
-        self.draft_model = settings.draft_model
-        self.stays_s = math.inf if name is None else settings.unload_after_s or math.inf
-        self.needs: Needs | None = None
-        self.process: Process | None = None
-        self.began_s = 0.0
-        self.loaded_s = math.inf
-        self.reported_s = math.inf
-        self.state = State((), ("starting",), is_alone=True)
-        self.refused: Refused | None = None
-        #: `wanted`: the model has requests. `leave`: it must be unloaded.
-        self.wanted = Event()
-        self.leave = Event()
-
-    def wake(self) -> None:
-        self.wanted.set()
-
-    def let_go(self) -> None:
-        """Unload the model; whoever wants it from now on wakes it again."""
-        self.leave.set()
-        self.wanted = Event()
-
-    @property
-    def is_loaded(self) -> bool:
-        """Whether the model's worker runs and is ready."""
-        return self.process is not None and self.loaded_s < math.inf
-
-    @property
-    def unused_s(self) -> float:
-        """The seconds since the model was loaded, or since the activator's last request, if that is later."""
-        return current_time() - max(self.activator.used_s, self.loaded_s)
-
-    def hangs(self) -> list[str]:
-        """Return the faults of the worker that only a restart fixes."""
-        if current_time() - self.reported_s > _SILENT_S:
-            return ["the worker does not report"]
-        return [*self.state.hangs]
-
-    def metrics(self) -> Metrics:
-        """Return the metrics message of the model while it has no worker."""
-        needs = self.needs or _UNKNOWN
-        return unloaded(
-            worker=self.settings.worker,
-            version=VERSION,
-            model=needs.model,
-            sampling=needs.sampling,
-            reasoning=needs.reasoning,
-            makes=needs.makes,
-            weight_bytes=needs.weight_bytes,
-            model_changed_s=needs.model_changed_s,
-            context_tokens=needs.context_tokens,
-            interval_s=CONSTANTS.metrics_interval_s,
-            max_message_bytes=self.settings.max_message_bytes,
-        )
 
 
 class Supervisor:
@@ -195,7 +86,7 @@ class Supervisor:
         `kept` gets each line of the workers' logs, and `step` the steps of their starts, which are otherwise
         logged.
         """
-        self._models = [_Model(*one) for one in models.items()] or [_Model(None, settings)]
+        self._models = [ModelProcess(*one) for one in models.items()] or [ModelProcess(None, settings)]
         #: The settings that all models share; the NATS server must take the largest messages of any model.
         self._settings = replace(
             settings, max_message_bytes=max(one.settings.max_message_bytes for one in self._models)
@@ -203,12 +94,8 @@ class Supervisor:
         self._kept = kept
         self._step = step
         self._are_several = bool(models)
-        self._standby: Process | None = None
-        self._hiring = anyio.Lock()
-        self._memory_bytes = 0
-        self._running: list[_Model] = []
-        self._turn = anyio.Lock()
-        self._freed = Event()
+        self._standby = Standby()
+        self._memory = MemoryBudget()
         self._stop = Event()
         self._fatal: TurnkeepError | None = None
         self.ready = Event()
@@ -225,7 +112,7 @@ class Supervisor:
                 continue
             model.settings = replace(model.settings, max_disk=told.max_disk, min_free_disk=told.min_free_disk)
             if model.process is not None:
-                await self._order(model.process, model.settings)
+                await send_order(model.process, model.settings)
 
     async def run(self) -> None:
         """Serve until `stop` is called. Raises `TurnkeepError` for errors that a user can fix."""
@@ -238,22 +125,16 @@ class Supervisor:
             directory = stack.enter_context(
                 DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
             )
-            options = worker_options(settings)
+            url, options = over_tls(settings, settings.nats or ""), worker_options(settings)
             server = None if settings.nats else EmbeddedServer(directory, settings)
             if server is not None:
                 server.check()
-            stack.push_async_callback(shielded, self._dismiss)
-            await self._hire()
+            stack.push_async_callback(shielded, self._standby.dismiss)
+            await self._standby.hire()
             if self._are_several:
                 await self._weigh()
-            url = over_tls(settings, settings.nats or "")
             if server is not None:
-                stack.push_async_callback(shielded, server.stop)
-                await server.start()
-                await stack.enter_async_context(background(server.supervise))
-                url, options = server.url, {"token": server.token}
-                for model in self._models:
-                    model.settings = replace(model.settings, nats=url.replace("://", f"://{server.token}@"))
+                url, options = await self._start(server, stack)
             for model in self._models:
                 self._place(model, directory, stack)
             nc = await connect(
@@ -275,13 +156,23 @@ class Supervisor:
         if self._fatal is not None:
             raise self._fatal
 
-    def _place(self, model: _Model, directory: DataDir, stack: AsyncExitStack) -> None:
+    async def _start(self, server: EmbeddedServer, stack: AsyncExitStack) -> tuple[str, dict[str, Any]]:
+        """Start this machine's NATS server, for all models; return its URL and the options of connections."""
+        stack.push_async_callback(shielded, server.stop)
+        await server.start()
+        await stack.enter_async_context(background(server.supervise))
+        for model in self._models:
+            url = server.url.replace("://", f"://{server.token}@")
+            model.settings = replace(model.settings, nats=url)
+        return server.url, {"token": server.token}
+
+    def _place(self, model: ModelProcess, directory: DataDir, stack: AsyncExitStack) -> None:
         """Set a model's data directory, and the settings that its worker gets."""
         settings = model.settings
         if model.name is None:
             model.directory = directory
         else:
-            needs = model.needs or _UNKNOWN
+            needs = model.needs or UNKNOWN
             path = self._settings.data_dir / "workers" / settings.prefix
             name = f"{settings.worker}-{word(model.name)}"[:64]
             model.directory = stack.enter_context(DataDir.open(path, name))
@@ -296,31 +187,6 @@ class Supervisor:
             )
         model.settings = settings
 
-    async def _hire(self) -> Process:
-        """Make sure that a process waits for an order; return it."""
-        async with self._hiring:
-            if self._standby is None or self._standby.returncode is not None:
-                spare_bytes = _SPARE_BYTES if computes_on_linux_cpu() else 0
-                self._standby = await start([*_WORKER, str(spare_bytes)], stdout=subprocess.PIPE)
-            return self._standby
-
-    async def _take(self) -> Process:
-        """Return the process that waits for an order; the caller gives it one, and ends it."""
-        while (process := await self._hire()) is not self._standby:  # another model has taken it
-            pass
-        self._standby = None
-        return process
-
-    async def _dismiss(self) -> None:
-        """End the process that waits for an order."""
-        if self._standby is not None:
-            self._standby.kill()
-            await self._standby.aclose()
-
-    async def _order(self, process: Process, order: Order | Settings) -> None:
-        with contextlib.suppress(BrokenResourceError):  # it has just ended
-            await process.stdin.send(encode(order))  # type: ignore[union-attr]  # a pipe
-
     async def _serve(self) -> None:
         async with task_group() as tasks:
             for model in self._models:
@@ -329,7 +195,7 @@ class Supervisor:
             if self._are_several:
                 for model in self._models:
                     await model.activator.begin()
-                log.info("ready", memory=size(self._memory_bytes))
+                log.info("ready", memory=size(self._memory.size_bytes))
                 self.ready.set()
                 await self._look_again()
             else:
@@ -344,7 +210,7 @@ class Supervisor:
         log.info("measuring the models", models=[model.name for model in self._models])
         limit = anyio.CapacityLimiter(_AT_ONCE)
 
-        async def weigh(model: _Model) -> None:
+        async def weigh(model: ModelProcess) -> None:
             async with limit:
                 weighed = await self._weighed(model.settings)
             if isinstance(weighed, Refused):
@@ -357,22 +223,22 @@ class Supervisor:
         weighed = [(model, model.needs) for model in self._models if model.needs is not None]
         memory = self._settings.memory or min(needs.memory_bytes for _, needs in weighed)
         for model, needs in weighed:
-            model.size_bytes = _share(model.name or "", model.settings.device_memory, needs, memory)
-        self._memory_bytes = memory
+            model.size_bytes = share_of(model.name or "", model.settings.device_memory, needs, memory)
+        self._memory.size_bytes = memory
 
     async def _weighed(self, settings: Settings) -> Needs | Refused:
         """Measure a model in a process of its own."""
         found: Needs | Refused = Refused("its process has ended; the error is above", is_setting=False)
-        async with ending(await self._take(), 0) as process:
-            await self._order(process, Order(settings, weighs=True))
-            async for report in _reports(process):
+        async with ending(await self._standby.take(), 0) as process:
+            await send_order(process, Order(settings, weighs=True))
+            async for report in reports(process):
                 if isinstance(report, Line):
                     self._say(report)
                 elif isinstance(report, Needs | Refused):
                     found = report
         return found
 
-    async def _asked(self, model: _Model, request: ServeRequest) -> str:
+    async def _asked(self, model: ModelProcess, request: ServeRequest) -> str:
         """Load or unload a model; return what happens. Raises `SupervisorError`."""
         if not model.state.is_alone:
             raise SupervisorError("other workers serve the prefix with this model; stop them to change it")
@@ -385,7 +251,7 @@ class Supervisor:
         model.wake()
         return f"{served} is loaded"
 
-    async def _change(self, model: _Model, name: str) -> str:
+    async def _change(self, model: ModelProcess, name: str) -> str:
         """Serve another model on the prefix of the single one; return what happens."""
         if model.name is not None:
             raise SupervisorError(
@@ -399,7 +265,7 @@ class Supervisor:
         if isinstance(weighed, Refused):
             raise SupervisorError(f"{name} cannot be served: {weighed.reason}")
         model.let_go()
-        while model in self._running:  # noqa: ASYNC110  # it tells nobody
+        while model in self._memory.loaded:  # noqa: ASYNC110  # it tells nobody
             await sleep(_ENDED_S)
         model.settings, model.needs = settings, weighed
         model.wake()
@@ -423,17 +289,17 @@ class Supervisor:
         else:
             log.info(line.text)
 
-    async def _keep(self, model: _Model) -> None:
+    async def _keep(self, model: ModelProcess) -> None:
         """Run the model's worker whenever the model has requests, forever."""
         while True:
             await model.wanted.wait()
             model.leave = Event()
-            async with self._room(model):
+            async with self._memory.reserve(model):
                 is_left = await self._run_until_left(model)
             if is_left and await model.activator.has_work():
                 model.wake()
 
-    async def _run_until_left(self, model: _Model) -> bool:
+    async def _run_until_left(self, model: ModelProcess) -> bool:
         """Run the model's worker, again and again if it crashes, until the model must leave.
 
         Returns False if the worker never gets ready; a single model then ends `run`.
@@ -442,7 +308,7 @@ class Supervisor:
         while True:
             code = await self._run_worker(model)
             if model.leave.is_set():
-                log.info("unloaded", **_named(model))
+                log.info("unloaded", **model.log_fields)
                 return True
             num_short = 0 if current_time() - model.loaded_s > _STABLE_S else num_short + 1
             is_failing = num_short >= _MAX_TRIES and model.loaded_s == math.inf
@@ -453,12 +319,14 @@ class Supervisor:
             more = {"reason": refused.reason} if refused is not None else {}
             if is_failing and self._are_several:
                 reason = more.get("reason", _never_ready(code))
-                log.error("a model cannot be loaded until its next request", **_named(model), reason=reason)
+                log.error(
+                    "a model cannot be loaded until its next request", **model.log_fields, reason=reason
+                )
                 await model.activator.refuse(f"the model {model.name} cannot be loaded: {reason}")
                 model.let_go()
                 return False
             pause_s = min(_PAUSES_S[0] * 2 ** (num_short - 2), _PAUSES_S[1]) if num_short > 1 else 0.0
-            log.error("a worker has ended", **_named(model), code=code, pause_s=pause_s, **more)
+            log.error("a worker has ended", **model.log_fields, code=code, pause_s=pause_s, **more)
             with move_on_after(pause_s):
                 await model.leave.wait()
                 return True
@@ -469,57 +337,22 @@ class Supervisor:
         self._fatal = kind(refused.reason)
         self.stop()
 
-    @asynccontextmanager
-    async def _room(self, model: _Model) -> AsyncIterator[None]:
-        """Reserve a model's memory until the block ends. Waits until it is free; first come, first served."""
-        async with self._turn:
-            since_s = current_time()
-            while (lacking := model.size_bytes - self._free_bytes) > 0:
-                await self._make_room(lacking, since_s)
-                with move_on_after(_LOOK_S):
-                    await self._freed.wait()
-            self._running.append(model)
-        try:
-            yield
-        finally:
-            self._running.remove(model)
-            self._freed.set()
-            self._freed = Event()
-
-    @property
-    def _free_bytes(self) -> int:
-        return self._memory_bytes - sum(one.size_bytes for one in self._running)
-
-    async def _make_room(self, lacking_bytes: int, since_s: float) -> None:
-        """Free `lacking_bytes`: unload models that are idle, or were loaded for `_TURN_S` since `since_s`."""
-        idle: list[InMemory] = []
-        for one in [*self._running]:
-            had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
-            if one.leave.is_set():
-                lacking_bytes -= one.size_bytes
-            elif had_turn or (one.unused_s > _GRACE_S and not await one.activator.has_work()):
-                idle.append(InMemory(one.activator.used_s, one.size_bytes, one.name or ""))
-        chosen = leaving(lacking_bytes, idle)
-        for one in self._running:
-            if one.name in chosen:
-                one.let_go()
-
-    async def _run_worker(self, model: _Model) -> int:
+    async def _run_worker(self, model: ModelProcess) -> int:
         """Run a model's worker until it ends; return its exit code."""
         model.began_s, model.loaded_s, model.refused = current_time(), math.inf, None
         model.state = State((), ("loading the model",), model.state.is_alone)
-        async with ending(await self._take(), _STOP_S) as model.process, task_group() as tasks:
+        async with ending(await self._standby.take(), _STOP_S) as model.process, task_group() as tasks:
             if self._are_several:
-                log.info("loading", **_named(model), memory=size(model.size_bytes))
+                log.info("loading", **model.log_fields, memory=size(model.size_bytes))
             order = Order(
                 model.settings,
                 model.name,
                 tells_log=self._kept is not None,
                 tells_steps=self._step is not None,
             )
-            await self._order(model.process, order)
+            await send_order(model.process, order)
             tasks.start_soon(self._watch, model, model.process)
-            async for report in _reports(model.process):
+            async for report in reports(model.process):
                 await self._hear(model, report)
             code = await model.process.wait()
             tasks.cancel_scope.cancel()
@@ -529,7 +362,7 @@ class Supervisor:
             await model.activator.begin()
         return code
 
-    async def _hear(self, model: _Model, report: Report) -> None:
+    async def _hear(self, model: ModelProcess, report: Report) -> None:
         """Take a worker's report; once it serves, let it answer its requests."""
         match report:
             case Line():
@@ -545,17 +378,17 @@ class Supervisor:
                 model.loaded_s = current_time()
                 if self._are_several:
                     seconds = round(model.loaded_s - model.began_s, 1)
-                    log.info("loaded", **_named(model), seconds=seconds)
+                    log.info("loaded", **model.log_fields, seconds=seconds)
                 self.ready.set()
 
-    async def _watch(self, model: _Model, worker: Process) -> None:
+    async def _watch(self, model: ModelProcess, worker: Process) -> None:
         """End the model's worker when the model is idle or must leave."""
         pause_s = min(max(model.stays_s / 100, _LOOK_S), _LONG_LOOK_S)
         while not model.leave.is_set():
             if await self._is_idle(model):
                 model.let_go()
             elif model.is_loaded and current_time() - model.loaded_s > _HIRE_S:
-                await self._hire()
+                await self._standby.hire()
             with move_on_after(pause_s):
                 await model.leave.wait()
         if model.needs is not None:
@@ -565,14 +398,14 @@ class Supervisor:
             await sleep(_STOP_S)
             worker.kill()
 
-    async def _is_idle(self, model: _Model) -> bool:
+    async def _is_idle(self, model: ModelProcess) -> bool:
         if not model.is_loaded or model.stays_s == math.inf:
             return False
         if await model.activator.has_work():  # asked each time, as an answer may take nearly `after_s`
             model.activator.used_s = current_time()
         return model.unused_s >= model.stays_s
 
-    async def _publish_metrics(self, model: _Model) -> None:
+    async def _publish_metrics(self, model: ModelProcess) -> None:
         while True:
             if model.needs is not None and not model.is_loaded:  # no worker publishes its own yet
                 await model.activator.publish_metrics()
@@ -596,39 +429,10 @@ class Supervisor:
         """Return the reasons why requests are not answered now; one that loads its model is answered."""
         if self._stop.is_set():
             return ["stopping"]
-        if not self.ready.is_set() or (not self._are_several and self._models[0] in self._running):
+        if not self.ready.is_set() or (not self._are_several and self._models[0] in self._memory.loaded):
             return [*self._models[0].state.unready]
         return []
 
 
 def _never_ready(code: int) -> str:
     return f"its worker has ended {_MAX_TRIES} times in a row, before it was ready (code {code}); see the log"
-
-
-def _named(model: _Model) -> dict[str, str]:
-    """Return the field of log lines that names one of several models."""
-    return {} if model.name is None else {"model": model.name}
-
-
-async def _reports(process: Process) -> AsyncIterator[Report]:
-    """Yield the reports of a worker's process until it has ended."""
-    lines = BufferedByteReceiveStream(process.stdout)  # type: ignore[arg-type]  # a pipe
-    with contextlib.suppress(anyio.EndOfStream, IncompleteRead, BrokenResourceError):
-        while True:
-            yield decode_report(await lines.receive_until(b"\n", _MAX_REPORT_BYTES))
-
-
-def _share(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:
-    """Return the bytes that a model's worker may use. Raises `SupervisorError` if it can never be loaded."""
-    least = size(needs.least_bytes)
-    if wanted_bytes is not None and wanted_bytes < needs.least_bytes:
-        raise SupervisorError(
-            f"device_memory of the model {name} is {size(wanted_bytes)}, and it needs {least}: raise it"
-        )
-    if (wanted_bytes or needs.least_bytes) > memory_bytes:
-        needed = least if wanted_bytes is None else f"device_memory of {size(wanted_bytes)}"
-        raise SupervisorError(
-            f"the model {name} can never be loaded: it needs {needed}, and memory is {size(memory_bytes)};"
-            " raise memory, or take a smaller model"
-        )
-    return wanted_bytes or min(needs.usual_bytes, memory_bytes)

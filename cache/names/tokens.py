@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, overload
 import numpy as np
 
 from . import blocks
+from .images import ImageSpan, overlaid
 from .policy import FULL, Policy
 
 if TYPE_CHECKING:
@@ -53,20 +54,26 @@ class Tokens(Sequence[int]):
     So the cost of a turn does not depend on its session's length: earlier ids are not copied, compared or
     hashed again. `chains` has the names of the blocks, by root, and is shared by all tokens that extend each
     other. `chains` belongs to the event loop.
+
+    Ids are what the model runs. The tokens of an image have the same ids for every picture; `spans` says
+    which pictures they are. Everything that compares or names tokens (`packed`, `num_common`, `digest`, the
+    names of blocks) uses other ids for them, drawn from the picture (see `images`).
     """
 
-    __slots__ = ("_parts", "_rest", "chains")
+    __slots__ = ("_parts", "_rest", "chains", "spans")
 
     def __init__(
         self,
         parts: tuple[_Part, ...] = (),
         rest: _Ids | None = None,
         chains: dict[bytes, Chain] | None = None,
+        spans: tuple[ImageSpan, ...] = (),
     ) -> None:
-        """Make tokens from whole parts and from `rest`, the ids after the last part."""
+        """Make tokens from whole parts and from `rest`, the ids after the last part; `spans` in order."""
         self._parts = parts
         self._rest = array("I") if rest is None else rest
         self.chains: dict[bytes, Chain] = {} if chains is None else chains
+        self.spans = spans
 
     def __len__(self) -> int:
         return len(self._parts) * _PART + len(self._rest)
@@ -81,25 +88,32 @@ class Tokens(Sequence[int]):
     def __getitem__(self, at: int | slice) -> int | Tokens:
         if isinstance(at, slice):
             start, end, _ = at.indices(len(self))
-            if start:
-                return as_tokens(self.ids(start, end))
+            if start:  # without the image in which the slice begins
+                spans = (span.moved(-start) for span in self._spans(start, end) if span.start >= start)
+                return as_tokens(self.ids(start, end), spans)[: end - start]
             if end == len(self):
                 return self
-            num = end // _PART
-            return Tokens(self._parts[:num], self.ids(num * _PART, end), self.chains)
+            num, spans = end // _PART, (span.cut(end) for span in self._spans(0, end))
+            return Tokens(self._parts[:num], self.ids(num * _PART, end), self.chains, tuple(spans))
         at = range(len(self))[at]
         return self._ids_from(at // _PART)[at % _PART]
 
     def __add__(self, more: Iterable[int]) -> Tokens:
         """Return tokens with more ids appended. Raises `OverflowError` for an id outside of uint32."""
-        rest = self._rest[:]
-        rest.extend(more.ids() if isinstance(more, Tokens) else array("I", more))
-        parts = [*self._parts]
+        if isinstance(more, Tokens):
+            return self.extended(more.ids(), (span.moved(len(self)) for span in more.spans))
+        return self.extended(array("I", more))
+
+    def extended(self, ids: _Ids, spans: Iterable[ImageSpan] = ()) -> Tokens:
+        """Return tokens with `ids` appended, which have the images `spans`; their positions count from 0."""
+        rest, spans = self._rest + ids, (*self.spans, *spans)
+        parts, start = [*self._parts], len(self._parts) * _PART
         num_whole = len(rest) - len(rest) % _PART
         for at in range(0, num_whole, _PART):
-            ids = rest[at : at + _PART]
-            parts.append(_Part(ids, _digest(parts[-1:], ids).digest()))
-        return Tokens(tuple(parts), rest[num_whole:], self.chains)
+            part = rest[at : at + _PART]
+            packed = overlaid(pack(part), start + at, spans)
+            parts.append(_Part(part, _digest(parts[-1:], packed).digest()))
+        return Tokens(tuple(parts), rest[num_whole:], self.chains, spans)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Tokens):
@@ -127,8 +141,11 @@ class Tokens(Sequence[int]):
         return found
 
     def packed(self, start: int = 0, end: int | None = None) -> bytes:
-        """Pack the tokens of `[start, end)`; see `pack`."""
-        return pack(self.ids(start, end))
+        """Pack the tokens of `[start, end)` to compare or name them; images' tokens have ids of their own."""
+        return overlaid(pack(self.ids(start, end)), start, self.spans)
+
+    def _spans(self, start: int, end: int) -> list[ImageSpan]:
+        return [span for span in self.spans if span.start < end and span.end > start]
 
     def num_common(self, other: Tokens) -> int:
         """Count the leading tokens that these two sequences share."""
@@ -140,16 +157,17 @@ class Tokens(Sequence[int]):
 
     def digest(self) -> str:
         """Return the 16-byte digest of the tokens, as hex: a hash of all parts' digests and of the rest."""
-        return _digest(self._parts, self._rest).hexdigest()
+        rest = self.packed(len(self._parts) * _PART)
+        return _digest(self._parts, rest).hexdigest()
 
     def alone(self) -> Tokens:
         """Return a copy without `chains`, so that a chain can keep a reference to it."""
-        return Tokens(self._parts, self._rest)
+        return Tokens(self._parts, self._rest, spans=self.spans)
 
     def apart(self) -> Tokens:
         """Return a copy with separate `chains`, for a fork of the session."""
         chains = {root: chain.copy() for root, chain in self.chains.items()}
-        return Tokens(self._parts, self._rest, chains)
+        return Tokens(self._parts, self._rest, chains, self.spans)
 
 
 class Chain:
@@ -181,17 +199,17 @@ class Chain:
         return self._names
 
 
-def _digest(before: Sequence[_Part], ids: _Ids) -> hashlib.blake2b:
-    """Hash the digests of parts and the ids after them; without parts, this is a plain hash of the ids."""
+def _digest(before: Sequence[_Part], packed: bytes) -> hashlib.blake2b:
+    """Hash the digests of parts and the tokens after them; without parts, a plain hash of these tokens."""
     digest = (_BEHIND if before else _PLAIN).copy()
     digest.update(b"".join(part.digest for part in before))
-    digest.update(pack(ids))
+    digest.update(packed)
     return digest
 
 
-def as_tokens(ids: Iterable[int] = ()) -> Tokens:
-    """Make `Tokens` from ids. Raises `OverflowError` for an id outside of uint32."""
-    return ids if isinstance(ids, Tokens) else Tokens() + ids
+def as_tokens(ids: Iterable[int] = (), spans: Iterable[ImageSpan] = ()) -> Tokens:
+    """Make `Tokens` from ids, with the images `spans`. Raises `OverflowError` for an id outside of uint32."""
+    return ids if isinstance(ids, Tokens) else Tokens().extended(array("I", ids), spans)
 
 
 def pack(tokens: Sequence[int]) -> bytes:
@@ -223,7 +241,7 @@ def to_compact(tokens: Sequence[int]) -> str:
     LEB128 writes a number in groups of seven bits, the lowest first; a byte's high bit says whether another
     byte follows.
     """
-    ids = np.frombuffer(pack(tokens), "<u4")
+    ids = np.frombuffer(pack(tokens.ids() if isinstance(tokens, Tokens) else tokens), "<u4")
     sizes = 1 + np.searchsorted(_LEB_LIMITS, ids, side="right")
     starts = np.cumsum(sizes) - sizes
     found = np.zeros(int(sizes.sum()), np.uint8)

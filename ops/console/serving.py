@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.sampling import Sampling
 
-    from .app import Place, Served, Shelf
+    from .app import Place
+    from .model_api import Served, Shelf
 
 #: How long streams may take to end when the server stops; pages reopen them after a restart.
 _DRAIN_S: Final = 3
@@ -161,5 +162,5 @@ def server(consoles: Mapping[str, Console], token: str) -> uvicorn.Server:
         )
     )
     for console in consoles.values():
-        console.is_stopping = lambda: made.should_exit
+        console.end_streams_when(lambda: made.should_exit)
     return made

@@ -7,23 +7,26 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
-from turnkeep_client.messages import Appended, Generated, Request, Result, decode_request
+from turnkeep_client.messages import Appended, Generated, Request, Result
+from turnkeep_client.session_log import tails
 from turnkeep_client.subjects import session_key
 
-from .record import decoded, pair_up
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Entry
+    from turnkeep_client.session_log import SessionLog
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """A request and its result. `request` is None if it is invalid; `result` is None if none is valid."""
+    """A request and its result. `request` is None if it is invalid; `result` is None if none is valid.
+
+    `seq` and `answered_seq` are their sequences in the log.
+    """
 
     number: int
     seq: int
+    answered_seq: int | None = None
     stored: datetime
     request: Request | None
     result: Result | None
@@ -31,16 +34,17 @@ class Turn(Struct, frozen=True, kw_only=True):
     build: dict[str, str]
 
 
-def conversation(entries: Sequence[Entry]) -> Iterator[Turn]:
+def conversation(log: SessionLog) -> Iterator[Turn]:
     """Yield a session's requests in order, each with its result."""
-    answered = {exchange.asked.seq: exchange for exchange in pair_up(entries)}
-    for number, entry in enumerate((entry for entry in entries if entry.kind == "in"), 1):
+    answered = {one.asked.seq: one for one in log.exchanges}
+    for number, (entry, request) in enumerate(log.asked, 1):
         exchange = answered.get(entry.seq)
         yield Turn(
             number=number,
             seq=entry.seq,
+            answered_seq=exchange.answered.seq if exchange else None,
             stored=entry.stored,
-            request=exchange.request if exchange else decoded(decode_request, entry.body),
+            request=request,
             result=exchange.result if exchange else None,
             model=exchange.answered.model if exchange else None,
             build=dict(exchange.answered.build) if exchange else {},
@@ -79,25 +83,17 @@ async def part(
     Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
     Raises `TurnkeepError`.
     """
-    if mark is None:
-        last = 1 + await _last_seq(client, session)
-        mark = Mark(last, last)
-    entries: list[Entry] = []
-    async for piece in client.log_backwards(session, mark.end):
-        entries = piece + entries
-        if sum(entry.kind == "in" and entry.seq < mark.before for entry in entries) > num:
+    turns: list[Turn] = []
+    async for log in tails(client.stored, session_key(client.tenant, session), mark and mark.end):
+        turns = [
+            turn
+            for turn in conversation(log)
+            if turn.seq >= log.start and (mark is None or turn.seq < mark.before)
+        ]
+        if len(turns) > num:
             break
-    turns = [turn for turn in conversation(entries) if turn.seq < mark.before]
     shown = turns[-num:]
     if len(turns) == len(shown):
         return shown, None
     begin = shown[0].seq
-    ends = [one.answered.seq for one in pair_up(entries) if begin <= one.asked.seq < mark.before]
-    return shown, Mark(begin, 1 + max([begin, *ends]))
-
-
-async def _last_seq(client: Client, session: str) -> int:
-    """Return the sequence of a session's last request or result, 0 if there is none."""
-    key = session_key(client.tenant, session)
-    asked = [one.seq async for _, one in client.stored.last([key], "in")]
-    return max(asked + [one.seq async for _, one in client.stored.last([key], "out")], default=0)
+    return shown, Mark(begin, 1 + max([begin, *(turn.answered_seq or 0 for turn in shown)]))

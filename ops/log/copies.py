@@ -23,20 +23,17 @@ import msgspec
 from msgspec import Meta, Struct
 
 from turnkeep_client import __version__
-from turnkeep_client.checkpoints import Link, backwards
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError
-from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry, words
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER, SEED_HEADER, Entry
 from turnkeep_client.messages import decode_request, decode_result
+from turnkeep_client.session_log import paired, read_part
 from turnkeep_client.subjects import SessionKey, session_key
-
-from .record import pair_up, seed_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
-
-    from .record import Exchange
+    from turnkeep_client.session_log import Exchange, SessionLog
 
 FORMAT: Final = 2
 #: The members of the tar that are not snapshots.
@@ -96,47 +93,35 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     seed: _Seed | None = None
 
 
-async def read_parts(client: Client, key: SessionKey, entries: Sequence[Entry]) -> dict[int, bytes]:
+async def read_parts(client: Client, log: SessionLog) -> dict[int, bytes]:
     """Read the data that did not fit into a log's results; return it by the sequence of the result.
 
     Raises `CopyError` if the data is gone from the log.
     """
     found: dict[int, bytes] = {}
-    for entry in entries:
-        if entry.parts is not None:
-            part = await read_part(client, key, entry.parts)
+    for one in log.exchanges:
+        if PARTS_HEADER in one.answered.headers:
+            part = await read_part(client.stored, one.answered)
             if part is None:
                 raise CopyError(
-                    f"a part of {key} is gone from the log, which the result at sequence {entry.seq} names"
+                    f"a part of {log.key} is gone from the log, which the result at sequence"
+                    f" {one.answered.seq} names"
                 )
-            found[entry.seq] = part
+            found[one.answered.seq] = part
     return found
-
-
-async def read_part(client: Client, key: SessionKey, link: str) -> bytes | None:
-    """Read the data that did not fit into a result, to which `link` leads; None if it is gone or changed."""
-
-    async def read(seq: int) -> bytes | None:
-        stored = await client.stored.get(key, "checkpoint", seq)
-        return stored.body if stored else None
-
-    messages = [one async for one in backwards(Link.parse(link), read)]
-    parts = [one.part for one in messages[::-1] if one is not None]
-    return b"".join(parts) if parts and len(parts) == len(messages) else None
 
 
 def export(
     target: Path,
-    key: SessionKey,
-    entries: Sequence[Entry],
+    session: SessionLog,
     parts: Mapping[int, bytes],
     kv: Path | None = None,
 ) -> Manifest:
-    """Write a session to the file `target`: its log `entries`, and the snapshots in the archive `kv`.
+    """Write a session to the file `target`: its answered requests, and the snapshots in the archive `kv`.
 
     `parts` is what `read_parts` returns. Raises `CopyError`, `OSError`.
     """
-    exchanges = list(pair_up(entries))
+    key, exchanges = session.key, session.exchanges
     if not exchanges:
         raise CopyError(f"the log has no session {key} with answered requests; see turnkeep sessions")
     log = _lines(exchanges, parts)
@@ -160,11 +145,11 @@ def export(
     return manifest
 
 
-def exported(key: SessionKey, entries: Sequence[Entry], parts: Mapping[int, bytes]) -> IO[bytes]:
+def exported(session: SessionLog, parts: Mapping[int, bytes]) -> IO[bytes]:
     """Return what `export` writes as an open file without a name, so that nothing of it stays on the disk."""
     with tempfile.TemporaryDirectory(prefix="turnkeep-") as folder:
         file = Path(folder) / "session"
-        export(file, key, entries, parts)
+        export(file, session, parts)
         return file.open("rb")
 
 
@@ -196,20 +181,14 @@ def _lines(exchanges: Sequence[Exchange], parts: Mapping[int, bytes]) -> bytes:
                 answered_seq=one.answered.seq,
                 answered=one.answered.stored,
                 result=msgspec.Raw(one.answered.body),
-                headers=_headers(one.answered),
+                headers={name: value for name in HEADERS if (value := one.answered.headers.get(name))},
                 parts=parts.get(one.answered.seq),
-                seed=seed_of(one),
+                seed=one.seed,
             )
         )
         + b"\n"
         for one in exchanges
     )
-
-
-def _headers(answered: Entry) -> dict[str, str]:
-    build = " ".join(f"{name}={value}" for name, value in answered.build.items())
-    found = {MODEL_HEADER: answered.model, HISTORY_HEADER: answered.history, BUILD_HEADER: build}
-    return {name: value for name, value in found.items() if value}
 
 
 def _digest(content: bytes) -> str:
@@ -301,14 +280,12 @@ def _manifest(source: Path, content: bytes) -> Manifest:
     return manifest
 
 
-def of_file(source: Path) -> list[Entry]:
-    """Read the log entries of a file, in the form that `Client.log` returns. Raises `CopyError`."""
+def of_file(source: Path) -> SessionLog:
+    """Read the session in a file, in the form in which it was in the log. Raises `CopyError`."""
     manifest, lines = read(source)
     key, found = SessionKey(manifest.tenant, manifest.session), list[Entry]()
     for line in lines:
-        asked = Entry(line.seq, key, "in", line.stored, bytes(line.request), None, None, seed=line.seed)
-        found.append(asked)
-        model, history = line.headers.get(MODEL_HEADER), line.headers.get(HISTORY_HEADER)
-        build, body = words(line.headers.get(BUILD_HEADER, "")), bytes(line.result)
-        found.append(Entry(line.answered_seq, key, "out", line.answered, body, model, history, build))
-    return found
+        seed = {} if line.seed is None else {SEED_HEADER: str(line.seed)}
+        found.append(Entry(line.seq, key, "in", line.stored, bytes(line.request), seed))
+        found.append(Entry(line.answered_seq, key, "out", line.answered, bytes(line.result), line.headers))
+    return paired(key, found)

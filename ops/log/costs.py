@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Final
 
-import msgspec
 from msgspec import Struct
 
+from turnkeep_client.messages import Appended, Generated
+from turnkeep_client.session_log import read
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+    from datetime import datetime
 
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Stored
+    from turnkeep_client.session_log import Exchange
 
     from .sessions import SessionRow
 
@@ -43,46 +44,19 @@ class Cost(Struct, frozen=True, kw_only=True):
         )
 
 
-class _Seconds(Struct):
-    total: float = 0.0
-
-
-class _Usage(Struct):
-    cached_tokens: int = 0
-    prefilled_tokens: int = 0
-    completion_tokens: int = 0
-
-
-class _Spent(_Usage):
-    """A result's cost fields. A generate has its token counts in `usage`, an append at the top level."""
-
-    seq: int = 0
-    repeat_of: int | None = None
-    resumed_tokens: int = 0
-    usage: _Usage | None = None
-    seconds: float | _Seconds = 0.0
-
-
-_SPENT: Final = msgspec.json.Decoder(_Spent)
-
-
-def _spent(result: bytes) -> _Spent:
-    """Decode the cost fields of a result's body; all are 0 for a repeated or invalid result."""
-    try:
-        spent = _SPENT.decode(result)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):  # not written by a worker
-        return _Spent()
-    return spent if spent.repeat_of is None else _Spent()
-
-
-def _cost(spent: _Spent) -> Cost:
-    used, seconds = spent.usage or spent, spent.seconds
-    return Cost(
-        found=used.cached_tokens,
-        prefilled=used.prefilled_tokens,
-        generated=used.completion_tokens,
-        seconds=seconds.total if isinstance(seconds, _Seconds) else seconds,
-    )
+def _cost(one: Exchange) -> Cost:
+    """Return a request's cost; if several workers ran it, with the seconds between the log's entries."""
+    match one.result:
+        case Appended(repeat_of=None) as result:
+            return Cost(found=result.cached_tokens, prefilled=result.prefilled_tokens, seconds=result.seconds)
+        case Generated(repeat_of=None, usage=used) as result:
+            return Cost(
+                found=used.cached_tokens,
+                prefilled=used.prefilled_tokens,
+                generated=used.completion_tokens,
+                seconds=one.took_s if result.resumed_tokens else result.seconds.total,
+            )
+    return Cost()
 
 
 class Costs:
@@ -104,18 +78,10 @@ class Costs:
         if row.entries < entries:  # the session was removed, and began again
             seq, total, entries = 0, Cost(), 0
         if row.entries > entries or row.last != last:
-            async for _, one in self._client.stored.every(key, "out", seq + 1):
-                seq, total = one.seq, total + await self._cost(key, one)
+            log = await read(self._client.stored, key, seq + 1)
+            seq = max([seq, *(one.entry.seq for one in log.answers)])
+            total = sum(map(_cost, log.exchanges), total)
         self._sums[key] = (seq, total, row.entries, row.last)
         if len(self._sums) > _KEPT:
             del self._sums[next(iter(self._sums))]
         return total
-
-    async def _cost(self, key: SessionKey, result: Stored) -> Cost:
-        """Return a result's cost; if several workers ran it, with the seconds between the log's entries."""
-        spent = _spent(result.body)
-        cost = _cost(spent)
-        if spent.resumed_tokens and (asked := await self._client.stored.get(key, "in", spent.seq)):
-            began, ended = (datetime.fromisoformat(one.headers["Nats-Time-Stamp"]) for one in (asked, result))
-            return msgspec.structs.replace(cost, seconds=(ended - began).total_seconds())
-        return cost

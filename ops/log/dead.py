@@ -15,10 +15,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import DeadLetter, Failed, Request, decode_request
+from turnkeep_client.messages import DeadLetter, Failed, Request
+from turnkeep_client.session_log import find_request
 from turnkeep_client.subjects import SessionKey
-
-from .record import decoded
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
@@ -67,8 +66,8 @@ async def find(client: Client, session: str, request: str) -> Dead:
     """
     for dead in reversed(await letters(client, client.tenant, session)):
         if request in (dead.letter.id, str(dead.letter.seq)):
-            stored = await client.stored.get(dead.key, "in", dead.letter.seq)
-            return replace(dead, asked=stored and decoded(decode_request, stored.body))
+            asked = await find_request(client.stored, dead.key, dead.letter.seq)
+            return replace(dead, asked=asked and asked.request)
     raise DeadError(
         f"session {session} has no dead letter of a request {request}; see turnkeep sessions --state dead"
     )

@@ -16,7 +16,7 @@ from turnkeep_client.messages import OPTIONS, Appended, Failed, Generate, Genera
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .record import Exchange
+    from turnkeep_client.session_log import Exchange
 
 #: Causes of different tokens besides the model: the name in `Entry.build`, and in a sentence.
 _BUILD: Final = {"dtype": "dtype", "kv": "KV precision", "device": "device", "version": "version"}

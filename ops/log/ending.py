@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING
 
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import Closed, decode_result
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Closed
+from turnkeep_client.session_log import tails
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
+    from turnkeep_client.subjects import SessionKey
 
 
 async def end(client: Client, name: str, timeout_s: float, *, forget: bool, cancel: bool = False) -> Closed:
@@ -21,7 +22,7 @@ async def end(client: Client, name: str, timeout_s: float, *, forget: bool, canc
     Raises `TurnkeepError`, also for a session that does not exist or was removed before.
     """
     session = client.session(name)
-    if not (forget and await _is_in_log(client, name)):
+    if not (forget and await _is_in_log(client, session.key)):
         await check_open(session)
     return await ended(session, timeout_s, forget=forget, cancel=cancel)
 
@@ -48,12 +49,12 @@ async def check_open(session: Session) -> None:
     await session.info(limit=0)
 
 
-async def _is_in_log(client: Client, name: str) -> bool:
+async def _is_in_log(client: Client, key: SessionKey) -> bool:
     """Return whether the log has a session, and not only the close that removed it."""
-    async for piece in client.log_backwards(name):
-        if piece and piece[-1].kind == "out":
-            with contextlib.suppress(InvalidMessageError):  # not written by a worker
-                last = decode_result(piece[-1].body)
-                return not (isinstance(last, Closed) and last.forgotten is not None)
-        return bool(piece)
+    async for log in tails(client.stored, key):
+        if log.answers:
+            last = log.answers[-1].result
+            return not (isinstance(last, Closed) and last.forgotten is not None)
+        if log.asked:
+            return True
     return False

@@ -6,17 +6,18 @@ import json
 from typing import TYPE_CHECKING, Final
 
 import msgspec
+from msgspec.structs import replace
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import LastSequenceError, TurnkeepError
 from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER
-from turnkeep_client.messages import Close, Closed, decode_request, decode_result
+from turnkeep_client.messages import Asked, Close, Closed, decode_request, decode_result
 from turnkeep_client.stream import Unsent
 
 from .copies import HEADERS, CopyError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.subjects import SessionKey
@@ -104,12 +105,12 @@ class Import:
     def _messages(self, lines: Sequence[Line], seq: int, *, first: bool) -> Iterator[Unsent]:
         """Yield the messages to store, from sequence `seq` on; results refer to the new log's sequences."""
         for line in lines:
-            headers = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
+            copied = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
             first = False
             if line.seed is not None:
-                headers[SEED_HEADER] = str(line.seed)
+                copied[SEED_HEADER] = str(line.seed)
             self._new_seqs[line.seq] = seq
-            yield Unsent(self._subjects.of(self._key, "in"), bytes(line.request), headers)
+            yield Unsent(self._subjects.of(self._key, "in"), bytes(line.request), copied)
             seq += 1
             result = msgspec.json.decode(line.result, type=dict[str, msgspec.Raw])
             result["seq"] = msgspec.Raw(str(self._new_seqs[line.seq]).encode())
@@ -121,24 +122,37 @@ class Import:
             if is_close and answer.repeat_of is None:  # by this note workers remove the session later
                 yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
-            headers = {name: line.headers[name] for name in HEADERS if name in line.headers}
+            headers: dict[str, str] = {name: line.headers[name] for name in HEADERS if name in line.headers}
             if line.parts is not None:
-                link: Link | None = None
-                for start in range(0, len(line.parts), _PART_BYTES):
-                    part, before = line.parts[start : start + _PART_BYTES], str(link) if link else ""
-                    message = CheckpointMessage(part, before=before).pack()
-                    yield Unsent(self._subjects.of(self._key, "checkpoint"), message, {})
-                    link, seq = Link(seq, digest(message)), seq + 1
-                headers[PARTS_HEADER] = str(link)
+                seq, headers[PARTS_HEADER] = yield from self._parts(line.parts, seq)
+            result.pop("asked", None)  # its link, if it has one, is of the other log
+            if answer.repeat_of is None:
+                asked = Asked(stored=line.stored, headers=copied)
+                if len(line.request) <= _PART_BYTES:
+                    asked = replace(asked, request=line.request)
+                else:
+                    seq, link = yield from self._parts(bytes(line.request), seq)
+                    asked = replace(asked, link=link)
+                result["asked"] = msgspec.Raw(msgspec.json.encode(asked))
             yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
             seq += 1
+
+    def _parts(self, value: bytes, seq: int) -> Generator[Unsent, None, tuple[int, str]]:
+        """Yield the messages of a long value, from sequence `seq` on; return the next sequence and a link."""
+        link: Link | None = None
+        for start in range(0, len(value), _PART_BYTES):
+            part, before = value[start : start + _PART_BYTES], str(link) if link else ""
+            message = CheckpointMessage(part, before=before).pack()
+            yield Unsent(self._subjects.of(self._key, "checkpoint"), message, {})
+            link, seq = Link(seq, digest(message)), seq + 1
+        return seq, str(link)
 
 
 def _together(lines: Sequence[Line]) -> Sequence[Line]:
     """Return the first lines, at least one, whose messages fit into one batch."""
     num = 0
     for index, line in enumerate(lines):
-        num += 3 + len(line.parts or b"") // _PART_BYTES + 1
+        num += 5 + (len(line.parts or b"") + len(line.request)) // _PART_BYTES
         if index and num > _TOGETHER:
             return lines[:index]
     return lines

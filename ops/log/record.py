@@ -1,15 +1,13 @@
-"""Pairs the requests of a log with their results, and selects those that can be replayed. Pure."""
+"""Selects the requests of sessions that can be replayed, with their results. Pure."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import derived_seed
 from turnkeep_client.messages import (
     STOPPED,
     Append,
@@ -19,33 +17,15 @@ from turnkeep_client.messages import (
     Generated,
     Open,
     UnknownResult,
-    decode_request,
-    decode_result,
 )
+from turnkeep_client.session_log import Exchange, paired
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterable
     from datetime import datetime
 
-    from turnkeep_client.log import Entry
-    from turnkeep_client.messages import Request, Result
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A request and its result; `asked` and `answered` are their entries in the log."""
-
-    request: Request
-    result: Result
-    asked: Entry
-    answered: Entry
-
-    @property
-    def took_s(self) -> float:
-        """Seconds from the request to its result, by the log's timestamps."""
-        return (self.answered.stored - self.asked.stored).total_seconds()
+    from turnkeep_client.messages import Request
+    from turnkeep_client.session_log import SessionLog
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,72 +46,45 @@ class Record:
         return min(exchanges[0].asked.stored for exchanges in self.sessions.values())
 
 
-def pair_up(entries: Sequence[Entry]) -> Iterator[Exchange]:
-    """Yield each answered request of a log with its result."""
-    results: dict[int | None, tuple[Result, Entry]] = {}
-    for entry in entries:
-        if entry.kind == "out" and (result := decoded(decode_result, entry.body)) is not None:
-            results.setdefault(result.seq, (result, entry))
-    for entry in entries:
-        if entry.kind == "in" and entry.seq in results:
-            request = decoded(decode_request, entry.body)
-            if request is not None:
-                result, answered = results[entry.seq]
-                yield Exchange(request, result, entry, answered)
+def within(log: SessionLog, since: datetime | None, until: datetime | None) -> SessionLog:
+    """Return the part of a session's log from before `until`; nothing if the session began before `since`."""
+    entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
+    if since is not None and entries and min(one.stored for one in entries) < since:
+        return paired(log.key, [])
+    return paired(log.key, [one for one in entries if until is None or one.stored < until])
 
 
-def within(
-    entries: Sequence[Entry], sessions: Sequence[str], since: datetime | None, until: datetime | None
-) -> list[Entry]:
-    """Return the entries of `sessions` (empty: of all sessions) that were stored before `until`.
-
-    Leaves out each session whose first entry was stored before `since`.
-    """
-    begun: dict[str, datetime] = {}
-    for entry in entries:
-        begun.setdefault(entry.key.session, entry.stored)
-    return [
-        entry
-        for entry in entries
-        if (not sessions or entry.key.session in sessions)
-        and (since is None or begun[entry.key.session] >= since)
-        and (until is None or entry.stored < until)
-    ]
-
-
-def fold(entries: Sequence[Entry]) -> Record:
-    """Return the sessions of a log that can be replayed, without forks, and without requests of no effect."""
-    sessions: defaultdict[str, list[Exchange]] = defaultdict(list)
-    joined, forks = list(pair_up(entries)), set[str]()
-    left_out = Counter({"not valid, or not answered": sum(one.kind == "in" for one in entries) - len(joined)})
-    for one in joined:
-        if isinstance(one.request, Open) and not isinstance(one.result, Failed):
-            (forks.add if one.request.from_ else forks.discard)(one.asked.key.session)
-        if one.asked.key.session in forks:
-            left_out["of a fork"] += 1
-        elif one.result.repeat_of is not None:
-            left_out["repeated"] += 1
-        elif isinstance(one.result, UnknownResult):
-            left_out["of a newer version"] += 1
-        elif isinstance(one.result, Failed):
-            left_out["refused"] += 1
-        elif _is_withdrawn(one.result):
-            left_out["cancelled before the first token"] += 1
-        elif isinstance(one.request, Close) and one.asked.key.session not in sessions:
-            left_out["of a forgotten session"] += 1
-        else:
-            sessions[one.asked.key.session].append(replace(one, request=_playable(one)))
-    for exchanges in sessions.values():
-        if isinstance(exchanges[-1].request, Close):  # a replay ends all of its sessions itself
-            exchanges.pop()
-    return Record(
-        {name: some for name, some in sessions.items() if some},
-        {reason: times for reason, times in left_out.items() if times},
-    )
-
-
-def _is_withdrawn(result: Result) -> bool:
-    return isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled"
+def fold(logs: Iterable[SessionLog]) -> Record:
+    """Return the sessions that can be replayed, without forks, and without requests that had no effect."""
+    sessions: dict[str, list[Exchange]] = {}
+    left_out = Counter[str]()
+    for log in logs:
+        valid = sorted(log.exchanges, key=lambda one: one.asked.seq)
+        left_out["not valid, or not answered"] += len(log.asked) - len(valid)
+        found: list[Exchange] = []
+        is_fork = False
+        for one in valid:
+            if isinstance(one.request, Open) and not isinstance(one.result, Failed):
+                is_fork = one.request.from_ is not None
+            if is_fork:
+                left_out["of a fork"] += 1
+            elif one.result.repeat_of is not None:
+                left_out["repeated"] += 1
+            elif isinstance(one.result, UnknownResult):
+                left_out["of a newer version"] += 1
+            elif isinstance(one.result, Failed):
+                left_out["refused"] += 1
+            elif not one.is_change:
+                left_out["cancelled before the first token"] += 1
+            elif isinstance(one.request, Close) and not found:
+                left_out["of a forgotten session"] += 1
+            else:
+                found.append(one._replace(request=_playable(one)))
+        if found and isinstance(found[-1].request, Close):  # a replay ends all of its sessions itself
+            found.pop()
+        if found:
+            sessions[log.key.session] = found
+    return Record(sessions, {reason: times for reason, times in left_out.items() if times})
 
 
 def _playable(one: Exchange) -> Request:
@@ -144,28 +97,8 @@ def _playable(one: Exchange) -> Request:
         changes["forget"] = False  # later exchanges are compared, too
         changes["cancel"] = False  # an answer that it has ended is replayed with its length
     if isinstance(request, Generate) and isinstance(result, Generated):
-        changes["seed"] = request.seed if (seed := seed_of(one)) is None else seed
+        changes["seed"] = request.seed if one.seed is None else one.seed
         if result.finish_reason in STOPPED:
             changes["max_tokens"] = len(result.tokens)
             changes["min_tokens"] = min(request.min_tokens, len(result.tokens))
     return structs.replace(request, **changes)
-
-
-def seed_of(one: Exchange) -> int | None:
-    """Return the seed that the worker derived for a generate; None if it has one, or was not sampled."""
-    request, entry = one.request, one.asked
-    if (
-        isinstance(request, Generate)
-        and request.seed is None
-        and (request.temperature or request.own_sampling)
-    ):
-        return derived_seed(entry.key, entry.seq) if entry.seed is None else entry.seed
-    return None
-
-
-def decoded(decode: Callable[[bytes], T], body: bytes) -> T | None:
-    """Decode a body; None if it is not valid."""
-    try:
-        return decode(body)
-    except InvalidMessageError:
-        return None

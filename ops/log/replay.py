@@ -18,16 +18,17 @@ from msgspec import Struct
 from turnkeep_client.errors import RequestFailedError, ResultTimeoutError, TurnkeepError
 from turnkeep_client.messages import Close, Generated
 from turnkeep_client.session import build
+from turnkeep_client.session_log import read
 from turnkeep_client.subjects import SessionKey
 
 from .differences import Difference, first_difference
-from .record import Exchange, pair_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from turnkeep_client.calls import Call
     from turnkeep_client.client import Client
+    from turnkeep_client.session_log import Exchange
 
     from .record import Record
 
@@ -166,7 +167,7 @@ class Replay:
         """
         deadline_s = self._now_s() + _LAG_S
         while True:
-            found = {one.request.id: one for one in pair_up(await self._client.log(key.session))}
+            found = {one.request.id: one for one in (await read(self._client.stored, key)).exchanges}
             if len(found) + len(played.faults) >= len(played.recorded) or self._now_s() > deadline_s:
                 return found
             await asyncio.sleep(0.1)

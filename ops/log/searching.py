@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 from msgspec import Struct
 
-from turnkeep_client.subjects import SessionKey
+from turnkeep_client.session_log import entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,11 +48,11 @@ async def said(client: Client, words: str, patience_s: float) -> tuple[dict[str,
     wanted = words.casefold()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(patience_s):
-            async for key, one in client.stored.every(SessionKey(client.tenant, "*")):
+            async for one in entries(client.stored, client.tenant):
                 for text in _texts(one.body):
                     at = text.casefold().find(wanted)
                     if at >= 0:
-                        found[key.session] = _around(text, at, len(words))
+                        found[one.key.session] = _around(text, at, len(words))
             return found, True
     return found, False
 

@@ -9,36 +9,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from datetime import datetime
+from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, Final, Literal
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from turnkeep_client.errors import InvalidMessageError, TurnkeepError
-from turnkeep_client.log import BUILD_HEADER, MODEL_HEADER, words
+from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import (
     Append,
     Closed,
     Generate,
-    Open,
     Opened,
     Parent,
-    decode_request,
-    decode_result,
 )
+from turnkeep_client.session_log import End, ends, first, last_change, tails
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Stored
+    from turnkeep_client.log import Entry
     from turnkeep_client.messages import Request
 
-T = TypeVar("T")
 State = Literal["idle", "running", "waiting", "failed", "closed", "forgotten"]
 #: The fields that `order` can sort by; the largest first, except names.
 ORDERS: Final = ("last", "name", "position", "entries", "bytes")
@@ -109,25 +105,20 @@ async def find_session(client: Client, key: SessionKey) -> SessionRow | None:
 
 
 async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) -> list[SessionRow]:
-    results = {key: one async for key, one in client.stored.last(counts, "out")}
-    waiting = [key for key, kinds in counts.items() if kinds.get("in", 0) > kinds.get("out", 0)]
-    requests = {key: one async for key, one in client.stored.last(waiting, "in")}
-    outcomes = await _outcomes(client, results, {key for key, kinds in counts.items() if "closed" in kinds})
-    return [
-        _row(key, kinds, outcomes.get(key, _Outcome()), results.get(key), requests.get(key))
-        for key, kinds in counts.items()
-        if key in results or key in requests  # else the session was removed meanwhile
-    ]
+    found = await ends(client.stored, counts)
+    noted = {key for key, kinds in counts.items() if "closed" in kinds}
+    outcomes = await _outcomes(client, {key: end.answered for key, end in found.items()}, noted)
+    return [_row(key, counts[key], outcomes[key], end) for key, end in found.items()]
 
 
 async def _outcomes(
-    client: Client, results: Mapping[SessionKey, Stored], noted: Container[SessionKey]
+    client: Client, results: Mapping[SessionKey, Entry | None], noted: Container[SessionKey]
 ) -> dict[SessionKey, _Outcome]:
     """Return what each session's last result says of it; if that says nothing, an earlier one is read.
 
     A repeat says nothing, nor does a refused request of a session that may be closed (`noted`).
     """
-    found = {key: _outcome(one) for key, one in results.items()}
+    found = {key: _outcome(one) if one else _Outcome() for key, one in results.items()}
     unclear = [
         key
         for key, one in found.items()
@@ -137,16 +128,17 @@ async def _outcomes(
 
     async def read_back(key: SessionKey) -> None:
         async with places:
-            before = map(_outcome, reversed(await client.last_results(key, None, results[key])))
-        changes = (one for one in before if one.type != "failed" and one.repeat_of is None)
-        found[key] = next(changes, found[key])
+            async for log in tails(client.stored, key):
+                if (change := last_change(log)) is not None:
+                    found[key] = _outcome(change.entry)
+                    break
         found[key].forgotten = None  # the later request is left
 
     await asyncio.gather(*map(read_back, unclear))
     return found
 
 
-def _outcome(result: Stored) -> _Outcome:
+def _outcome(result: Entry) -> _Outcome:
     try:
         return _OUTCOME.decode(result.body)
     except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
@@ -157,22 +149,20 @@ def _row(
     key: SessionKey,
     kinds: Mapping[str, int],
     outcome: _Outcome,
-    result: Stored | None,
-    request: Stored | None,
+    end: End,
 ) -> SessionRow:
-    headers = {} if result is None else dict(result.headers)
-    last = max(one.headers["Nats-Time-Stamp"] for one in (result, request) if one is not None)
+    result = end.answered
     return SessionRow(
         tenant=key.tenant,
         session=key.session,
-        state="waiting" if request is not None else _state(outcome, was_closed="closed" in kinds),
-        waiting=max(kinds.get("in", 0) - kinds.get("out", 0), 0),
+        state="waiting" if end.waiting else _state(outcome, was_closed="closed" in kinds),
+        waiting=len(end.waiting),
         position=outcome.position,
-        last=datetime.fromisoformat(last),
+        last=end.last.stored,
         entries=sum(kinds.values()),
         dead=kinds.get("dead", 0),
-        model=headers.get(MODEL_HEADER),
-        worker=words(headers.get(BUILD_HEADER, "")).get("worker"),
+        model=result.model if result else None,
+        worker=result.build.get("worker") if result else None,
     )
 
 
@@ -225,13 +215,9 @@ async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
         key = SessionKey(row.tenant, row.session)
         async with places:
             start = await _start(client, key, notes[key]) if key in notes else 1
-            requests = _decoded(decode_request, await client.stored.first(key, "in", _FIRST, start))
-            opens = [one for one in requests if isinstance(one, Open)]
-            opened = None
-            if any(one.from_ or one.tags for one in opens):
-                results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST, start))
-                opened = next((one for one in results if isinstance(one, Opened)), None)
-        row = replace(row, begins=_first_words(requests))
+            log = await first(client.stored, key, _FIRST, start)
+        opened = next((one.result for one in log.answers if isinstance(one.result, Opened)), None)
+        row = replace(row, begins=_first_words(one.request for one in log.asked))
         return replace(row, parent=opened.parent, tags=opened.tags) if opened else row
 
     return list(await asyncio.gather(*map(read, rows)))
@@ -239,20 +225,11 @@ async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
 
 async def _start(client: Client, key: SessionKey, note: int) -> int:
     """Return the sequence behind a close, given that of the close's note; 1 if it has no result yet."""
-    results = _decoded(decode_result, await client.stored.first(key, "out", _FIRST, note))
+    results = (one.result for one in (await first(client.stored, key, _FIRST, note)).answers)
     return next((one.seq + 1 for one in results if isinstance(one, Closed) and one.repeat_of is None), 1)
 
 
-def _decoded(decode: Callable[[bytes], T], entries: Iterable[Stored]) -> list[T]:
-    """Decode the valid entries; leave out all others, which workers refuse or ignore."""
-    found = []
-    for entry in entries:
-        with contextlib.suppress(InvalidMessageError):
-            found.append(decode(entry.body))
-    return found
-
-
-def _first_words(requests: Iterable[Request]) -> str | None:
+def _first_words(requests: Iterable[Request | None]) -> str | None:
     """Return the first words of the user in a session's first requests; if there are none, of any role."""
     others = ""
     for request in requests:

@@ -29,21 +29,18 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
     UnknownResult,
-    decode_request,
-    decode_result,
 )
+from turnkeep_client.session_log import is_change, is_failure, read, read_part
 from turnkeep_client.subjects import REFUSED
 
-from .copies import read_part
-from .record import decoded
 from .sessions import is_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Stored
     from turnkeep_client.messages import Request, Result
+    from turnkeep_client.session_log import LoggedRequest, SessionLog
     from turnkeep_client.subjects import SessionKey
 
 _FITTING: Final[Mapping[type[Request], type[Result]]] = {
@@ -93,10 +90,7 @@ class _Answer(NamedTuple):
     @property
     def changes(self) -> bool:
         """Whether the request changed the session, according to this result."""
-        result = self.result
-        if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
-            return False
-        return result.repeat_of is None and not _is_failure(result)
+        return is_change(self.result)
 
     @property
     def is_in_turn(self) -> bool:
@@ -145,34 +139,26 @@ async def verify(
 
 
 async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
-    """Count a session's entries, and find its faults.
-
-    Results are read first, so the request of each result that was read is read too.
-    """
-    results = [one async for _, one in client.stored.every(key, "out")]
-    requests = [one async for _, one in client.stored.every(key, "in")]
+    """Count a session's entries, and find its faults."""
+    log = await read(client.stored, key)
     parts = {
-        one.seq: await read_part(client, key, one.headers[PARTS_HEADER])
-        for one in results
-        if PARTS_HEADER in one.headers
+        one.seq: await read_part(client.stored, one) for one, _ in log.answers if PARTS_HEADER in one.headers
     }
-    return len(results) + len(requests), faults(requests, results, parts)
+    return len(log.answers) + len(log.asked), faults(log, parts)
 
 
-def faults(
-    requests: Sequence[Stored], results: Sequence[Stored], parts: Mapping[int, bytes | None]
-) -> list[Fault]:
-    """Find the faults of one session's entries, which are given in log order.
+def faults(log: SessionLog, parts: Mapping[int, bytes | None]) -> list[Fault]:
+    """Find the faults of one session's log.
 
     `parts` maps results' sequences to the data that did not fit into the result; None if this is gone.
     """
     answers: dict[int, _Answer] = {}
-    found = list(_pair(results, answers))
+    found = list(_pair(log, answers))
     closes = [one.result for one in answers.values() if isinstance(one.result, Closed) and one.changes]
     forgotten = max((one.seq or 0 for one in closes if one.forgotten is not None), default=0)
     # What is left before a close that forgets the session is being removed, one by one.
     answers = {seq: one for seq, one in answers.items() if seq >= forgotten}
-    asked = {one.seq: one.body for one in requests if one.seq >= forgotten}
+    asked = {one.entry.seq: one for one in log.asked if one.entry.seq >= forgotten}
     first = min(asked, default=0)
     # Removing a closed session deletes all entries up to its close: first the requests, then the results.
     removed = max(
@@ -188,7 +174,7 @@ def faults(
         for seq, one in answers.items()
         if one.seq > removed or seq in asked or isinstance(one.result, Closed)
     }
-    found += _lost_results(results, removed, {one.seq for one in answers.values() if one.changes})
+    found += _lost_results(log, removed, {one.seq for one in answers.values() if one.changes})
     found += _lost(asked, {seq: one for seq, one in left.items() if one.seq > removed}, left)
     found += _fitting(asked, left)
     found += (wrong := list(_fold(left, parts)))
@@ -196,12 +182,11 @@ def faults(
     return sorted(found, key=lambda one: one.seq)
 
 
-def _pair(results: Sequence[Stored], answers: dict[int, _Answer]) -> Iterator[Fault]:
+def _pair(log: SessionLog, answers: dict[int, _Answer]) -> Iterator[Fault]:
     """Add each request's first result to `answers`; yield a fault for every other result."""
-    for one in results:
-        result = decoded(decode_result, one.body)
+    for one, result in log.answers:
         seq = result.seq if result else None
-        is_valid = result is not None and (_is_failure(result) or HISTORY_HEADER in one.headers)
+        is_valid = result is not None and (is_failure(result) or HISTORY_HEADER in one.headers)
         if result is None or not is_valid or seq is None or not 0 < seq < one.seq:
             yield Fault(one.seq, "no worker has written it so")
         elif seq in answers:
@@ -210,13 +195,13 @@ def _pair(results: Sequence[Stored], answers: dict[int, _Answer]) -> Iterator[Fa
             answers[seq] = _Answer(one.seq, one.headers, result)
 
 
-def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -> Iterator[Fault]:
+def _lost_results(log: SessionLog, removed: int, changing: set[int]) -> Iterator[Fault]:
     """Yield results that are missing or out of order: each result states the sequence of the previous one.
 
     Before the first result that changed the session, missing results may belong to a removed session.
     """
     before, is_begun = 0, False
-    for one in results:
+    for one, _ in log.answers:
         fence = one.headers.get(EXPECT_HEADER, "")
         behind = int(fence) if fence.isdecimal() else before
         if before and behind > before and is_begun and one.seq > removed:
@@ -229,7 +214,7 @@ def _lost_results(results: Sequence[Stored], removed: int, changing: set[int]) -
 
 
 def _lost(
-    asked: Mapping[int, bytes], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
+    asked: Mapping[int, LoggedRequest], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
 ) -> Iterator[Fault]:
     """Yield missing requests, and requests whose result is missing.
 
@@ -245,14 +230,14 @@ def _lost(
             yield Fault(seq, f"has no result, but the later request at {last} has one")
 
 
-def _fitting(asked: Mapping[int, bytes], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
+def _fitting(asked: Mapping[int, LoggedRequest], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
     """Yield results whose type does not fit the request, and requests that cannot be decoded."""
     for seq, answer in answers.items():
         if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):
             continue
-        request, result = decoded(decode_request, asked[seq]), answer.result
+        request, result = asked[seq].request, answer.result
         if request is None:
-            if not _is_json(asked[seq]):  # JSON may be of a newer version
+            if not _is_json(asked[seq].entry.body):  # JSON may be of a newer version
                 yield Fault(seq, "cannot be read")
         elif not isinstance(result, _FITTING[type(request)]) or (
             isinstance(request, Rewind) and request.position != result.position
@@ -347,10 +332,6 @@ def _base(packed: bytes) -> Tokens:
         return unpack(tokens)
     except (msgspec.MsgspecError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise _FaultError(f"what the fork took from its parent cannot be read: {error}") from None
-
-
-def _is_failure(result: Result) -> bool:
-    return isinstance(result, Failed) or (isinstance(result, UnknownResult) and result.type == "failed")
 
 
 def _is_json(body: bytes) -> bool:

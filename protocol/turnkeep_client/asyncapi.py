@@ -19,6 +19,7 @@ from .errors import RETRYABLE
 from .messages import (
     VERSION,
     Append,
+    Asked,
     Chunk,
     ControlReply,
     ControlRequest,
@@ -221,7 +222,10 @@ def _messages() -> dict[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    _, schemas = msgspec.json.schema_components(_KINDS, ref_template="#/components/schemas/{name}")
+    kinds = (*_KINDS, Asked)
+    _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
+    for kind in RESULTS:  # no field of the types, so that a result in memory does not hold its request
+        schemas[kind.__name__]["properties"]["asked"] = {"$ref": "#/components/schemas/Asked"}
     for schema in schemas.values():
         if "description" in schema:
             schema["description"] = cleandoc(schema["description"])

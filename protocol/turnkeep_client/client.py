@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from . import wire
 from .calls import Call, ResultFeeds, expect
 from .errors import InvalidMessageError, TurnkeepError
 from .listing import Listed, is_enough, listed
@@ -37,6 +36,7 @@ from .messages import (
     encode,
 )
 from .session import Cache, Messages, Session, build
+from .session_log import last_parts, tails
 from .stream import LogStream
 from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 from .wire import Backlog, NatsWire
@@ -236,32 +236,18 @@ class Client:
         With more than 1,024 sessions this needs the right on `$JS.API.STREAM.INFO` of the log. Raises
         `NoWorkerError`, `NotPermittedError`.
         """
-        requests = await self.stored.latest(self.tenant, "in")
-        last = await self.stored.latest(self.tenant, "out")
-        results = {key: [one] for key, one in last.items()}
+        found = await last_parts(self.stored, self.tenant)
         places = asyncio.Semaphore(_AT_ONCE)
 
         async def read_back(key: SessionKey) -> None:
             async with places:
-                results[key] = await self.last_results(key, requests.get(key), results[key][0])
+                async for log in tails(self.stored, key):
+                    found[key] = log
+                    if is_enough(log):
+                        break
 
-        unclear = [key for key, found in results.items() if not is_enough(requests.get(key), found)]
-        await asyncio.gather(*map(read_back, unclear))
-        return listed(requests, results)
-
-    async def last_results(self, key: SessionKey, asked: Stored | None, last: Stored) -> list[Stored]:
-        """Return a session's last results, oldest first: as many as show its state (`listing.is_enough`).
-
-        `last` is the last one, `asked` the last request if it may be without a result. Raises
-        `NoWorkerError`.
-        """
-        found = [last]
-        if not is_enough(asked, found):
-            async for piece in self._backwards(self._wire.subjects.of(key, "out"), last.seq):
-                found = piece + found
-                if is_enough(asked, found):
-                    break
-        return found
+        await asyncio.gather(*(read_back(key) for key, log in found.items() if not is_enough(log)))
+        return listed(found.values())
 
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.
@@ -272,28 +258,8 @@ class Client:
         subjects = self._wire.subjects
         return self._entries(await self._wire.read_all(subjects.log_stream, subjects.log(key)))
 
-    async def log_backwards(self, session: str, end: int | None = None) -> AsyncIterator[list[Entry]]:
-        """Yield a session's log in pieces, the newest piece first; each piece is in log order.
-
-        The first piece ends before the stream sequence `end` (None: after the last result). Raises
-        `NoWorkerError` if the log cannot be read.
-        """
-        key, subjects = session_key(self.tenant, session), self._wire.subjects
-        if end is None:
-            end = 1 + await self._wire.last_seq(subjects.log_stream, subjects.of(key, "out"))
-        async for stored in self._backwards(subjects.log(key), end):
-            yield self._entries(stored)
-
-    async def _backwards(self, subject: str, end: int) -> AsyncIterator[list[Stored]]:
-        """Yield the log's messages of a subject before the sequence `end`, the newest piece first."""
-        num_entries = wire.READ_BATCH
-        while end > 1:
-            start = max(1, end - num_entries)
-            yield await self._wire.read_all(self._wire.subjects.log_stream, subject, start, end)
-            end, num_entries = start, 4 * num_entries
-
     def _entries(self, stored: Sequence[Stored]) -> list[Entry]:
-        found = (entry(self._wire.subjects, one.seq, one.body, one.headers) for one in stored)
+        found = (entry(self._wire.subjects, one) for one in stored)
         return [one for one in found if one is not None]
 
     @property

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, expect
 from .chunks import Assembly
-from .errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
-from .messages import Cancelled, Chunk, Generated, decode_chunk, decode_request
+from .errors import NoWorkerError, RequestFailedError, TurnkeepError
+from .messages import Cancelled, Chunk, Generated, decode_chunk
+from .session_log import find_request
+from .stream import LogStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator
@@ -189,10 +191,9 @@ class _Chunks:
 
         False if the log cannot be read; then the answer's tokens arrive only with the result.
         """
-        subjects, key = self._wire.subjects, self._call.key
-        with suppress(NoWorkerError, InvalidMessageError):
-            stored = await self._wire.read_all(subjects.log_stream, subjects.of(key, "in"), seq, seq + 1)
-            return any(decode_request(one.body) == self._call.request for one in stored)
+        with suppress(NoWorkerError):
+            found = await find_request(LogStream(self._wire, self._wire.subjects), self._call.key, seq)
+            return found is not None and found.request == self._call.request
         return False
 
     def _arrived(self, body: bytes) -> None:

@@ -6,16 +6,12 @@ the same entries of the log.
 
 from __future__ import annotations
 
-from contextlib import suppress
-from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from .errors import InvalidMessageError
-from .log import BEGAN_HEADER, entry
 from .messages import (
     Append,
     Appended,
@@ -27,32 +23,17 @@ from .messages import (
     Parent,
     Rewound,
     ToolCall,
-    decode_request,
-    decode_result,
 )
+from .session_log import read
 from .subjects import SessionKey
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from .messages import Request
-    from .wire import NatsWire
-
-_Changing: TypeAlias = Opened | Appended | Generated | Rewound
 _CHANGING: Final = (Opened, Appended, Generated, Rewound)
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
-class _Exchange(NamedTuple):
-    """A request, its result, the result's sequence, and the digest of the session's tokens after it.
-
-    In a log that was imported (`is_copy`), another session may have the name of a fork's parent.
-    """
-
-    request: Request
-    result: _Changing
-    seq: int
-    digest: str
-    is_copy: bool
+    from .session_log import Exchange, SessionLog
+    from .stream import LogStream
 
 
 class Turn(Struct, frozen=True, kw_only=True):
@@ -84,12 +65,16 @@ class Turn(Struct, frozen=True, kw_only=True):
         said = (Message("user", asked.text),) if asked.text else asked.messages or ()
         if answer is None or not answer.tokens:
             return said
-        text = (asked.prefix if isinstance(asked, Generate) else "") + answer.text
-        calls = tuple(
-            ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
-            for call in answer.tool_calls
-        )
-        return (*said, Message("assistant", text, tool_calls=calls))
+        return (*said, answer_message(answer, asked.prefix if isinstance(asked, Generate) else ""))
+
+
+def answer_message(answer: Generated, prefix: str = "") -> Message:
+    """Return an answer as an assistant message; `prefix` is the beginning that its request gave."""
+    calls = tuple(
+        ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
+        for call in answer.tool_calls
+    )
+    return Message("assistant", prefix + answer.text, tool_calls=calls)
 
 
 class History(Struct, frozen=True, kw_only=True):
@@ -120,84 +105,82 @@ class _Placed(NamedTuple):
     end: int
 
 
-async def read_history(wire: NatsWire, key: SessionKey, end: float = inf) -> History:
+async def read_history(stream: LogStream, key: SessionKey, end: float = inf) -> History:
     """Read a session's history from the log's entries before the sequence `end`. Raises `NoWorkerError`."""
     turns: list[_Placed] = []
     digests: list[tuple[int, str]] = []  # of the tokens up to ascending positions
     is_whole, position = True, 0
-    for request, result, _, digest, is_copy in chain.from_iterable(reversed(await _parts(wire, key, end))):
-        match request, result:
-            case _, Opened(parent=Parent() as parent):
-                if is_copy and dict(digests).get(parent.position) != digest:
-                    turns = []  # those of another session
-                is_whole = is_whole and (turns[-1].end if turns else 0) >= parent.position
-                turns = _until(turns, parent.position)
-            case _, Rewound():
-                turns = _until(turns, result.position)
-            case (Append() | Generate()) as asked, Appended() | Generated():
-                turn, kept = _turn(asked, result, position), result.rewritten_from
-                if kept is not None:
-                    turns = [_Placed(one, min(start, kept), min(end, kept + 1)) for one, start, end in turns]
-                turns.append(_Placed(turn, position if kept is None else kept, turn.position))
-        position = result.position
-        kept = getattr(result, "rewritten_from", None)
-        while digests and digests[-1][0] > (position if kept is None else kept):
-            digests.pop()
-        digests.append((position, digest))
+    for part in reversed(await _parts(stream, key, end)):
+        for one in part.exchanges:
+            result, kept = one.result, None
+            match one.request, result:
+                case _, Opened(parent=Parent() as parent):
+                    if part.is_copy and dict(digests).get(parent.position) != one.answered.history:
+                        turns = []  # those of another session
+                    is_whole = is_whole and (turns[-1].end if turns else 0) >= parent.position
+                    turns = _until(turns, parent.position)
+                case _, Rewound():
+                    turns = _until(turns, result.position)
+                case (Append() | Generate()) as asked, Appended() | Generated():
+                    turn, kept = _turn(asked, result, position), result.rewritten_from
+                    if kept is not None:
+                        turns = [_Placed(one, min(a, kept), min(b, kept + 1)) for one, a, b in turns]
+                    turns.append(_Placed(turn, position if kept is None else kept, turn.position))
+            position = result.position or 0
+            while digests and digests[-1][0] > (position if kept is None else kept):
+                digests.pop()
+            digests.append((position, one.answered.history or ""))
     return History(turns=tuple(one.turn for one in turns), is_whole=is_whole)
 
 
-async def _parts(wire: NatsWire, key: SessionKey, end: float) -> list[list[_Exchange]]:
-    """Return a session's exchanges since its last open, then its parent's before that open, and so on."""
-    found: dict[SessionKey, list[_Exchange]] = {}
-    parts: list[list[_Exchange]] = []
+class _Part(NamedTuple):
+    """A session's exchanges since its last open that changed it.
+
+    In a log that was imported (`is_copy`), another session may have the name of a fork's parent.
+    """
+
+    exchanges: Sequence[Exchange]
+    is_copy: bool
+
+    @property
+    def parent(self) -> Parent | None:
+        """The session that the part was forked from, None if it does not begin with a fork."""
+        first = self.exchanges[0].result if self.exchanges else None
+        return first.parent if isinstance(first, Opened) else None
+
+
+async def _parts(stream: LogStream, key: SessionKey, end: float) -> list[_Part]:
+    """Return a session's part since its last open, then its parent's before that open, and so on."""
+    found: dict[SessionKey, SessionLog] = {}
+    parts: list[_Part] = []
     opens, is_copy = set[int](), False
     while True:
         if key not in found:  # the end of a later read of the same session is an earlier one
-            found[key] = await _exchanges(wire, key, end)
-        part = _since_open([one for one in found[key] if one.seq < end])
-        if is_copy and not part:  # the parent may have been imported after its fork
-            found = {key: await _exchanges(wire, key, inf)}
-            part = _since_open(found[key])
-        match part[:1]:
-            case [_Exchange(seq=seq)] if seq in opens:  # copies may name each other as parents
-                return parts
-            case [_Exchange(_, Opened(parent=Parent() as parent), seq, _, is_copy)]:
-                parts.append(part)
-                opens.add(seq)
-                key, end = SessionKey(key.tenant, parent.session), seq
-            case _:
-                return [*parts, part]
+            found[key] = await read(stream, key, end=end)
+        part = _since_open(found[key], end)
+        if is_copy and not part.exchanges:  # the parent may have been imported after its fork
+            found = {key: await read(stream, key)}
+            part = _since_open(found[key], inf)
+        parent = part.parent
+        seq = part.exchanges[0].answered.seq if part.exchanges else 0
+        if parent is None:
+            return [*parts, part]
+        if seq in opens:  # copies may name each other as parents
+            return parts
+        parts.append(part)
+        opens.add(seq)
+        key, end, is_copy = SessionKey(key.tenant, parent.session), seq, part.is_copy
 
 
-async def _exchanges(wire: NatsWire, key: SessionKey, end: float) -> list[_Exchange]:
-    """Read each request that changed the session, with its result and the result's sequence."""
-    subjects = wire.subjects
-    stored = await wire.read_all(subjects.log_stream, subjects.of(key, "in"), end=end)
-    stored += await wire.read_all(subjects.log_stream, subjects.of(key, "out"), end=end)
-    requests: dict[int, Request] = {}
-    found: list[_Exchange] = []
-    is_copy = False
-    for message in sorted(stored, key=lambda one: one.seq):
-        one = entry(subjects, message.seq, message.body, message.headers)
-        with suppress(InvalidMessageError):  # a request that was refused, or a body that no worker wrote
-            if one is None:
-                continue
-            if one.kind == "in":
-                is_copy = is_copy or BEGAN_HEADER in message.headers
-                requests[one.seq] = decode_request(one.body)
-                continue
-            result = decode_result(one.body)
-            if not isinstance(result, _CHANGING) or result.repeat_of is not None or one.history is None:
-                continue
-            if (request := requests.pop(result.seq, None)) is not None:
-                found.append(_Exchange(request, result, one.seq, one.history, is_copy))
-    return found
-
-
-def _since_open(exchanges: list[_Exchange]) -> list[_Exchange]:
-    opened = (number for number, one in enumerate(exchanges) if isinstance(one.result, Opened))
-    return exchanges[max(opened, default=0) :]
+def _since_open(log: SessionLog, end: float) -> _Part:
+    changes = [
+        one
+        for one in log.exchanges
+        if one.answered.seq < end and one.is_change and one.answered.history is not None
+        if isinstance(one.result, _CHANGING)
+    ]
+    opened = (number for number, one in enumerate(changes) if isinstance(one.result, Opened))
+    return _Part(changes[max(opened, default=0) :], log.is_copy)
 
 
 def _until(turns: Iterable[_Placed], position: int) -> list[_Placed]:

@@ -1,22 +1,19 @@
-"""Lists a tenant's sessions from the last request and the last results of each. Pure."""
+"""Lists a tenant's sessions from the last parts of their logs. Pure."""
 
 from __future__ import annotations
 
-from contextlib import suppress
-from datetime import datetime
+from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from .errors import InvalidMessageError
-from .messages import Closed, Failed, decode_result
+from .messages import Closed
+from .session_log import last_change
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable
 
-    from .log import Stored
-    from .messages import Result
-    from .subjects import SessionKey
+    from .session_log import SessionLog
 
 
 class Listed(Struct, frozen=True, kw_only=True):
@@ -32,54 +29,36 @@ class Listed(Struct, frozen=True, kw_only=True):
     is_closed: bool
 
 
-def listed(
-    requests: Mapping[SessionKey, Stored], results: Mapping[SessionKey, Sequence[Stored]]
-) -> list[Listed]:
-    """Make the list of sessions, most recently used first.
-
-    Takes the last request of each session, and as many of its last results as `is_enough` wants.
-    """
-    found = [_one(key, requests.get(key), results.get(key, ())) for key in {**requests, **results}]
-    return sorted(found, key=lambda one: one.last, reverse=True)
+def listed(logs: Iterable[SessionLog]) -> list[Listed]:
+    """Make the list of sessions, most recently used first, from parts of their logs that are enough."""
+    return sorted(map(_one, logs), key=lambda one: one.last, reverse=True)
 
 
-def is_enough(asked: Stored | None, results: Sequence[Stored]) -> bool:
-    """Say whether a session's last results, oldest first, show its state; if not, earlier ones may.
+def is_enough(log: SessionLog) -> bool:
+    """Say whether a last part of a session's log shows its state; if not, a longer one may.
 
     A refused or repeated request says nothing of the session, and a request that was cancelled while it
     waited has its result before the requests that came before it.
     """
-    found = _decoded(results)
-    return _last_change(found) is not None and (
-        asked is None or results[0].seq < asked.seq or _is_answered(asked, found)
-    )
+    if not log.answers:
+        return True
+    is_read_since = not log.asked or log.start <= log.asked[-1].entry.seq or not _is_waiting(log)
+    return last_change(log) is not None and is_read_since
 
 
-def _one(key: SessionKey, asked: Stored | None, results: Sequence[Stored]) -> Listed:
-    found = _decoded(results)
-    state = _last_change(found) or (found[-1] if found else None)
-    last = max(one.headers["Nats-Time-Stamp"] for one in (asked, *results[-1:]) if one is not None)
+def _one(log: SessionLog) -> Listed:
+    valid = [one for one in log.answers if one.result]
+    last = last_change(log) or (valid[-1] if valid else None)
+    state = last.result if last else None
+    stored = [*(one.entry.stored for one in log.asked[-1:]), *(one.entry.stored for one in log.answers[-1:])]
     return Listed(
-        name=key.session,
+        name=log.key.session,
         position=None if state is None else state.position,
-        last=datetime.fromisoformat(last),
-        is_waiting=asked is not None and not _is_answered(asked, found),
+        last=max(stored),
+        is_waiting=_is_waiting(log),
         is_closed=isinstance(state, Closed),
     )
 
 
-def _decoded(results: Sequence[Stored]) -> list[Result]:
-    found = []
-    for one in results:
-        with suppress(InvalidMessageError):  # not written by a worker
-            found.append(decode_result(one.body))
-    return found
-
-
-def _last_change(results: Sequence[Result]) -> Result | None:
-    changes = (one for one in reversed(results) if not isinstance(one, Failed) and one.repeat_of is None)
-    return next(changes, None)
-
-
-def _is_answered(asked: Stored, results: Sequence[Result]) -> bool:
-    return any(one.seq is not None and one.seq >= asked.seq for one in results)
+def _is_waiting(log: SessionLog) -> bool:
+    return bool(log.waiting) and log.waiting[-1] is log.asked[-1]

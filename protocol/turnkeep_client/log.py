@@ -51,11 +51,9 @@ class Stored(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One message of the log, stored at the server's time `stored`.
+    """One request (`in`) or result (`out`) of the log, stored at the server's time `stored`.
 
-    Only results have the fields from `model` to `parts`. `history` is the digest of the tokens after
-    the result. `build` names the `worker` that made the result, its `version`, `dtype`, `device` and `kv`
-    precision. `parts` is the value of `PARTS_HEADER`. `seed` is that of a copied request's `SEED_HEADER`.
+    `headers` are those of its sender; of NATS's own only the fence (`EXPECT_HEADER`).
     """
 
     seq: int
@@ -63,38 +61,45 @@ class Entry(NamedTuple):
     kind: Literal["in", "out"]
     stored: datetime
     body: bytes
-    model: str | None
-    history: str | None
-    build: Mapping[str, str] = {}
-    parts: str | None = None
-    seed: int | None = None
+    headers: Mapping[str, str]
+
+    @property
+    def model(self) -> str | None:
+        """The name of the model that made a result."""
+        return self.headers.get(MODEL_HEADER)
+
+    @property
+    def history(self) -> str | None:
+        """The digest of the session's tokens after a result; None if no worker made it."""
+        return self.headers.get(HISTORY_HEADER)
+
+    @property
+    def build(self) -> Mapping[str, str]:
+        """The `worker` that made a result, its `version`, `dtype`, `device` and `kv` precision."""
+        return words(self.headers.get(BUILD_HEADER, ""))
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that a copied request was answered with."""
+        header = self.headers.get(SEED_HEADER, "")
+        return int(header) if re.fullmatch("[0-9]{1,17}", header) else None
 
 
-def entry(subjects: Subjects, seq: int, body: bytes, headers: Mapping[str, str]) -> Entry | None:
+def entry(subjects: Subjects, stored: Stored) -> Entry | None:
     """Parse a stored message; return None if its subject is not the `in` or `out` of a session."""
     try:
-        key, kind, _ = subjects.parse(headers["Nats-Subject"])
+        key, kind, _ = subjects.parse(stored.headers["Nats-Subject"])
     except InvalidMessageError:
         return None
     if kind not in ("in", "out"):
         return None
-    stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])
-    return Entry(
-        seq,
-        key,
-        "in" if kind == "in" else "out",
-        stored,
-        body,
-        headers.get(MODEL_HEADER),
-        headers.get(HISTORY_HEADER),
-        words(headers.get(BUILD_HEADER, "")),
-        headers.get(PARTS_HEADER),
-        _seed(headers.get(SEED_HEADER, "")),
-    )
-
-
-def _seed(header: str) -> int | None:
-    return int(header) if re.fullmatch("[0-9]{1,17}", header) else None
+    time = datetime.fromisoformat(stored.headers["Nats-Time-Stamp"])
+    own = {
+        name: value
+        for name, value in stored.headers.items()
+        if name == EXPECT_HEADER or not name.startswith("Nats-")
+    }
+    return Entry(stored.seq, key, "in" if kind == "in" else "out", time, stored.body, own)
 
 
 def words(header: str) -> dict[str, str]:

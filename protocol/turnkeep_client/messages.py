@@ -26,6 +26,7 @@ from .requests import *  # noqa: F403  # users import all messages from here
 from .requests import POLICIES, Append, Close, Id, Open, Rewind
 from .results import *  # noqa: F403  # users import all messages from here
 from .results import (
+    Asked,
     Cancelled,
     Chunk,
     Counted,
@@ -71,6 +72,10 @@ class _Named(Struct):
     id: Id | None = None
 
 
+class _Answering(Struct):
+    asked: Asked | None = None
+
+
 class _Sent(Struct):
     """The fields of a request that a chat template gets exactly as they were sent."""
 
@@ -81,6 +86,7 @@ class _Sent(Struct):
 _REQUEST: Final[msgspec.json.Decoder[Request]] = msgspec.json.Decoder(Request)
 _RESULT: Final[msgspec.json.Decoder[KnownResult]] = msgspec.json.Decoder(KnownResult)
 _UNKNOWN_RESULT: Final = msgspec.json.Decoder(UnknownResult)
+_ANSWERING: Final = msgspec.json.Decoder(_Answering)
 _CHUNK: Final = msgspec.json.Decoder(Chunk)
 _CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(ControlRequest)
 _SERVE: Final[msgspec.json.Decoder[ServeRequest]] = msgspec.json.Decoder(ServeRequest)
@@ -159,13 +165,26 @@ def decode_result(body: bytes) -> Result:
         raise
 
 
+def encode_answer(result: Result, asked: Asked) -> bytes:
+    """Encode a result together with the request that it answers."""
+    return encode(result)[:-1] + b',"asked":' + _ENCODER.encode(asked) + b"}"
+
+
+def decode_asked(body: bytes) -> Asked | None:
+    """Decode the field `asked` of a result's body; None if there is none."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _ANSWERING.decode(body).asked
+    return None
+
+
 def encode_repeat(body: bytes, *, seq: int, repeat_of: int) -> bytes:
     """Encode a recorded result as the answer to a repeat of its request.
 
     `body` is the recorded result, `seq` the sequence of the repeat, `repeat_of` that of the first request.
-    All other fields stay, also those unknown to this version.
+    All other fields but `asked` stay, also those unknown to this version.
     """
     fields = _decode(_FIELDS, body, "a result")
+    fields.pop("asked", None)
     numbers = {"seq": seq, "repeat_of": repeat_of}
     return _ENCODER.encode(fields | {name: msgspec.Raw(str(number)) for name, number in numbers.items()})
 

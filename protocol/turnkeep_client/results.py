@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime  # noqa: TC003  # msgspec reads it
 from struct import unpack
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, TypeVar, get_args
 
@@ -34,6 +35,22 @@ class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
     seq: int
     position: int
     repeat_of: int | None = None
+
+
+class Asked(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The request that a result answers, and the time at which the log stored the request.
+
+    Each result that repeats no other has it in the field `asked`, if its request was valid JSON of a known
+    type; `decode_asked` reads it. So the results of a session, in their order, say all that happened in it.
+
+    `request` is the request as it was sent. A long one is left out, and stored in other messages of the log:
+    `link` names the last of them. `headers` are its headers whose names begin with `Turnkeep-`.
+    """
+
+    stored: datetime
+    request: msgspec.Raw | UnsetType = UNSET
+    link: str = ""
+    headers: dict[str, str] = {}
 
 
 class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -48,6 +48,7 @@ from .messages import (
     decode_request,
     encode,
 )
+from .stream import LogStream
 from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
@@ -278,7 +279,7 @@ class Session:
         Needs no worker. A fork's history begins with its parent's, as long as the parent is in the log. With
         `before`, a stream sequence, return the conversation as it was before that entry of the log.
         """
-        return await read_history(self._wire, self.key, before)
+        return await read_history(LogStream(self._wire, self._wire.subjects), self.key, before)
 
     async def info(self, *, skip: int = 0, limit: int = 100, snapshot: bool = False) -> SessionInfo:
         """Return the session's state, from the worker that holds it.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 from uuid import uuid4
 
@@ -21,12 +22,13 @@ from .errors import (
     StreamError,
     TurnkeepError,
 )
+from .log import entry
 from .subjects import SessionKey, check_id
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-    from .log import Stored
+    from .log import Entry, Stored
     from .subjects import SessionKind, Subjects
     from .wire import NatsWire
 
@@ -116,24 +118,32 @@ class LogStream:
             return {key: one async for key, one in self.last(await self.subjects(tenant), kind)}
         return found
 
-    async def every(
-        self, key: SessionKey, kind: str = "*", start: int = 1
-    ) -> AsyncIterator[tuple[SessionKey, Stored]]:
-        """Yield a session's entries from the sequence `start` on; key's tenant and session may be `*` (all).
+    def entry(self, stored: Stored) -> Entry | None:
+        """Parse a message of the log; return None if it is neither a request nor a result."""
+        return entry(self._subjects, stored)
 
-        Needs `$JS.API.DIRECT.GET.<log>`. Replicas that lag behind may lack the newest entries; for one
-        session, a client with `$JS.API.STREAM.MSG.GET.<log>` waits until it has all stored before the call.
+    async def every(
+        self, key: SessionKey, kind: str = "*", start: int = 1, end: float = inf
+    ) -> AsyncIterator[tuple[SessionKey, Stored]]:
+        """Yield a session's entries from the sequence `start` to before `end`.
+
+        The key's tenant and session may be `*` (all). Needs `$JS.API.DIRECT.GET.<log>`. Replicas that lag
+        behind may lack the newest entries; for one session, a client with `$JS.API.STREAM.MSG.GET.<log>`
+        waits until it has all stored before the call.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
         is_one = "*" not in (key.tenant, key.session)
         until = await self._last_seq(subject) if is_one else 0
         most_bytes = _SOME_BYTES if is_one else _MANY_BYTES
-        request = {"next_by_subj": subject, "batch": _MANY, "max_bytes": most_bytes}
+        request = {"next_by_subj": subject, "batch": max(1, min(_MANY, end - start)), "max_bytes": most_bytes}
         for pause_s in (*_LAGS_S, None):
-            async for batch in self._api.batches(self.name, request | {"seq": start}):
-                for one in batch:
-                    start = one.seq + 1
-                    yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
+            async with contextlib.aclosing(self._api.batches(self.name, request | {"seq": start})) as batches:
+                async for batch in batches:
+                    for one in batch:
+                        if one.seq >= end:
+                            return
+                        start = one.seq + 1
+                        yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
             if start > until or pause_s is None:
                 return
             await asyncio.sleep(pause_s)

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         AsyncGenerator,
         Awaitable,
         Callable,
+        Coroutine,
         Mapping,
     )
 
@@ -61,6 +62,9 @@ READ_S: Final = 2.0
 #: Timeout of a request to JetStream's API: a large stream takes a while to count its subjects.
 API_S: Final = 10.0
 
+#: A request to a worker fails if the connection stays away for this time; servers restart in less.
+_LOST_S: Final = 5.0
+
 #: Bytes of a header beside its name and value, with its share of the lines around all headers.
 _HEADER_BYTES: Final = 16
 
@@ -70,7 +74,7 @@ _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's 
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
 
 #: The errors of nats-py that mean a lost connection.
-_LOST: Final = (
+_LOST_ERRORS: Final = (
     nats.errors.ConnectionClosedError,
     nats.errors.ConnectionDrainingError,
     nats.errors.ConnectionReconnectingError,
@@ -198,10 +202,13 @@ class NatsWire:
         return max((one.seq for one in found if one.body == body), default=0)
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
-        """Send one core NATS request and return the reply. Raises `NoAnswerError` if none comes in time."""
+        """Send one core NATS request and return the reply.
+
+        Raises `NoAnswerError` if none comes in time, and `NoServerError` some time after NATS was lost.
+        """
         self._check(body)
         try:
-            return (await _cancellable(self._nats.request(subject, body, timeout=timeout_s))).data
+            return (await self._while_reached(self._nats.request(subject, body, timeout=timeout_s))).data
         except nats.errors.NoRespondersError:
             raise NoAnswerError(f"no worker serves {subject}") from None
         except nats.errors.TimeoutError as error:
@@ -211,6 +218,19 @@ class NatsWire:
             raise NoAnswerError(f"no worker answered on {subject} within {timeout_s} s") from None
         except _NATS_ERRORS as error:
             raise self._unreached(f"{subject} could not be asked", error) from None
+
+    async def _while_reached(self, call: Coroutine[Any, Any, _T]) -> _T:
+        """Await a call; raise `ConnectionError` if the connection is lost for `_LOST_S` before it ends."""
+        task, epoch = asyncio.create_task(_cancellable(call)), -1
+        try:
+            while not task.done():
+                if not self.connected and self.epoch == epoch:
+                    raise ConnectionError(f"no reconnection in {_LOST_S:.0f} s")
+                epoch = -1 if self.connected else self.epoch
+                await asyncio.wait([task], timeout=_LOST_S)
+            return task.result()
+        finally:
+            task.cancel()
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         """Return the messages of `subject` in `stream` from `seq` on, in order; stop at any error."""
@@ -404,7 +424,7 @@ class NatsWire:
         why = getattr(error, "description", None) or str(error) or type(error).__name__
         if self.closed:
             return ClientClosedError(f"{what}: {self.why_closed}")
-        if isinstance(error, _LOST) or not self.connected:
+        if isinstance(error, _LOST_ERRORS) or not self.connected:
             return NoServerError(f"{what}: the connection to the NATS server is lost ({why})")
         return NoAnswerError(f"{what}: {why}")
 

@@ -12,6 +12,7 @@ import sqlite3
 import stat
 import sys
 import threading
+import time
 import weakref
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
 from cache.disk.io_threads import IoThreads
+from cache.index import stored_kv
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.snapshot import Tensor
@@ -596,6 +598,29 @@ async def test_a_folder_in_the_place_of_a_snapshot_file_is_moved_to_quarantine(
     assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == QUARANTINE_FILES
     assert await store.eraser.clear()
     assert [*(tmp_path / "cache").glob("*/*")] == []
+
+
+async def test_a_restore_that_takes_too_long_reads_no_further_file(
+    open_store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, tokens, begun = await open_store(), list(range(8 * BLOCK)), []
+    save_all(store, "a", tokens)
+    assert await store.queue.drained(10)
+    assert await restored(store, "a", tokens) == len(tokens)  # has imported MLX, which takes long
+    read = snapshot_format.read
+
+    def slow(path: Path, *args: object, **named: object) -> int:
+        begun.append(path)
+        time.sleep(0.8)
+        return read(path, *args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(snapshot_format, "read", slow)
+    monkeypatch.setattr(stored_kv, "LOAD_S", 0.5)
+    monkeypatch.setattr(stored_kv, "_LOAD_BYTES_PER_S", 2**60)
+    found = store.kv.match(store.kv.chain("a"), tokens)
+    assert await store.kv.load(found) is None
+    assert await store.kv.close(60)
+    assert 1 <= len(begun) <= stored_kv._IO_THREADS
 
 
 async def test_while_a_read_hangs_all_reads_fail_at_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from commands.close import rewind_last
 from commands.exchanges import last_exchanges
-from turnkeep_client import wire
+from turnkeep_client import session_log
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 
 
@@ -53,11 +53,10 @@ async def test_the_last_exchanges_are_found_by_reading_only_the_end_of_a_long_lo
     for i in range(12):
         await session.generate(**user(f"question {i}"))
         await worker.client.session("other").append(text="x")
-    monkeypatch.setattr(wire, "READ_BATCH", 8)
-    pieces = [piece async for piece in worker.client.log_backwards("s")]
-    entries = [entry for piece in reversed(pieces) for entry in piece]
-    assert entries == await worker.client.log("s")
-    assert len(pieces) == 3
+    monkeypatch.setattr(session_log, "TAIL", 8)
+    parts = [part async for part in session_log.tails(worker.client.stored, session.key)]
+    assert parts[-1] == await session_log.read(worker.client.stored, session.key)
+    assert [len(part.exchanges) for part in parts] == [2, 8, 12]
 
     found = await last_exchanges(worker.client, "s")
     assert found[-1].question == "question 11"

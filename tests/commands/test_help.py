@@ -104,6 +104,24 @@ def test_the_help_of_a_daily_command_fits_on_a_page_of_40_lines(command: str) ->
     assert "--help-all" in shown
 
 
+@pytest.mark.parametrize(
+    ("command", "advice"),
+    [
+        ("ask", "`turnkeep serve` starts a worker"),
+        ("sessions", "Ended ones are hidden: --state closed lists them"),
+        ("show", "`turnkeep sessions` lists the names"),
+        ("launch", "`turnkeep serve --gateway` starts one"),
+    ],
+)
+def test_the_help_says_where_what_a_command_needs_comes_from(command: str, advice: str) -> None:
+    assert advice in " ".join(help_of(command).split())
+
+
+@pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
+def test_no_help_names_a_file_that_an_installation_does_not_have(command: str) -> None:
+    assert "docs/" not in help_of(command, flag="--help-all")
+
+
 @pytest.mark.parametrize("command", ["ask", "sessions", "export", "serve"])
 def test_only_help_all_lists_the_options_of_the_connection(command: str) -> None:
     options = {"--nats-creds", "--nats-ca", "--prefix"}

@@ -14,11 +14,13 @@ import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
 from command_runs import environment
 
+from commands import service
 from ops import units
 from tests.parts import free_port
 from worker.process import launchd
@@ -213,6 +215,23 @@ def test_service_install_on_macos_refuses_folders_that_are_closed_to_services(
     done = run("service", "install", "--config", str(config), on_mac=True)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert f"macOS keeps services out of {documents.parent}; move {documents}" in done.stderr
+
+
+def test_folders_that_are_closed_to_services_are_known_by_any_name_that_the_file_system_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """macOS's file system ignores case: ~/documents is ~/Documents."""
+    (tmp_path / "Documents").mkdir()
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stat = Path.stat
+
+    def ignoring_case(self: Path, **named: Any) -> Any:
+        return stat(self.with_name("Documents") if self.name == "documents" else self, **named)
+
+    monkeypatch.setattr(Path, "stat", ignoring_case)
+    service._check_places(tmp_path / "elsewhere" / "not made yet")
+    with pytest.raises(service.ServiceError, match="documents/data to another folder"):
+        service._check_places(tmp_path / "documents" / "data")
 
 
 def test_service_install_without_config_names_the_default_settings_file(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from worker.device.request import TurnRequest
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
 from worker.engine.port import TurnResult
+from worker.models.model import LoadedModel
 from worker.observe.counters import Telemetry
 
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
@@ -36,8 +37,8 @@ class Recorded:
         self._model = model
         self.bits: list[bytes] = []
 
-    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
-        logits = self._model(tokens, cache=cache)
+    def __call__(self, tokens: mx.array, cache: Any, **options: Any) -> mx.array:
+        logits = self._model(tokens, cache=cache, **options)
         if tokens.shape[1] == 1:
             mx.eval(logits)
             self.bits.append(bytes(memoryview(logits).cast("B")))
@@ -93,18 +94,32 @@ async def open_process(
     codec: Codec = PLAIN,
     trials: Path | None = None,
     keep_behind: int | None = None,
+    load: Callable[[], LoadedModel] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Process]:
-    """Run a `Process` on a snapshot directory, with blocks of `num_blocks` times `BLOCK` tokens."""
+    """Run a `Process` on a snapshot directory, with blocks of `num_blocks` times `BLOCK` tokens.
+
+    `load` loads the model on the device thread, in place of `model`. `options` are those of a `Device`.
+    """
     recorded = Recorded(model)
+
+    def load_recorded() -> LoadedModel:
+        if load is None:
+            return loaded(recorded)
+        found = load()
+        recorded._model = found.model
+        return replace(found, model=recorded)
+
     block = num_blocks * BLOCK
     device = Device(
-        lambda: loaded(recorded),
+        load_recorded,
         lambda error: None,
         block_tokens=block,
         max_batch=4,
         stall_s=0.25,
         limit_bytes=limit_bytes,
         trials=trials,
+        **options,
     )
     await asyncio.to_thread(device.start)
     assert device.unsupported_cache is None

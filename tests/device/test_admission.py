@@ -16,6 +16,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tiny_models import alone, answer, key, loaded, prompt
 
+from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
@@ -25,6 +26,7 @@ from worker.device.request import PRIORITY_S, TurnRequest, place
 from worker.device.turn import Dropped
 from worker.engine.admission import Admission, Claim, Decision, Ledger
 from worker.engine.engine import Engine
+from worker.engine.residency import Residency
 from worker.observe.counters import Telemetry
 
 CAPACITY = 100
@@ -658,3 +660,13 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
     assert engine.ledger.used_bytes == sum(engine.size_bytes(len(tokens)) for tokens in held)
     for context, tokens in answers:
         assert tokens == alone(make_model("llama"), context, len(tokens))[0]
+
+
+def test_kv_on_the_device_is_used_only_under_its_policy_and_where_it_can_be_trimmed() -> None:
+    held = Residency()
+    held.put(SessionKey("t", "s"), as_tokens(range(10)), 100, earliest=4, policy=FULL)
+    other = Policy(sink=4, window=128)
+    lengths = [held.num_usable(SessionKey("t", "s"), num, FULL) for num in (3, 4, 10, 11)]
+    assert lengths == [0, 4, 10, 0]
+    assert held.num_usable(SessionKey("t", "s"), 4, other) == 0
+    assert held.num_usable(SessionKey("t", "another"), 4, FULL) == 0

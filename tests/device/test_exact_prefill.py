@@ -28,8 +28,8 @@ from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
 from worker.device import cutter
 from worker.device.request import TurnRequest
-from worker.engine import finding
-from worker.engine.finding import TurnSnapshots
+from worker.engine import kv_lookup
+from worker.engine.kv_lookup import TurnSnapshots
 from worker.engine.port import DeviceFaultError
 
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
@@ -228,7 +228,7 @@ async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
     model, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(cutter, "PATIENCE_S", 0.1)
-    monkeypatch.setattr(finding, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(kv_lookup, "PATIENCE_S", 0.1)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         monkeypatch.setattr(process.store.kv, "save", lambda *_: False)
         with pytest.raises(DeviceFaultError, match="the disk lacks some of it"):

@@ -32,7 +32,7 @@ from worker.batch.parts import OwnPart
 from worker.device import cutter
 from worker.device.request import TurnRequest
 from worker.device.step_chooser import ChosenStep, StepChooser
-from worker.engine import finding
+from worker.engine import kv_lookup
 
 WINDOW = Policy(4, 4 * CHUNK)
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
@@ -507,7 +507,7 @@ async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dr
     build_model, tmp_path, monkeypatch, kind: str, num_dropped: int
 ) -> None:
     """The disk takes a block every 50 ms; each of the first waits may find the queue dropped."""
-    monkeypatch.setattr(finding, "PATIENCE_S", 0.35)
+    monkeypatch.setattr(kv_lookup, "PATIENCE_S", 0.35)
     write = snapshot_format.write
     monkeypatch.setattr(snapshot_format, "write", lambda *args: time.sleep(0.05) or write(*args))
     model = build_model(kind, **WIDE)
@@ -549,7 +549,7 @@ async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_
     model, tmp_path, monkeypatch
 ) -> None:
     """Prefill waits until all KV that has left the device is on disk."""
-    monkeypatch.setattr(finding, "PATIENCE_S", 600.0)
+    monkeypatch.setattr(kv_lookup, "PATIENCE_S", 600.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
     monkeypatch.setattr(snapshot_format, "write", lambda *args: may_end.wait() and write(*args))
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -572,7 +572,7 @@ async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_
 async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by_a_hanging_one(
     model, tmp_path, monkeypatch, is_hanging: bool
 ) -> None:
-    monkeypatch.setattr(finding, "SETTLE_S", 0.2 if is_hanging else 60.0)
+    monkeypatch.setattr(kv_lookup, "SETTLE_S", 0.2 if is_hanging else 60.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
 
     def slow(*args: Any) -> None:

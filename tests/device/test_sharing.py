@@ -6,7 +6,7 @@ import pytest
 from test_turns import Wrapped
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
-from worker.device.acquisition import Sharing
+from worker.device.starting_kv import Sharing
 from worker.device.turn import Faulted, Turn
 
 COMMON = prompt(5 * BLOCK + 3)
@@ -32,6 +32,18 @@ def test_a_new_session_copies_the_common_prefix_of_an_idle_one(make_rig, model) 
     rig.run(turn)
     assert (turn.num_reused, turn.num_prefilled) == (len(COMMON), 9)
     assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
+
+
+def test_a_session_whose_tokens_are_all_in_another_sessions_kv_still_runs_its_last_one(
+    make_rig, model
+) -> None:
+    """Its answer is drawn from this token's logits."""
+    rig = make_rig(model)
+    rig.run(generate(with_end(4, 5), 6, name="a"))
+    turn = shared("b", COMMON, 8, "a")
+    rig.run(turn)
+    assert (turn.num_reused, turn.num_prefilled) == (len(COMMON) - 1, 1)
+    assert rig.tokens(turn) == alone(model, COMMON, 8)[0]
 
 
 def test_a_session_whose_prefix_was_copied_continues_unchanged(make_rig, model) -> None:

@@ -319,6 +319,14 @@ async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
     assert (await post(http, CHAT, {"idempotency-key": "n"}, n=2)).status_code == 400
 
 
+async def test_of_two_requests_with_one_idempotency_key_at_once_one_begins_and_the_other_follows(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    key = {"idempotency-key": "at once"}
+    answers = await asyncio.gather(*(post(http, CHAT, key) for _ in range(2)))
+    assert sorted(one.headers["x-turnkeep-session"].split()[-1] for one in answers) == ["begun", "repeated"]
+
+
 @pytest.mark.parametrize("knows", [False, True])
 async def test_gateways_that_know_different_conversations_give_one_answer_per_idempotency_key(
     worker: Any, door: Start, served: Any, http: httpx2.AsyncClient, *, knows: bool

@@ -366,7 +366,7 @@ async def test_a_session_whose_answer_came_too_late_is_removed_once_it_is_idle(
 ) -> None:
     monkeypatch.setitem(client_connect.__kwdefaults__, "timeout_s", 0.5)
     worker = await local_worker()
-    engine = worker.app._engine
+    engine = worker.app._parts.engine
     run = engine.run
 
     async def slow(*asked: Any, **more: Any) -> Any:

@@ -22,12 +22,12 @@ import pytest
 from msgspec.structs import replace
 
 from commands.console import token_of
-from ops.console import app as console_app
+from ops.console import question_api, streams
 from ops.console import serving as console_serving
-from ops.console import streams
-from ops.console.app import Console, Place, Served
+from ops.console.app import Console, Place
 from ops.console.door import PAGE
 from ops.console.live import Live
+from ops.console.model_api import Served
 from ops.console.serving import listening, server
 from ops.console.turns import shown
 from ops.log import copies, searching
@@ -810,7 +810,7 @@ async def test_the_console_limits_concurrent_streams_and_a_disconnected_reader_f
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(model=str(endless_model))
-    monkeypatch.setattr(console_app, "MAX_STREAMS", 1)
+    monkeypatch.setattr(question_api, "MAX_STREAMS", 1)
     async with opened(worker.client) as page:
         asked = await page.post("s/ask", {"id": "q", "text": "x", "max_tokens": 50_000})
         path = f"/api/sessions/s/answers/{asked['seq']}"
@@ -834,7 +834,7 @@ async def test_the_console_limits_concurrent_streams_and_a_disconnected_reader_f
 
 
 async def test_the_console_ends_a_stream_whose_client_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console_app, "_SLOW_S", 0.05)
+    monkeypatch.setattr(question_api, "_SLOW_S", 0.05)
     left = asyncio.Event()
 
     async def endless() -> AsyncIterator[bytes]:
@@ -845,7 +845,7 @@ async def test_the_console_ends_a_stream_whose_client_does_not_read(monkeypatch:
         await asyncio.Event().wait()
 
     async with asyncio.timeout(10):
-        await console_app._Events(endless(), left.set)({"type": "http"}, never, never)
+        await question_api._Events(endless(), left.set)({"type": "http"}, never, never)
     assert left.is_set()
 
 

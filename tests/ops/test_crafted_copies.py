@@ -17,12 +17,14 @@ from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.log import Entry
+from turnkeep_client.session_log import paired
 from turnkeep_client.stream import LogStream
 from turnkeep_client.subjects import SessionKey
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
 KEY = SessionKey("default", "garden")
+HEADERS = {"Turnkeep-Model": "tiny", "Turnkeep-History": "00" * 16}
 STORED = datetime(2026, 11, 20, 8, tzinfo=UTC)
 #: Counts and times of an append.
 COUNTS = {"tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "kv_live_bytes": 1, "seconds": 0.1}
@@ -42,10 +44,10 @@ def sound(folder: Path, num_requests: int = 2) -> dict[str, bytes]:
         }
         bodies = [json.dumps(body).encode() for body in (asked, said)]
         entries += [
-            Entry(2 * number + 1, KEY, "in", STORED, bodies[0], None, None),
-            Entry(2 * number + 2, KEY, "out", STORED, bodies[1], "tiny", "00" * 16),
+            Entry(2 * number + 1, KEY, "in", STORED, bodies[0], {}),
+            Entry(2 * number + 2, KEY, "out", STORED, bodies[1], HEADERS),
         ]
-    copies.export(folder / "sound", KEY, entries, {})
+    copies.export(folder / "sound", paired(KEY, entries), {})
     with tarfile.open(folder / "sound") as tar:
         return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
 

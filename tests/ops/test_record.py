@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 
 from ops.log.differences import Difference, first_difference, first_unequal
-from ops.log.record import fold, pair_up, within
-from turnkeep_client.log import Entry
+from ops.log.record import fold, within
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry
 from turnkeep_client.messages import encode
+from turnkeep_client.session_log import SessionLog, paired
 from turnkeep_client.subjects import SessionKey
 
+KEY = SessionKey("default", "s")
+HEADERS = {MODEL_HEADER: "m", HISTORY_HEADER: "d", BUILD_HEADER: ""}
 APPEND = {"type": "append", "id": "a", "text": "x"}
 GENERATE = {"type": "generate", "max_tokens": 2}
 SIZES = {"tokens": 1, "cached_tokens": 0, "prefilled_tokens": 1, "kv_live_bytes": 1, "seconds": 0.1}
@@ -23,7 +26,12 @@ REFUSED = {"type": "failed", "id": "x", "code": "expired", "message": "", "retry
 
 def entry(seq: int, kind: Any, body: dict[str, Any], at_s: float = 0, session: str = "s") -> Entry:
     stored = datetime(2026, 11, 20, tzinfo=UTC) + timedelta(seconds=at_s)
-    return Entry(seq, SessionKey("default", session), kind, stored, encode(body), "m", "d")
+    return Entry(seq, SessionKey("default", session), kind, stored, encode(body), HEADERS)
+
+
+def logs(entries: list[Entry]) -> list[SessionLog]:
+    keys = dict.fromkeys(one.key for one in entries)
+    return [paired(key, [one for one in entries if one.key == key]) for key in keys]
 
 
 def appended(seq: int, **more: Any) -> dict[str, Any]:
@@ -32,20 +40,22 @@ def appended(seq: int, **more: Any) -> dict[str, Any]:
 
 def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_times_of_others() -> None:
     record = fold(
-        [
-            entry(1, "in", APPEND, 10),
-            entry(2, "in", {**APPEND, "id": "b", "expect_position": 3}, 11),
-            entry(3, "out", appended(1), 12),
-            entry(4, "out", appended(2), 13),
-            entry(5, "in", APPEND, 14),
-            entry(6, "out", appended(5, repeat_of=1), 15),
-            entry(7, "in", {**APPEND, "id": "c"}, 16),
-            entry(8, "out", {**REFUSED, "seq": 7}, 17),
-            entry(9, "in", {**APPEND, "id": "d"}, 18),
-            entry(10, "in", {"type": "no"}, 19),
-            entry(11, "in", {**APPEND, "id": "e"}, 12.5, "t"),
-            entry(12, "out", appended(11), 14, "t"),
-        ]
+        logs(
+            [
+                entry(1, "in", APPEND, 10),
+                entry(2, "in", {**APPEND, "id": "b", "expect_position": 3}, 11),
+                entry(3, "out", appended(1), 12),
+                entry(4, "out", appended(2), 13),
+                entry(5, "in", APPEND, 14),
+                entry(6, "out", appended(5, repeat_of=1), 15),
+                entry(7, "in", {**APPEND, "id": "c"}, 16),
+                entry(8, "out", {**REFUSED, "seq": 7}, 17),
+                entry(9, "in", {**APPEND, "id": "d"}, 18),
+                entry(10, "in", {"type": "no"}, 19),
+                entry(11, "in", {**APPEND, "id": "e"}, 12.5, "t"),
+                entry(12, "out", appended(11), 14, "t"),
+            ]
+        )
     )
     assert record.left_out == {"repeated": 1, "refused": 1, "not valid, or not answered": 2}
     first, second = record.sessions.values()
@@ -60,14 +70,18 @@ def test_a_replay_leaves_out_a_cancelled_empty_answer_but_keeps_one_that_was_to_
     generated = {"type": "generated", "id": "x", "position": 1, "text": "", "tokens": [], "kv_live_bytes": 1}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS}
     record = fold(
-        [
-            one
-            for seq, end in enumerate(ends)
-            for one in (
-                entry(2 * seq + 1, "in", {**GENERATE, "id": end, "max_tokens": 0}),
-                entry(2 * seq + 2, "out", {**generated, **counts, "seq": 2 * seq + 1, "finish_reason": end}),
-            )
-        ]
+        logs(
+            [
+                one
+                for seq, end in enumerate(ends)
+                for one in (
+                    entry(2 * seq + 1, "in", {**GENERATE, "id": end, "max_tokens": 0}),
+                    entry(
+                        2 * seq + 2, "out", {**generated, **counts, "seq": 2 * seq + 1, "finish_reason": end}
+                    ),
+                )
+            ]
+        )
     )
     assert record.left_out == {"cancelled before the first token": 1}
     (kept,) = record.sessions.values()
@@ -78,18 +92,20 @@ def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forge
     close = {"type": "close", "forget": True}
     closed = {"type": "closed", "id": "x", "position": 1}
     record = fold(
-        [
-            entry(1, "in", {**close, "id": "c"}),
-            entry(2, "out", {**closed, "seq": 1}),
-            entry(3, "in", APPEND, 1, "t"),
-            entry(4, "out", appended(3), 2, "t"),
-            entry(5, "in", {**close, "id": "d"}, 3, "t"),
-            entry(6, "out", {**closed, "seq": 5}, 4, "t"),
-            entry(7, "in", {**APPEND, "id": "e"}, 5, "t"),
-            entry(8, "out", appended(7), 6, "t"),
-            entry(9, "in", {**close, "id": "f"}, 7, "t"),
-            entry(10, "out", {**closed, "seq": 9}, 8, "t"),
-        ]
+        logs(
+            [
+                entry(1, "in", {**close, "id": "c"}),
+                entry(2, "out", {**closed, "seq": 1}),
+                entry(3, "in", APPEND, 1, "t"),
+                entry(4, "out", appended(3), 2, "t"),
+                entry(5, "in", {**close, "id": "d"}, 3, "t"),
+                entry(6, "out", {**closed, "seq": 5}, 4, "t"),
+                entry(7, "in", {**APPEND, "id": "e"}, 5, "t"),
+                entry(8, "out", appended(7), 6, "t"),
+                entry(9, "in", {**close, "id": "f"}, 7, "t"),
+                entry(10, "out", {**closed, "seq": 9}, 8, "t"),
+            ]
+        )
     )
     assert record.left_out == {"of a forgotten session": 1}
     (kept,) = record.sessions.values()
@@ -97,14 +113,12 @@ def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forge
 
 
 def test_a_time_range_selects_entries_before_its_end_of_sessions_that_began_in_it() -> None:
-    entries = [
-        entry(seq, "in", APPEND, at_s, name) for seq, at_s, name in ((1, 0, "s"), (2, 5, "t"), (3, 9, "s"))
-    ]
-    when = [one.stored for one in entries]
-    assert [one.seq for one in within(entries, (), None, None)] == [1, 2, 3]
-    assert [one.seq for one in within(entries, (), when[1], None)] == [2]
-    assert [one.seq for one in within(entries, (), None, when[2])] == [1, 2]
-    assert [one.seq for one in within(entries, ("s",), None, None)] == [1, 3]
+    log = paired(KEY, [entry(seq, "in", APPEND, at_s) for seq, at_s in ((1, 0), (2, 5), (3, 9))])
+    first, second, third = (one.entry.stored for one in log.asked)
+    assert [one.entry.seq for one in within(log, None, None).asked] == [1, 2, 3]
+    assert [one.entry.seq for one in within(log, first, None).asked] == [1, 2, 3]
+    assert [one.entry.seq for one in within(log, second, None).asked] == []
+    assert [one.entry.seq for one in within(log, None, third).asked] == [1, 2]
 
 
 BUILD = {"worker": "w", "version": "1", "dtype": "float32", "device": "cpu", "kv": "full"}
@@ -125,9 +139,12 @@ def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None 
             body |= {"tokens": [1, 2], "seconds": SECONDS, "kv_live_bytes": 1, "finish_reason": "length"}
             body |= {"seq": 2 * i + 1} | (changed if i else {})
             entries.append(entry(2 * i + 1, "in", {**GENERATE, "id": f"{i}"}))
-            out = entry(2 * i + 2, "out", body)._replace(build=BUILD)
-            entries.append(out._replace(**headers) if i else out)
-        sides.append(list(pair_up(entries)))
+            named = {"model": "m", "history": "d", "build": BUILD, **(headers if i else {})}
+            build = " ".join(f"{name}={value}" for name, value in named["build"].items())
+            values = (named["model"], named["history"], build)
+            out = entry(2 * i + 2, "out", body)
+            entries.append(out._replace(headers=dict(zip(HEADERS, values, strict=True))))
+        sides.append(paired(KEY, entries).exchanges)
     return first_difference("s", sides[1], {one.request.id: one for one in sides[0]}, {})
 
 
@@ -192,7 +209,7 @@ def test_the_cause_of_a_difference_is_derived_from_the_two_results(
 
 
 def test_a_replayed_request_without_a_result_counts_as_a_difference() -> None:
-    (one,) = pair_up([entry(1, "in", APPEND), entry(2, "out", appended(1))])
+    (one,) = paired(KEY, [entry(1, "in", APPEND), entry(2, "out", appended(1))]).exchanges
     found = first_difference("s", [one], {}, {"a": "no result within 3 s"})
     assert found is not None
     assert found.cause == "the replaying worker: no result within 3 s"
@@ -209,6 +226,6 @@ def test_an_answer_that_was_ended_early_is_replayed_with_its_recorded_number_of_
     generated = {"type": "generated", "id": "x", "seq": 1, "position": 3, "text": "ab", "tokens": [1, 2]}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS, "kv_live_bytes": 1}
     asked = entry(1, "in", {**GENERATE, "id": "x", "max_tokens": 90})
-    record = fold([asked, entry(2, "out", {**generated, **counts, "finish_reason": end})])
+    record = fold(logs([asked, entry(2, "out", {**generated, **counts, "finish_reason": end})]))
     ((step,),) = record.sessions.values()
     assert step.request.max_tokens == 2

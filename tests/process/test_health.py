@@ -20,7 +20,7 @@ import pytest
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker import app as app_module
-from worker import supervisor
+from worker import model_process
 from worker.app import App
 from worker.device.runner import Runner
 from worker.models import model
@@ -204,7 +204,7 @@ async def test_serve_is_ready_while_its_worker_answers_and_live_while_the_worker
         await get(endpoint, "/livez")
     told = Supervisor(Settings(), {})
     assert told._hangs() == []
-    told._models[0].reported_s = anyio.current_time() - supervisor._SILENT_S - 1
+    told._models[0].reported_s = anyio.current_time() - model_process._SILENT_S - 1
     assert told._hangs() == ["the worker does not report"]
 
 

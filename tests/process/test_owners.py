@@ -132,14 +132,38 @@ async def test_a_worker_learns_whether_another_one_has_requests_of_a_session(clu
     await generation.send()
     key = SessionKey("default", "s")
     async with asyncio.timeout(PATIENCE_S):
-        while not any(key in one.app._intake.at_work for one in workers):  # noqa: ASYNC110
+        while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    assert sorted([await one.app._owners.num_busy(key) for one in workers]) == [0, 1]
+    assert sorted([await one.app._parts.owners.num_busy(key) for one in workers]) == [0, 1]
     await generation.cancel()
     await generation
     async with asyncio.timeout(PATIENCE_S):
-        while any([await one.app._owners.num_busy(key) for one in workers]):  # noqa: ASYNC110
+        while any([await one.app._parts.owners.num_busy(key) for one in workers]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_for_idle(
+    cluster: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker that was paused goes on too, and a request that has crashed nobody is given up."""
+    listed = Routing._listed
+
+    async def late(self: Routing, *args: Any) -> bytes:
+        await asyncio.sleep(0.5)  # longer than a worker that joins would wait
+        return await listed(self, *args)
+
+    monkeypatch.setattr(Routing, "_listed", late)
+    workers = [await cluster("first"), await cluster("second")]
+    generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
+    await generation.send()
+    key = SessionKey("default", "s")
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (idle,) = (one.app._parts.owners for one in workers if key not in one.app._parts.intake.at_work)
+    assert await asyncio.gather(idle.num_busy(key), idle.is_elsewhere(key)) == [1, True]
+    await generation.cancel()
+    await generation
 
 
 async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(
@@ -167,14 +191,14 @@ async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
     session = first.client.session(name)
     generation = session.generate(text="eee", max_tokens=1500)
     await generation.send()
-    while not first.app._intake.num_sessions:  # noqa: ASYNC110
+    while not first.app._parts.intake.num_sessions:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     second = await cluster("second")
     appends = [session.append(text="more", timeout_s=PATIENCE_S) for _ in range(4)]
     await asyncio.gather(*appends)
     assert set(await look(first.settings.prefix).makers(name)) == {"first"}
-    assert not len(second.app._sessions), "it did not even read its log"
-    assert second.app._intake.num_sessions == 0
+    assert not len(second.app._parts.sessions), "it did not even read its log"
+    assert second.app._parts.intake.num_sessions == 0
 
 
 async def test_a_fork_is_served_by_the_worker_that_has_its_parents_kv(cluster: Start, look: Any) -> None:
@@ -194,7 +218,7 @@ async def test_new_sessions_go_to_a_worker_with_far_less_work(cluster: Start, lo
     await asyncio.gather(*(generation.send() for generation in busy))
     await cluster("second")
     async with asyncio.timeout(PATIENCE_S):
-        while first.app._intake.num_sessions < 12:  # noqa: ASYNC110
+        while first.app._parts.intake.num_sessions < 12:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     log = look(first.settings.prefix)
     for name in SESSIONS:  # one after another, so that the second worker's load stays low
@@ -230,7 +254,7 @@ async def test_a_draining_worker_hands_each_session_over_between_two_requests(
     assert await log.last_maker("busy") == drained.settings.worker
     await session.append(text="hello", timeout_s=PATIENCE_S)
     assert await log.last_maker("busy") == others
-    assert drained.app._intake.num_sessions == 0
+    assert drained.app._parts.intake.num_sessions == 0
     assert json.loads((await log.nc.request(drain, b"false", timeout=5)).data) == [others]
     fork = await new.fork("fork", timeout_s=PATIENCE_S)
     assert await log.last_maker("fork") == others, "which has its parent"
@@ -301,7 +325,7 @@ async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_anothe
     await session.append(text="x" * 400)
     await session.append(text="y")
     key = SessionKey("default", "s")
-    history = first.app._sessions._get(key).history
+    history = first.app._parts.sessions._get(key).history
 
     def stored(worker: Any) -> int:
         store = worker.app._store
@@ -315,7 +339,7 @@ async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_anothe
             await asyncio.sleep(0.05)
     second = await cluster("second")
     for one in (first, second):  # as if the first one had been away
-        one.app._owners.remember(key, second.app._members.me.boot)
+        one.app._parts.owners.remember(key, second.app._members.me.boot)
     closed = await second.client.session("s").close(forget=True, timeout_s=PATIENCE_S)
     assert closed.settled
     assert await look(second.settings.prefix).last_maker("s") == "second"
@@ -339,10 +363,10 @@ async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_a
     parent = first.client.session("parent")
     await parent.append(text="x" * 400, timeout_s=PATIENCE_S)
     await parent.fork("fork")
-    tokens = first.app._sessions._get(SessionKey("default", "parent")).history.tokens
+    tokens = first.app._parts.sessions._get(SessionKey("default", "parent")).history.tokens
     second, key = await cluster("second"), SessionKey("default", "fork")
     for one in (first, second):  # as if the first one had been away
-        one.app._owners.remember(key, second.app._members.me.boot)
+        one.app._parts.owners.remember(key, second.app._members.me.boot)
     await second.client.session("fork").append(text="y" * 40, timeout_s=PATIENCE_S)
     async with asyncio.timeout(PATIENCE_S):
         while not all(_stored(worker.app._store, tokens) for worker in (first, second)):  # noqa: ASYNC110
@@ -361,8 +385,8 @@ async def test_a_restarted_worker_erases_snapshots_of_sessions_forgotten_while_i
     begins = "the same beginning " * 20
     await kept.append(text=f"{begins}but then this", timeout_s=PATIENCE_S)
     await gone.append(text=f"{begins} and then that" * 3, timeout_s=PATIENCE_S)
-    tokens = first.app._sessions._get(SessionKey("default", "gone")).history.tokens
-    other = first.app._sessions._get(SessionKey("default", "kept")).history.tokens
+    tokens = first.app._parts.sessions._get(SessionKey("default", "gone")).history.tokens
+    other = first.app._parts.sessions._get(SessionKey("default", "kept")).history.tokens
     await first.stop()
     second = await cluster("second")
     await second.client.session("kept").append(text="?", timeout_s=PATIENCE_S)
@@ -393,10 +417,10 @@ async def test_a_worker_that_still_runs_a_session_does_not_confirm_that_its_kv_i
     await session.append(text="x" * (12 * 32 + 1))
     async with session.generate(text="y" * 100, max_tokens=20_000) as answer:
         async for chunk in answer:
-            tokens = first.app._sessions._get(key).history.tokens
+            tokens = first.app._parts.sessions._get(key).history.tokens
             if chunk.i > 100 and _stored(first.app._store, tokens):
                 break
-        assert not await first.app._sessions.erase(key), "as another worker asks for it"
+        assert not await first.app._parts.sessions.erase(key), "as another worker asks for it"
         assert _stored(first.app._store, tokens)
 
 
@@ -502,13 +526,13 @@ def owners_of(me: Member, others: list[Member], out: dict[str, str], forks: dict
         made = out.get(key.session)
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={made}"}) if made else None
 
-    async def first_request(key: SessionKey) -> Any:
+    async def first(key: SessionKey) -> Any:
         body: dict[str, Any] = {"type": "open", "id": "o"}
         if (parent := forks.get(key.session)) is not None:
             body["from"] = {"session": parent}
-        return SimpleNamespace(body=json.dumps(body).encode())
+        return SimpleNamespace(kind="in", body=json.dumps(body).encode())
 
-    journal: Any = SimpleNamespace(last=last, first_request=first_request)
+    journal: Any = SimpleNamespace(last=last, first=first)
     members: Any = SimpleNamespace(me=me, others={one.worker: one for one in others})
     intake: Any = SimpleNamespace(at_work=[])
     nobody: Any = None

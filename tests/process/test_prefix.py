@@ -95,7 +95,7 @@ async def flood(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 async def returned(worker: Any, num: int) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while worker.app._intake.num_returned < num:  # noqa: ASYNC110
+        while worker.app._parts.intake.num_returned < num:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -113,8 +113,8 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
         while len(loud.results) < len(SESSIONS):
             for one in (first, second):
                 name = one.settings.worker
-                most[name] = max(most[name], one.app._intake.num_sessions)
-            waiting = sum(one.app._intake.num_returned for one in (first, second))
+                most[name] = max(most[name], one.app._parts.intake.num_sessions)
+            waiting = sum(one.app._parts.intake.num_returned for one in (first, second))
             assert waiting <= len(SESSIONS) - len(loud.results), "each is counted once"
             await asyncio.sleep(0.01)
     assert most == {"first": PLACES, "second": PLACES}, "the limit is each worker's"
@@ -153,7 +153,7 @@ async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_
     owner, is_over = Owners.owner, asyncio.Event()
 
     async def slow(self: Owners, key: Any) -> Any:
-        if self is first.app._owners:
+        if self is first.app._parts.owners:
             await is_over.wait()
         return await owner(self, key)
 
@@ -198,7 +198,7 @@ async def test_a_worker_that_takes_over_sessions_of_a_stopping_worker_stays_with
     most = 0
     async with asyncio.timeout(PATIENCE_S):
         while len(loud.results) < len(SESSIONS):
-            most = max(most, len(first.app._sessions._at_work))
+            most = max(most, len(first.app._parts.sessions._at_work))
             await asyncio.sleep(0.01)
     await stopping
     assert most <= 2 * PLACES, "its own, and as many of the other one's"
@@ -214,7 +214,7 @@ async def test_a_drained_worker_answers_no_requests_although_the_other_worker_is
     await returned(first, 8)
     await second.app._members.drain(on=True)
     async with asyncio.timeout(PATIENCE_S):
-        while second.app._intake.num_sessions:  # noqa: ASYNC110
+        while second.app._parts.intake.num_sessions:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     await loud.stored()
     num_before = loud.makers["second"]
@@ -245,7 +245,7 @@ async def sessions(cluster: Start) -> AsyncIterator[Callable[..., Awaitable[list
 async def stopping(worker: Any) -> None:
     """Begin to stop a worker, and return once it begins no more turns."""
     worker.app.stop()
-    while not worker.app._engine._stopping:  # noqa: ASYNC110
+    while not worker.app._parts.engine._stopping:  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 
@@ -256,7 +256,7 @@ async def test_a_request_that_waits_while_its_sessions_worker_stops_counts_no_at
     excuse = Sessions.excuse
 
     async def late(self: Sessions, *firsts: Any) -> None:
-        if self is worker.app._sessions:
+        if self is worker.app._parts.sessions:
             await asyncio.sleep(1)  # as if it took so long to end its turns
         await excuse(self, *firsts)
 
@@ -290,7 +290,7 @@ async def test_a_request_that_a_worker_takes_over_as_it_stops_counts_no_attempt(
     taking, stops, take = asyncio.Event(), asyncio.Event(), Routing._take
 
     async def late(self: Routing, *args: Any) -> bool:
-        if self is worker.app._routing:
+        if self is worker.app._parts.routing:
             taking.set()
             await stops.wait()
         return await take(self, *args)
@@ -319,8 +319,8 @@ async def test_only_one_of_two_workers_runs_retention_and_the_other_one_does_onc
     first, second = await cluster("first"), await cluster("second")
     swept.clear()
     await asyncio.sleep(0.5)
-    assert set(swept) == {first.app._retention}
+    assert set(swept) == {first.app._parts.retention}
     await first.stop()
     async with asyncio.timeout(PATIENCE_S):
-        while second.app._retention not in swept:  # noqa: ASYNC110
+        while second.app._parts.retention not in swept:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

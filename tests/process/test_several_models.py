@@ -20,9 +20,11 @@ from parts import WorkerProcess, free_port, make_tiny_model
 
 from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
 from turnkeep_client.subjects import Subjects
-from worker import supervisor
+from worker import model_memory, standby, supervisor
+from worker.model_memory import InMemory, leaving
+from worker.model_process import UNKNOWN
 from worker.process.settings import Settings
-from worker.supervisor import InMemory, Supervisor, leaving
+from worker.supervisor import Supervisor
 from worker.wire.activator import Activator
 from worker.wire.discovery import QUEUE
 
@@ -284,7 +286,7 @@ async def test_the_time_until_a_model_is_unloaded_begins_when_its_last_answer_ha
 async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent() -> None:
     alone, told = Supervisor(Settings(), {"a": Settings()}), asyncio.Event()
     (model,) = alone._models
-    model.needs = supervisor._UNKNOWN
+    model.needs = UNKNOWN
     model.process = SimpleNamespace()  # type: ignore[assignment]  # a stub, as is the activator
 
     async def publish() -> None:
@@ -300,23 +302,23 @@ async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent(
 async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enough(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(supervisor, "_LOOK_S", 0.01)
+    monkeypatch.setattr(model_memory, "_LOOK_S", 0.01)
     both = Supervisor(Settings(), {"a": Settings(), "b": Settings()})
-    both._memory_bytes = 10
+    both._memory.size_bytes = 10
     first, second = both._models
     for model in (first, second):
         model.size_bytes, model.activator, model.loaded_s = 10, Busy(), 0.0  # type: ignore[assignment]  # a stub
 
     async def wait() -> None:
-        async with both._room(second):
+        async with both._memory.reserve(second):
             pass
 
     async with asyncio.timeout(30):
-        async with both._room(first):
+        async with both._memory.reserve(first):
             waiting = asyncio.create_task(wait())
             await asyncio.sleep(0.1)
             assert not first.leave.is_set()
-            monkeypatch.setattr(supervisor, "_TURN_S", 0.05)
+            monkeypatch.setattr(model_memory, "_TURN_S", 0.05)
             await first.leave.wait()
             assert not waiting.done(), "until the memory is free"
         await waiting
@@ -330,7 +332,7 @@ class Runs:
         self.refused = asyncio.Queue[str]()
         self.supervisor = Supervisor(Settings(), {"a": Settings()})
         (self.model,) = self.supervisor._models
-        self.model.needs, self.model.activator = supervisor._UNKNOWN, self  # type: ignore[assignment]  # a stub
+        self.model.needs, self.model.activator = UNKNOWN, self  # type: ignore[assignment]  # a stub
         monkeypatch.setattr(self.supervisor, "_run_worker", self.run)
 
     async def run(self, model: Any) -> int:
@@ -358,7 +360,7 @@ async def test_a_model_whose_worker_never_gets_ready_is_tried_again_at_its_next_
             assert "a cannot be loaded: its worker has ended 5 times" in await runs.refused.get()
             await asyncio.sleep(0.1)
             assert runs.num == number * supervisor._MAX_TRIES
-            assert not runs.supervisor._running, "other models may have its memory"
+            assert not runs.supervisor._memory.loaded, "other models may have its memory"
     keeping.cancel()
 
 
@@ -383,7 +385,7 @@ async def test_a_worker_that_fails_before_its_order_ends_serve_after_some_tries(
     tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
-    monkeypatch.setattr(supervisor, "_WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
+    monkeypatch.setattr(standby, "_WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
     alone = Supervisor(Settings(data_dir=tmp_path, nats=nats_url, prefix="failing"), {})
     with pytest.raises(supervisor.SupervisorError, match=r"5 times in a row, before it was ready \(code 3\)"):
         await alone.run()

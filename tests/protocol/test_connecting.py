@@ -108,6 +108,19 @@ async def test_closing_a_client_while_it_reconnects_ends_its_reconnection_task(
     assert done
 
 
+async def test_a_question_to_a_worker_ends_soon_after_nats_is_lost_however_long_an_answer_may_take(
+    server: NatsServer,
+) -> None:
+    """Commands and gateways give a worker a minute, as it may have to load its model first."""
+    async with connect(server.url, control_timeout_s=600.0) as client:
+        server.kill()
+        async with asyncio.timeout(60):
+            with pytest.raises(NoServerError):
+                await client.session("s").info()
+            with pytest.raises(NoServerError):
+                await client.embed(["text"], timeout_s=600.0)
+
+
 async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_server(tmp_path: Path) -> None:
     """Each would get a copy of all that comes later, and counts towards the account's limit."""
     port = free_port()

@@ -20,7 +20,9 @@ from raw_wire import Start, Wire, append, generate
 from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.tokens import unpack
+from cache.store import Store
 from tests.parts import BLOCK, WorkerProcess
+from worker.app import App
 
 
 def text(letter: str, num_tokens: int = 3 * BLOCK) -> str:
@@ -153,6 +155,27 @@ async def test_a_reload_changes_disk_limits_and_names_the_settings_that_need_a_r
     await asyncio.sleep(0.1)  # there are steps to take, of 10 ms each
     await settled(w)
     assert 0 < app._store.stats().stored_bytes <= 2**16
+
+
+async def test_a_reload_while_the_snapshots_are_opened_changes_the_disk_limits(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apps: list[App] = []
+    init, opens = App.__init__, Store.open
+
+    def made(app: App, *args: Any, **named: Any) -> None:
+        init(app, *args, **named)
+        apps.append(app)
+
+    async def late(*args: Any, **named: Any) -> Store:
+        (app,) = apps
+        app.reload(dataclasses.replace(app._settings, max_disk=2**16))
+        return await opens(*args, **named)
+
+    monkeypatch.setattr(App, "__init__", made)
+    monkeypatch.setattr(Store, "open", late)
+    w = await wire()
+    assert w.worker.app._store.quota.max_bytes == 2**16
 
 
 async def said(worker: WorkerProcess, event: str) -> dict[str, Any]:

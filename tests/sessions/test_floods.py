@@ -165,7 +165,7 @@ async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_anoth
 async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
     one = await wire(max_waiting=1, tenants=Tenants(sessions=1), max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
-    while one.worker.app._intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
+    while one.worker.app._parts.intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.05)
     await one.worker.stop()
     two = await wire(max_attempts=1)
@@ -178,7 +178,7 @@ async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_
 ) -> None:
     one = await wire(max_batch=1, max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(8)]
-    while one.worker.app._intake.num_sessions < len(seqs):  # noqa: ASYNC110 - nothing tells
+    while one.worker.app._parts.intake.num_sessions < len(seqs):  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.05)
     await one.worker.stop()
     two = await wire(max_attempts=1)
@@ -199,7 +199,7 @@ async def test_a_request_behind_one_that_is_cancelled_while_the_worker_stops_cou
     for n in range(8):
         await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200))
     behind = await one.publish("s7", generate("r2", text="eee", max_tokens=20))
-    while one.worker.app._intake.num_sessions < 8:  # noqa: ASYNC110 - nothing tells
+    while one.worker.app._parts.intake.num_sessions < 8:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.05)
     with monkeypatch.context() as patch:
         patch.setattr(endpoints.Endpoints, "close", cancelling)
@@ -230,14 +230,14 @@ async def test_a_stop_neither_marks_a_forgotten_session_nor_hides_that_a_request
     one = await wire(max_waiting=1, tenants=Tenants(sessions=1))
     busy = await one.publish("busy", generate("r", text="eee", max_tokens=20))
     gone = await one.publish("secret", append("a", "ab"))  # no room: the worker returns it
-    while not one.worker.app._intake.num_returned:  # noqa: ASYNC110 - nothing tells
+    while not one.worker.app._parts.intake.num_returned:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.001)
     await one.result(busy)
     assert (await one.send("secret", {"type": "close", "id": "c", "forget": True}))["type"] == "closed"
     await one.result(gone)
     last = await one.publish("busy", generate("r2", text="eee", max_tokens=200))
     seq = await one.publish("bad", append("a", "ab"))
-    while one.worker.app._intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
+    while one.worker.app._parts.intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.001)
     note = b'{"seq":%d,"attempts":2}' % seq
     await one.nc.publish("turnkeep.default.bad.attempt", note)
@@ -344,7 +344,7 @@ async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tena
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, extend, tokenised = await wire(), Fold.extend, list[str]()
-    one.worker.app._sessions._services.fold.tokenising.num_free = 1  # as on two CPUs
+    one.worker.app._parts.sessions._services.fold.tokenising.num_free = 1  # as on two CPUs
 
     def slow(fold: Fold, history: History, request: Any, answer: Any = None) -> Any:
         time.sleep(0.05)  # tokenising a long text

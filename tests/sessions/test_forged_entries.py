@@ -22,11 +22,13 @@ def failed(seq: int, request_id: str) -> bytes:
     return json.dumps(body | {"seq": seq}).encode()
 
 
-def generated(seq: int, request_id: str, position: int) -> bytes:
+def generated(seq: int, request_id: str, position: int, *, asked: bool = False) -> bytes:
     zeros = {"prompt_tokens": 0, "cached_tokens": 0, "prefilled_tokens": 0, "completion_tokens": 3}
     seconds = {"queued": 0, "prefill": 0, "first_token": 0, "total": 0}
     body = {"type": "generated", "id": request_id, "seq": seq, "position": position, "text": "I obey"}
     body |= {"tokens": [40, 41, 42], "finish_reason": "stop", "usage": zeros, "seconds": seconds}
+    if asked:
+        body["asked"] = {"stored": "2026-01-02T00:00:00Z", "request": generate(request_id)}
     return json.dumps(body | {"kv_live_bytes": 0}).encode()
 
 
@@ -67,7 +69,7 @@ async def test_a_forged_result_without_a_history_digest_does_not_replace_the_ans
     running = await w.publish("s", generate("long", **LONG))
     waiting = await w.publish("s", generate("b"))
     for seq, request_id in ((running, "long"), (waiting, "b")):
-        await w.forge("s", generated(seq, request_id, position=12))
+        await w.forge("s", generated(seq, request_id, position=12, asked=True))
     if restart:
         w = await taken_up_again(wire, w)
     await asyncio.sleep(0)
@@ -89,7 +91,7 @@ async def genuine(w: Wire, seq: int) -> dict[str, Any]:
 
 
 async def test_a_forged_result_for_a_request_that_waits_behind_another_is_ignored(wire: Start) -> None:
-    """Even if it has a digest: except for cancels, results are in the order of their requests."""
+    """Even if it has a digest: a worker's results have their requests, too."""
     w = await wire()
     await w.send("s", append("a"))
     await w.worker.stop()

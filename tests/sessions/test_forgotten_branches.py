@@ -32,7 +32,7 @@ async def started(start: Start, model: Path) -> Any:
 
 async def withdrawn(worker: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
     """Append to the session `s` what is cancelled once it is prefilled."""
-    engine, run = worker.app._engine, worker.app._engine.run
+    engine, run = worker.app._parts.engine, worker.app._parts.engine.run
 
     async def cancelled_late(*asked: Any, **more: Any) -> Any:
         return replace(await run(*asked, **more), complete=False)
@@ -137,10 +137,10 @@ async def test_a_session_is_erased_although_its_log_changes_while_it_is_read_fro
     async def interrupted(log: SessionLog, read: Record, requests: list[Any]) -> Any:
         if read is not log.record and not forgotten:
             forgotten.append(log.record)
-            worker.app._sessions._sessions[log.key].forget()
+            worker.app._parts.sessions._sessions[log.key].forget()
         return await parts(log, read, requests)
 
     monkeypatch.setattr(SessionLog, "_parts", interrupted)
-    await worker.app._sessions.erase(SessionKey("default", "s"))
+    await worker.app._parts.sessions.erase(SessionKey("default", "s"))
     assert forgotten
     assert await all_gone(worker.client, tmp_path)

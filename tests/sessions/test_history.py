@@ -11,8 +11,7 @@ import pytest
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
-from turnkeep_client.log import Stored
-from turnkeep_client.messages import Generate, Message
+from turnkeep_client.messages import Generate, Generated, Message
 
 pytestmark = pytest.mark.simulated
 
@@ -52,6 +51,22 @@ async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_po
     assert [turn.start for turn in history.turns] == [0, begun.position, first.position]
     assert history.turns[1].answer == first
     assert history.position == (await session.info()).position
+
+
+async def test_a_history_has_no_message_of_a_request_that_was_cancelled_before_its_first_token(
+    client: Client,
+) -> None:
+    session = client.session("s")
+    running = await client.submit(session.key, Generate(id="a", text="a?", max_tokens=60_000))
+    waiting = await client.submit(session.key, Generate(id="b", text="b?", max_tokens=3))
+    await asyncio.sleep(1)
+    for request_id in ("b", "a"):
+        await session.cancel(request_id)
+    first, second = await running, await waiting
+    assert isinstance(first, Generated)
+    assert isinstance(second, Generated)
+    assert (second.tokens, second.finish_reason) == ((), "cancelled")
+    assert said(await session.history()) == [("user", "a?"), ("assistant", first.text)]
 
 
 async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(client: Client) -> None:
@@ -125,14 +140,14 @@ async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each
             fork = await client.session(parent).fork(name)
             await fork.append(text=f"{name} {number}")
             await client.session(parent).close()
-    read, num_reads = client._wire.read_all, 0
+    read, num_reads = client._wire.batches, 0
 
-    async def counted(*args: Any, **options: Any) -> list[Stored]:
+    def counted(*args: Any, **options: Any) -> Any:
         nonlocal num_reads
         num_reads += 1
-        return await read(*args, **options)
+        return read(*args, **options)
 
-    monkeypatch.setattr(client._wire, "read_all", counted)
+    monkeypatch.setattr(client._wire, "batches", counted)
     history = await client.session("chat").history()
     assert num_reads == 4, "requests and results of two sessions"
     forked = [("user", f"{name} {number}") for number in range(5) for name in ("tmp", "chat")]

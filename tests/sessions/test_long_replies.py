@@ -64,7 +64,7 @@ async def test_info_lists_waiting_requests_in_pages_if_one_message_cannot_hold_t
 ) -> None:
     """There are 300 ids of 64 characters, and a message can hold about 200."""
     ids = [f"{number:064d}" for number in range(300)]
-    engine, over = narrow.worker.app._engine, asyncio.Event()
+    engine, over = narrow.worker.app._parts.engine, asyncio.Event()
     run = engine.run
 
     async def held(*arguments: Any, **options: Any) -> Any:

@@ -113,7 +113,7 @@ async def test_a_page_of_the_log_has_no_entries_that_a_lagging_replica_has_not_r
     w = await wire()
     monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
     result = await w.send("s", append("a"))
-    key, journal = SessionKey("default", "s"), w.worker.app._retention._journal
+    key, journal = SessionKey("default", "s"), w.worker.app._parts.retention._journal
     await asyncio.sleep(1)
     server.faults.lag_s = 0.5
     assert (await journal.page(key, "in", 0))[0]

@@ -7,8 +7,10 @@ import contextlib
 import itertools
 import json
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import nats.errors
 import pytest
 from nats.js.errors import NotFoundError
@@ -18,7 +20,7 @@ import turnkeep_client.wire
 from cache.names.marks import ErasureProgress
 from tests.simulation import device
 from tests.simulation.world import Server
-from turnkeep_client.messages import Append, Close, Closed, encode, failure
+from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encode_answer, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.giving_up import Doubt
@@ -27,7 +29,7 @@ from worker.wire import chunks, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
-from worker.wire.journal import Journal
+from worker.wire.journal import Journal, Queue
 from worker.wire.retention import Retention
 
 pytestmark = pytest.mark.simulated
@@ -636,7 +638,7 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     w = await quiet_wire()
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
-    held = w.worker.app._sessions
+    held = w.worker.app._parts.sessions
     there, go_on, look = asyncio.Event(), asyncio.Event(), Session.refresh
 
     async def waits(session: Session) -> None:
@@ -672,7 +674,7 @@ async def test_a_session_is_not_removed_while_its_log_is_being_read(
     async def removes(journal: Journal, key: SessionKey, kind: Any, *args: Any, **more: Any) -> Any:
         found = await page(journal, key, kind, *args, **more)
         if kind == "in" and not tasks:
-            tasks.append(asyncio.create_task(sweep(w.worker.app._retention)))
+            tasks.append(asyncio.create_task(sweep(w.worker.app._parts.retention)))
             await asyncio.wait(tasks, timeout=0.5)
         return found
 
@@ -701,7 +703,7 @@ async def test_notes_of_closed_sessions_whose_removal_is_not_due_are_not_read_at
         return found
 
     monkeypatch.setattr(Journal, "closed", counted)
-    looks = Retention(w.worker.app._retention._journal, closed_ttl_s=3600, max_bytes=2**30)
+    looks = Retention(w.worker.app._parts.retention._journal, closed_ttl_s=3600, max_bytes=2**30)
     await looks.sweep()
     assert sum(read) >= 600
     read.clear()
@@ -774,15 +776,15 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
 
 async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request() -> None:
     """Otherwise the note of the close would never have an effect."""
-    told = [failure("r", "expired", "cancelled", seq=5), Closed(id="c", seq=4, position=0)]
-    entries = [Entry(6 + n, "out", datetime.now(UTC), encode(one), {}) for n, one in enumerate(told)]
+    now = datetime.now(UTC)
+    asked = Asked(stored=now, request=msgspec.Raw(encode(Close(id="c", forget=True))))
+    closed = encode_answer(Closed(id="c", seq=4, position=0), asked)
+    told = [encode(failure("r", "expired", "cancelled", seq=5)), closed]
+    entries = [Entry(6 + n, "out", now, body, {}) for n, body in enumerate(told)]
 
     class Log:
         async def page(self, *_: Any) -> tuple[list[Entry], bool]:
             return entries, False
-
-        async def get(self, _: int) -> bytes:
-            return encode(Close(id="c", forget=True))
 
     keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1)  # type: ignore[arg-type]
     found = await keeper._find_close(SessionKey("t", "s"), 3)
@@ -862,9 +864,9 @@ async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_devi
     await w.send("s", append("a"))
     app, key = w.worker.app, SessionKey("default", "s")
     await asyncio.sleep(1)
-    assert (key in app._sessions._sessions) == (idle_timeout_s > 1)
+    assert (key in app._parts.sessions._sessions) == (idle_timeout_s > 1)
     tokens = app.device_of_hashes.resident[key]
-    await app._erasures.note(key, tokens, 0, ())  # as the worker does that forgets the session
+    await app._parts.erasures.note(key, tokens, 0, ())  # as the worker does that forgets the session
     await asyncio.sleep(erasures._PERIOD_S + 1)
     assert key not in app.device_of_hashes.resident
 
@@ -884,17 +886,19 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
         return len(running) > 1
 
     monkeypatch.setattr(disk, "clear", clear)
-    disk.note_erased(ErasureProgress(app._erasures._log, 0, erasures.time() - 8 * 86400.0))
+    disk.note_erased(ErasureProgress(app._parts.erasures._log, 0, erasures.time() - 8 * 86400.0))
     asked = await w.publish("busy", generate("g", **LONG))
-    await app._erasures.note(SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",))
+    await app._parts.erasures.note(
+        SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",)
+    )
     await asyncio.sleep(1)
     assert (asked in w.results, *kv.resident) == (False,), "only the running turn has KV"
-    assert disk.erased_up_to(app._erasures._log).seq == 0
+    assert disk.erased_up_to(app._parts.erasures._log).seq == 0
     await w.result(asked)
     await asyncio.sleep(2)
     assert running == [set(), set()]
     assert not kv.resident
-    assert disk.erased_up_to(app._erasures._log).seq > asked
+    assert disk.erased_up_to(app._parts.erasures._log).seq > asked
 
 
 async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_a_week(
@@ -914,16 +918,16 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
 
     monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
     for name in ("one", "two"):
-        await app._erasures.note(SessionKey("default", name), tokens, 0, ())
+        await app._parts.erasures.note(SessionKey("default", name), tokens, 0, ())
     await asyncio.sleep(2)
     assert tried == ["first", "again", "again"]
-    notes, _ = await app._retention._journal.erasures(0)
-    assert app._disk.erased_up_to(app._erasures._log).seq == notes[-1].seq
+    notes, _ = await app._parts.retention._journal.erasures(0)
+    assert app._disk.erased_up_to(app._parts.erasures._log).seq == notes[-1].seq
     assert len(notes) == 2
     later_s = erasures.time() + 8 * 86400.0
     monkeypatch.setattr(erasures, "time", lambda: later_s)
-    await app._erasures._clean()
-    assert [note.seq for note in (await app._retention._journal.erasures(0))[0]] == [notes[-1].seq]
+    await app._parts.erasures._clean()
+    assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]
 
 
 async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(
@@ -938,8 +942,109 @@ async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(
         return True
 
     monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
-    await app._erasures.note(key, app.device_of_hashes.resident[key], 0, ())
-    await app._erasures._look(lambda _: {key})
+    await app._parts.erasures.note(key, app.device_of_hashes.resident[key], 0, ())
+    await app._parts.erasures._look(lambda _: {key})
     assert not tried
-    await app._erasures._look(lambda _: set())
+    await app._parts.erasures._look(lambda _: set())
     assert tried == ["default"]
+
+
+async def until_queued(w: Wire, session: str, wanted: list[str]) -> None:
+    """Wait until `in` has the requests with these ids."""
+    ids: list[str] = []
+    for _ in range(400):
+        ids = [json.loads(body)["id"] for body in (await bodies(w, session)).get("in", [])]
+        if ids == wanted:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(ids)
+
+
+async def test_an_answered_request_leaves_the_log_and_its_session_goes_on(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at a worker that has read the session without it: repeats and conflicts are answered as before."""
+    monkeypatch.setattr(retention, "_QUEUED_S", 0.1)
+    w = await quiet_wire()
+    first = await w.send("s", append("a", "hello"))
+    await until_queued(w, "s", [])
+    for again in range(2):
+        repeated = await w.send("s", append("a", "hello"))
+        assert (repeated["repeat_of"], repeated["position"]) == (first["seq"], first["position"])
+        assert (await w.send("s", append("a", "other")))["code"] == "id_conflict"
+        assert (await w.send("s", append(f"b{again}", "hello")))["position"] == 5 * (again + 2)
+        await until_queued(w, "s", [])
+        await w.worker.stop()
+        w = await quiet_wire()
+
+
+async def test_a_request_that_was_cancelled_behind_a_waiting_one_stays_in_the_log_until_that_is_answered(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server redelivers only the newest request of a session: it must still be there."""
+    monkeypatch.setattr(retention, "_QUEUED_S", 0.0)
+    w = await quiet_wire()
+    await w.publish("s", generate("long", **LONG))
+    await w.publish("s", append("late"))
+    assert (await w.control("s", {"type": "cancel", "id": "late"}))["type"] == "cancelled"
+    await asyncio.sleep(0.3)
+    await until_queued(w, "s", ["long", "late"])
+    await w.control("s", {"type": "cancel", "id": "long"})
+    await until_queued(w, "s", [])
+
+
+async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    await w.worker.stop()
+    await w.publish("s", append("b"))
+    monkeypatch.setattr(retention, "_QUEUED_S", 0.1)
+    await until_queued(await quiet_wire(), "s", [])
+
+
+async def test_a_request_stays_if_the_server_has_restarted_since_its_result_was_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The server may have lost the result, and another entry may have the request's sequence."""
+    monkeypatch.setattr(retention, "_QUEUED_S", 0.0)
+    deleted: list[int] = []
+
+    class Log:
+        server = "one"
+
+        async def queues(self) -> list[Queue]:
+            return []
+
+        async def delete(self, seq: int) -> None:
+            deleted.append(seq)
+
+    log: Any = Log()
+    kept = Retention(log, closed_ttl_s=None, max_bytes=2**30)
+    kept.note_answered([1, 2], server="one")
+    await kept.remove_answered()
+    kept.note_answered([3], server="one")
+    log.server = "two"
+    await kept.remove_answered()
+    assert deleted == [1, 2]
+
+
+async def test_an_answered_request_stays_until_the_servers_files_are_sure_to_have_its_result() -> None:
+    deleted: list[int] = []
+
+    async def delete(seq: int) -> None:
+        deleted.append(seq)
+
+    async def queues() -> list[Queue]:
+        return [Queue(SessionKey("t", "s"), [1], is_waiting=True)]
+
+    log: Any = SimpleNamespace(server="one", queues=queues, delete=delete)
+    kept = Retention(log, closed_ttl_s=None, max_bytes=2**30)
+    await kept.remove_answered()
+    await asyncio.sleep(149)
+    await kept.remove_answered()
+    assert not deleted
+    await asyncio.sleep(2)
+    await kept.remove_answered()
+    assert deleted == [1]

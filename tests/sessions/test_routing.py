@@ -41,7 +41,8 @@ class Cluster:
 
     def _worker(self, name: str, load: int) -> Any:
         others = {one.worker: one for one in self.members.values() if one.worker != name}
-        members = SimpleNamespace(me=self.members[name], others=others, is_held=True)
+        me = self.members[name]
+        members = SimpleNamespace(me=me, others=others, is_held=True, knows=lambda _: True)
         intake = SimpleNamespace(
             at_work=self.at_work[name],
             num_sessions=load,
@@ -74,7 +75,7 @@ class Cluster:
             return Entry(7, "in", datetime.now(UTC), b"", {})
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={self.home}"}) if self.home else None
 
-    async def first_request(self, _: Any) -> None:
+    async def first(self, _: Any) -> None:
         return None
 
     async def _ask(self, member: Member, verb: str, body: bytes, *_: Any) -> bytes:

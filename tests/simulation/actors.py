@@ -27,6 +27,7 @@ from turnkeep_client.messages import (
     Generate,
     Open,
     Rewind,
+    decode_asked,
     decode_request,
     decode_result,
     encode,
@@ -122,6 +123,8 @@ class Plan:
     meddling: float
     #: The time between syncs of the server's files. A crash may lose the messages of this time.
     sync_s: float
+    #: How long an answered request stays in the log: longer than the server may lose the result.
+    queued_s: float
     #: Whether the worker has the least limits (`history._TIGHT`), so that sessions wait for each other.
     tight: bool
     #: The relative frequencies of the request types in `_ASKED`.
@@ -169,8 +172,10 @@ class Plan:
             roundings=random.choice((1, 2)),
             meddling=random.choice((0.0, 0.2, 0.5)),
             sync_s=random.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.2, 2.0)),
+            queued_s=random.choice((0.0, 1.0, 150.0)),
             tight=some() < 0.2,
         )
+        plan.queued_s = max(plan.queued_s, 2 * plan.sync_s)
         if plan.sync_s:
             plan.kinds += ("crash server",)
             plan.num_faults = max(plan.num_faults, 1)
@@ -178,6 +183,7 @@ class Plan:
             plan._lean(random)
         if some() < _VISITED and not plan.sync_s:
             plan.num_visitors, plan.num_gates = random.choice((1, 1, 2)), random.choice((1, 2))
+            plan.queued_s = 150.0  # gateways still look for answered requests on `in`
         return plan
 
     def _lean(self, random: Random) -> None:
@@ -208,6 +214,7 @@ PLAIN: Final[dict[str, Any]] = {
     "skews": (0.0, 0.0),
     "roundings": 1,
     "sync_s": 0.0,
+    "queued_s": 150.0,
     "tight": False,
 }
 
@@ -651,7 +658,8 @@ async def _newer(history: History, random: Random) -> None:
         waiting, results = _waiting(stream, subject), stream.matching(f"{subject[:-3]}.out")
         request = decode_request(waiting[0].data) if waiting else None
         if isinstance(request, Append | Rewind) and random.random() < 0.7:
-            body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq}
+            asked = {"request": json.loads(waiting[0].data), "stored": waiting[0].stored}
+            body = {"type": "pondered", "id": request.id, "seq": waiting[0].seq, "asked": asked}
             after = results[-1].seq if results else 0
             headers = {HISTORY_HEADER: "00", EXPECT_HEADER: str(after)}
             told = json.dumps(body | {"position": 1}).encode()
@@ -661,11 +669,14 @@ async def _newer(history: History, random: Random) -> None:
 async def _rot(history: History, _: Random) -> None:
     """Replace the content of each checkpoint by an earlier checkpoint's, perhaps of another session.
 
-    Bases of forks and long inputs stay, because only these checkpoints have their tokens. Checkpoints of
+    Bases of forks, long inputs and long requests stay, because nothing else has them. Checkpoints of
     sessions with a waiting request stay too: one may be such a base, named only by a result yet to come.
     """
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
-    bases = {one.headers[PARTS_HEADER].partition(" ")[0] for one in stream.all if PARTS_HEADER in one.headers}
+    links = [one.headers[PARTS_HEADER] for one in stream.all if PARTS_HEADER in one.headers]
+    results = stream.matching(SUBJECTS.every("out"))
+    links += [asked.link for one in results if (asked := decode_asked(one.data)) is not None]
+    bases = {link.partition(" ")[0] for link in links}
     opening = {
         f"{subject[:-3]}.checkpoint"
         for subject in stream.counts(SUBJECTS.every("in"))

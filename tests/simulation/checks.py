@@ -90,9 +90,9 @@ class Logged:
     lost: list[Result] = field(default_factory=list)
     #: The sequence of the last request that changed the session.
     last_seq: int = 0
-    #: For each id its first request: sequence, request and result; then the two messages.
+    #: For each id its first request: sequence, request and result; then the result's message.
     firsts: dict[str, tuple[int, Request, Result]] = field(default_factory=dict)
-    records: dict[str, tuple[Message, Message]] = field(default_factory=dict)
+    records: dict[str, Message] = field(default_factory=dict)
 
     @property
     def is_unknown(self) -> bool:
@@ -237,7 +237,7 @@ def _check_result(
             yield f"the result of {seq} comes behind that of a later request"
         log.last_seq = seq
     for name, record in [*log.records.items()]:
-        if any(_is_gone(one, message) for one in record):  # it was removed with its session
+        if _is_gone(record, message):  # it was removed with its session
             del log.firsts[name], log.records[name]
     first, is_copy = log.requests.get(result.repeat_of or 0), is_imported(log.asked[seq])
     lacks_first = first is None or first.id != request.id
@@ -253,7 +253,7 @@ def _check_result(
         log.records.clear()
     if not _is_known(result):
         log.firsts.setdefault(request.id, (seq, request, result))
-        log.records.setdefault(request.id, (log.asked[seq], message))
+        log.records.setdefault(request.id, message)
     stays = result.repeat_of is None and not _changes(result) and log.closed is None and not is_copy
     if stays and result.position not in (None, log.state.position):
         yield f"{request.id} at {seq} is at {result.position}, but changes nothing at {log.state.position}"
@@ -363,8 +363,7 @@ def _apply(
     history: History,
 ) -> Iterator[str]:
     """Check a result against the session's state, then apply the request and the result to the state."""
-    closing = (log.closed, log.asked[_result(log.closed.data).seq or 0]) if log.closed else ()
-    if any(_is_gone(one, message) for one in closing):
+    if log.closed and _is_gone(log.closed, message):
         log.state, log.closed = _EMPTY, None  # no entry of the close is left
     before, log.forgotten = log.state, _EMPTY
     match request, result:
@@ -419,7 +418,7 @@ def _extended(state: State, request: Append | Generate) -> State:
 
 def _check_read(log: Logged, read: Read) -> Iterator[str]:
     """Check that a fresh worker has read the session's state, and the first request of each answered id."""
-    entries = [*log.asked.values(), *(message for answers in log.results.values() for message, _ in answers)]
+    entries = [message for answers in log.results.values() for message, _ in answers]
     removed_s = [one.removed_s for one in entries if one.removed_s is not None]
     if any(read.begun_s <= one <= read.ended_s for one in removed_s):
         return  # entries were removed while the worker read them
@@ -437,8 +436,7 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
     is_open = log.state.exists and log.closed is None
     if is_open != (read.history.exists and not read.history.closed):
         yield f"a fresh worker reads an open session as closed, or a closed one as open: {is_open}"
-    closing = [log.closed, log.asked[_result(log.closed.data).seq or 0]] if log.closed else []
-    if closing and all(map(is_there, closing)) and not read.history.closed:
+    if log.closed and is_there(log.closed) and not read.history.closed:
         yield "a fresh worker does not know that the session was closed"
     if read.diverged is not None:
         yield f"a fresh worker cannot go on: {read.diverged}"
@@ -449,7 +447,7 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
     there: dict[str, int] = {}
     for seq, request in sorted(log.requests.items()):
         answers = [result for message, result in log.results.get(seq, ()) if is_there(message)]
-        if is_there(log.asked[seq]) and answers and not _is_known(answers[0]):
+        if answers and not _is_known(answers[0]):
             there.setdefault(request.id, seq)
     for name in there.keys() | read.answered.keys():
         if there.get(name) != read.answered.get(name):

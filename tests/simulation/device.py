@@ -26,13 +26,14 @@ from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
 from turnkeep_client.messages import Model, Progress, joined
-from worker import app
+from worker import parts
 from worker.app import App
 from worker.cluster.members import Members
 from worker.engine.port import EnginePort, StoppingError, TurnResult
 from worker.metrics_message import unloaded
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
+from worker.parts import Parts
 from worker.process.concurrency import task_group
 from worker.process.constants import CONSTANTS, Constants
 from worker.wire import streams
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from worker.device.request import TurnRequest
     from worker.engine.port import Publish
     from worker.observe.traces import Phase
+    from worker.parts import Groundwork
     from worker.process.settings import Settings
     from worker.text.answer import Answer
 
@@ -285,6 +287,21 @@ class Device(EnginePort):
                     chunk = await drawn.get()
 
 
+def _metrics(built: Parts) -> Metrics:
+    named = {"worker": built.ground.settings.worker, "version": "0", "model": "hashes"}
+    telemetry = built.ground.telemetry
+    return msgspec.structs.replace(
+        unloaded(**named),
+        device="hashes",
+        requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
+        ignored=dict(telemetry.ignored),
+        sessions=len(built.sessions),
+        running=len(built.engine.runs),
+        log_bytes=built.retention.num_bytes,
+        log_max_bytes=built.retention.max_bytes,
+    )
+
+
 class Worker(App):
     """The real worker with a simulated device. Without `leases` it has no record among the workers."""
 
@@ -355,38 +372,22 @@ class Worker(App):
             if self.ready.is_set():
                 await self._members.drain(on=on)
 
-    @property
-    def _copies(self) -> Any:
-        return self._disk
-
-    def _make_engine(self) -> Any:
-        return self.device_of_hashes
-
-    def _metrics(self, intake: Any) -> Metrics:
-        named = {"worker": self._settings.worker, "version": "0", "model": "hashes"}
-        return msgspec.structs.replace(
-            unloaded(**named),
-            device="hashes",
-            requests={kind: dict(outcomes) for kind, outcomes in self._telemetry.requests.items()},
-            ignored=dict(self._telemetry.ignored),
-            sessions=len(self._sessions),
-            running=len(self.device_of_hashes.runs),
-            log_bytes=self._retention.num_bytes,
-            log_max_bytes=self._retention.max_bytes,
-        )
+    def _build(self, ground: Groundwork, **groups: Any) -> Parts:
+        return Parts(replace(ground, copies=self._disk), self.device_of_hashes, _metrics, **groups)
 
     @property
     def leftovers(self) -> dict[str, int]:
         """Return counts that must be 0 in an idle worker, such as running turns and waiting requests."""
-        intake, services = self._intake, self._sessions._services
+        intake, sessions = self._parts.intake, self._parts.sessions
+        services = sessions._services
         shares = services.shares._present.values()
         return {
-            "anchors": intake.num_sessions if intake else 0,
-            "tenants": len(intake.sessions_by_tenant) if intake else 0,
-            "returned": intake.num_returned if intake else 0,
+            "anchors": intake.num_sessions,
+            "tenants": len(intake.sessions_by_tenant),
+            "returned": intake.num_returned,
             "runs": len(self.device_of_hashes.runs),
-            "at work": len(self._sessions._at_work),
+            "at work": len(sessions._at_work),
             "shares": sum(one.at_work.total() + one.num_waiting for one in shares),
-            "readers": services.reading.num_free - app._MAX_READINGS,
+            "readers": services.reading.num_free - parts._MAX_READINGS,
             "alone": services.device_lock._num,
         }

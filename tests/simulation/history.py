@@ -18,7 +18,7 @@ from cache.names import marks, tokens
 from gateway import conversations, latest_metrics, planning, recovery, removal
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
-from worker import app
+from worker import parts
 from worker.cluster import endpoints
 from worker.observe import counters
 from worker.process import clock
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _TIMED: Final = (gateway.http.handlers, conversations, planning, latest_metrics, recovery, removal)
 #: Limits: the worker reads one log at a time, answers one question, keeps no idle and no closed session.
 _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
-    (app, "_MAX_READINGS", 1),
+    (parts, "_MAX_READINGS", 1),
     (endpoints, "_MAX_OPEN", 1),
     (sessions, "_MAX_IDLE_BYTES", 0),
     (retention, "_NEARLY_FULL", 0.0),
@@ -177,10 +177,12 @@ def patched(history: History) -> Iterator[None]:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (limits, "_MOST_INPUT", 16),
+            (limits, "_MOST_REQUEST", 120),
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
             (retention, "_PERIOD_S", 1.0),
+            (retention, "_QUEUED_S", plan.queued_s),
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),
@@ -251,7 +253,7 @@ async def _read_anew(history: History) -> None:
 
     async def read(key: SessionKey) -> None:
         begun_s = history.loop.time()
-        with worker._sessions.in_use(key) as session:
+        with worker._parts.sessions.in_use(key) as session:
             await session.refresh()
             session.services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
             names = {request.id for request in found[key].requests.values()}
@@ -264,7 +266,7 @@ async def _read_anew(history: History) -> None:
     for key in found:
         await reader.process.start(read(key))
     for number, one in enumerate(history.supervisors):  # as the next worker of each directory would
-        erasures = Erasures(worker._erasures._journal, f"d{number}", one.disk)
+        erasures = Erasures(worker._parts.erasures._journal, f"d{number}", one.disk)
         await reader.process.start(erasures._look(lambda _: set()))
     worker.stop()
     await running

@@ -15,6 +15,7 @@ from ops.log.importing import Import
 from ops.log.sessions import list_sessions
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.session_log import read
 from turnkeep_client.subjects import SessionKey
 
 from .loop import Process
@@ -84,11 +85,11 @@ async def _copy(history: History, client: Client, random: Random) -> None:
     if not rows:
         return
     key = client.session(random.choice(sorted(row.session for row in rows))).key
-    entries = await client.log(key.session)
-    parts = await copies.read_parts(client, key, entries)
+    log = await read(client.stored, key)
+    parts = await copies.read_parts(client, log)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "copy"
-        copies.export(file, key, entries, parts)
+        copies.export(file, log, parts)
         _, lines = copies.read(file)
     into = SessionKey("t", random.choice(("copy", "copy", "b", key.session)))
     if random.random() < 0.5:

@@ -25,6 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from . import cpu, ring_attention
 from .attention import THEIR_ATTENTION, Attention
+from .image_rows import embedded
 from .parts import OwnPart, of_one_session
 
 if TYPE_CHECKING:
@@ -168,12 +169,17 @@ class Forward:
         # A step without prompts wants all: an array of positions would be one more copy from the host.
         chosen = slice(None) if len(wanted) == num_tokens else mx.array(wanted or [0])
         model = self._model.model if hidden else self._model
+        options: dict[str, mx.array] = {}
+        if any(piece.images is not None for piece in pieces):
+            starts = [0, *ends][num_parts:-1]
+            images = [(start, piece.images) for start, piece in zip(starts, pieces, strict=True)]
+            options["input_embeddings"] = embedded(self._model, tokens, images)[:, None]
         if self._selected is None:
-            outputs = model(tokens[:, None], cache=views)[chosen]
+            outputs = model(tokens[:, None], cache=views, **options)[chosen]
         else:
             self._selected.append(chosen)
             try:
-                outputs = model(tokens[:, None], cache=views)
+                outputs = model(tokens[:, None], cache=views, **options)
             finally:
                 self._selected.clear()
         last: mx.array = outputs[:, -1]

@@ -15,6 +15,7 @@ from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
 from .forward import RingView
+from .image_rows import embedded
 from .parts import MergedPart, OwnPart
 
 if TYPE_CHECKING:
@@ -56,12 +57,17 @@ class OwnPass:
         for piece in pieces:
             # In a separate call, so that no logits are computed for these tokens.
             num_plain = len(piece.tokens) - piece.has_output
+            rows = None
+            if piece.images is not None:
+                rows = embedded(self._model, mx.array(piece.tokens), [(0, piece.images)])
             if num_plain:
-                self._alone(piece.caches, mx.array(piece.tokens[:num_plain]))
+                some = mx.array(piece.tokens[:num_plain])
+                run_alone(self._model, piece.caches, some, self._rotations, rows)
             if piece.has_output:
                 model = self._model.model if hidden else self._model
                 last = mx.array(piece.tokens[num_plain:])
-                found.append(run_alone(model, piece.caches, last, self._rotations)[0])
+                rows = rows[num_plain:] if rows is not None else None
+                found.append(run_alone(model, piece.caches, last, self._rotations, rows)[0])
         return mx.concatenate(found) if found else mx.array([])
 
     def _alone(self, caches: Sequence[Any], tokens: mx.array) -> mx.array:
@@ -70,22 +76,34 @@ class OwnPass:
 
 
 def run_alone(
-    model: Any, caches: Sequence[Any], tokens: mx.array, rotations: Sequence[Rotate] | None
+    model: Any,
+    caches: Sequence[Any],
+    tokens: mx.array,
+    rotations: Sequence[Rotate] | None,
+    rows: mx.array | None = None,
 ) -> mx.array:
     """Run a model over one session's next `tokens`; return its unevaluated outputs, (1, tokens, size).
+
+    `rows` are the input embeddings of at least these tokens; without them the model embeds the tokens.
 
     A ring's positions restart at each multiple of `RingCache.grid`. One call of the model cannot run tokens
     on both sides of such a multiple; they run in several calls.
     """
     rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
+
+    def run(start: int, end: int, shown: Sequence[Any]) -> mx.array:
+        options = {} if rows is None else {"input_embeddings": rows[start:end][None]}
+        outputs: mx.array = model(tokens[start:end][None], cache=shown, **options)
+        return outputs
+
     if not rings or rotations is None:
-        whole: mx.array = model(tokens[None], cache=caches)
-        return whole
+        return run(0, len(tokens), caches)
     found: list[mx.array] = []
-    while len(tokens):
-        num = min(len(tokens), *(ring.grid - ring.offset % ring.grid for ring in rings))
-        found.append(model(tokens[:num][None], cache=_shown(caches, num, rotations)))
-        tokens = tokens[num:]
+    start = 0
+    while start < len(tokens):
+        num = min(len(tokens) - start, *(ring.grid - ring.offset % ring.grid for ring in rings))
+        found.append(run(start, start + num, _shown(caches, num, rotations)))
+        start += num
     return found[0] if len(found) == 1 else mx.concatenate(found, axis=1)
 
 

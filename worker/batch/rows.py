@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
+    from .image_rows import ImageRows
     from .parts import Part
     from .row_sampler import Drawn, RowSampler
     from .slots import Form
@@ -78,7 +79,8 @@ class PrefillPiece:
     """Consecutive tokens of a prompt, to be prefilled into caches that already hold `start` tokens.
 
     A piece with a `row` ends the prompt, and the row's first token is drawn from the logits of its last
-    token. An `embedding` receives the vector of the piece's last token.
+    token. An `embedding` receives the vector of the piece's last token. `images` are the input embeddings of
+    tokens that belong to images.
     """
 
     caches: list[Any]
@@ -86,6 +88,7 @@ class PrefillPiece:
     tokens: list[int]
     row: Row | None = None
     embedding: Embedding | None = None
+    images: ImageRows | None = None
 
     @property
     def has_output(self) -> bool:

@@ -23,7 +23,7 @@ from anyio import sleep
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, words
-from turnkeep_client.messages import Open, decode_request
+from turnkeep_client.messages import Open, decode_request, decode_result
 from turnkeep_client.subjects import SessionKey
 from worker.process.concurrency import task_group
 
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
 _MAX_REMEMBERED: Final = 65_536
 #: How often to look whether a worker that answers a control request has ended.
 _CHECK_S: Final = 0.1
-#: How long a worker may take to say which sessions it is at work on.
+#: How long a worker may take to say which sessions it is at work on: to one that joins, and to one that
+#: would else begin a request a second time.
 _AT_WORK_S: Final = 0.25
+_SURE_S: Final = 5.0
 #: How long a control request may take at another worker.
 _CONTROL_S: Final = 120.0
 #: How long another worker may take to erase a session's KV.
@@ -144,8 +146,11 @@ class Owners:
 
     async def _parent(self, key: SessionKey) -> SessionKey | None:
         """Return the session that this one was forked from; None if it is no fork."""
-        first = await self._journal.first_request(key)
+        first = await self._journal.first(key)
         with suppress(InvalidMessageError):
+            if first is not None and first.kind == "out":
+                parent = getattr(decode_result(first.body), "parent", None)
+                return SessionKey(key.tenant, parent.session) if parent else None
             request = decode_request(first.body) if first else None
             if isinstance(request, Open) and request.from_ is not None:
                 return SessionKey(key.tenant, request.from_.session)
@@ -156,17 +161,20 @@ class Owners:
         self.remember(key, "")
         if not self._members.others:
             return False
-        if any(key in keys for keys in (await self.at_work_elsewhere()).values()):
+        if await self.num_busy(key):
             return True
         owner = await self.logged(key, self._asked())
         return not (self.is_me(owner.member) or owner.is_free)
 
-    async def at_work_elsewhere(self) -> dict[str, set[SessionKey]]:
-        """Ask all other workers for the sessions that they are at work on; return them by `Member.boot`."""
+    async def at_work_elsewhere(self, patience_s: float = _AT_WORK_S) -> dict[str, set[SessionKey]]:
+        """Ask all other workers for the sessions that they are at work on; return them by `Member.boot`.
+
+        A worker that has not answered after `patience_s` counts as at work on none.
+        """
         found: dict[str, set[SessionKey]] = {}
 
         async def look(member: Member) -> None:
-            answer = await self.ask(member, "at_work", b"", _AT_WORK_S)
+            answer = await self._ask_while_known(member, "at_work", b"", patience_s)
             keys = msgspec.json.decode(answer or b"[]", type=list[tuple[str, str]])
             found[member.boot] = {SessionKey(*key) for key in keys}
 
@@ -182,8 +190,8 @@ class Owners:
                 self.remember(key, boot)
 
     async def num_busy(self, key: SessionKey) -> int:
-        """Count the other workers that have requests of a session."""
-        return sum(key in keys for keys in (await self.at_work_elsewhere()).values())
+        """Count the other workers that have requests of a session, also busy ones that answer late."""
+        return sum(key in keys for keys in (await self.at_work_elsewhere(_SURE_S)).values())
 
     async def erase(self, key: SessionKey) -> dict[str, bool]:
         """Have all other workers drop a session's KV; return, by data directory, whether none is left."""
@@ -198,6 +206,12 @@ class Owners:
         """
         if self.is_here(key) or self.is_me(member := (await self.owner(key)).member):
             return None
+        return await self._ask_while_known(member, "control", body, _CONTROL_S, {SUBJECT_HEADER: subject})
+
+    async def _ask_while_known(
+        self, member: Member, verb: str, body: bytes, timeout_s: float, headers: Any = None
+    ) -> bytes | None:
+        """Ask another worker; return None if it does not answer, ends, or is paused so long as if it had."""
         answer: bytes | None = None
         async with task_group() as tasks:
 
@@ -207,7 +221,7 @@ class Owners:
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(give_up)
-            answer = await self.ask(member, "control", body, _CONTROL_S, {SUBJECT_HEADER: subject})
+            answer = await self.ask(member, verb, body, timeout_s, headers)
             tasks.cancel_scope.cancel()
         return answer
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
     from worker.models.model import LoadedModel
+    from worker.models.vision.sight import Sight
 
     from .memory import Estimator
     from .turn import StepReport
@@ -85,13 +86,14 @@ class Device:
         self._busy_since: float | None = None  # None while the thread loads, or waits for a command
         #: Set once `start` has returned: the memory estimator, the cache class that has no snapshots (None:
         #: all have), the layout of snapshots, all layers' cache classes as text, whether KV can be truncated
-        #: at any token, and the device's name.
+        #: at any token, the device's name, and what the model sees with, or why it cannot see.
         self.estimator: Estimator
         self.unsupported_cache: str | None = None
         self.layout: ModelLayout
         self.caches = ""
         self.trimmable = True
         self.name = ""
+        self.sight: Sight | str = ""
 
     def kv(self, policy: Policy) -> KvSize:
         """Return the `KvSize` that computes the bytes of a session's KV under a cache policy."""
@@ -135,7 +137,9 @@ class Device:
     cancel = _queued(Runner.cancel)
     grant = _queued(Runner.grant)
     give = _queued(Runner.give)
+    show = _queued(Runner.show)
     drop = _queued(Runner.drop)
+    forget_images = _queued(Runner.forget_images)
     reserve_room = _queued(Runner.reserve_room)
     release_room = _queued(Runner.release_room)
 
@@ -182,6 +186,7 @@ class Device:
         self.caches = runner.served.caches
         self.trimmable = runner.served.trimmable
         self.name = machine.name()
+        self.sight = runner.served.sight
         return runner
 
     def _apply_commands(self, runner: Runner, pause_s: float) -> bool:

@@ -11,11 +11,17 @@ from cache.names.policy import FULL
 from worker.batch.row_sampler import RowSampler, Sampling
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+    from typing import TypeAlias
+
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Embedding
     from worker.text.answer import Answer
+
+    #: Returns the file of the image with a fingerprint.
+    ReadImage: TypeAlias = Callable[[bytes], Awaitable[bytes]]
 
 #: The most tokens of a short answer.
 SHORT_TOKENS: Final = 64
@@ -33,7 +39,7 @@ class TurnRequest:
     `context` has all tokens of the session up to where sampling starts. Tokens that the answer already has
     were published before a crash; they are the end of the context. Higher priorities run first. With
     `embedding`, the context ends with an unused token: the turn computes the vector of the token before it,
-    and stores no KV.
+    and stores no KV. `read_image` is called for images of the context whose rows and KV are unknown.
     """
 
     key: SessionKey
@@ -43,6 +49,7 @@ class TurnRequest:
     answer: Answer | None = None
     sampling: Sampling = field(default_factory=Sampling)
     embedding: Embedding | None = None
+    read_image: ReadImage | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """Runs turns on the device thread: `step_chooser` chooses a step, the runner runs it and ends turns.
 
-The runner owns the model and the batch; `acquisition` provides the KV of turns. The runner knows nothing of
+The runner owns the model and the batch; `starting_kv` provides the KV of turns. The runner knows nothing of
 commands or of the thread. Device thread only.
 """
 
@@ -21,13 +21,13 @@ from worker.batch.lookup import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
-from .acquisition import Acquisition, Sharing
 from .cutter import Cutter
 from .pace import Pace
 from .paging import Paging
 from .room import Room, RoomRequest
 from .scheduler import Scheduler
 from .served_model import ServedModel
+from .starting_kv import Acquisition, Sharing
 from .step_chooser import StepChooser
 from .step_figures import StepFigures
 from .turn import (
@@ -43,9 +43,10 @@ from .turn import (
     Sampled,
     Turn,
 )
+from .vision import Vision
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from cache.names.policy import Policy
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
 
     from .scheduler import Step
     from .step_chooser import ChosenStep
-    from .turn import KvRead, StepReport
+    from .turn import ImageViews, KvRead, StepReport
 
 log = structlog.get_logger()
 
@@ -109,6 +110,7 @@ class Runner:
         parts = (self._batch, self.cutter, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
+        self._vision = Vision(self.served.sight, self.room, self._emit)
         self._events: list[Event] = []
         self._turns: dict[Turn, None] = {}  # submitted and not ended, in order of submission
         self._figures = StepFigures(self._batch.speculation)
@@ -127,8 +129,8 @@ class Runner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any turn is prefilling or decoding."""
-        return bool(self._scheduler)
+        """Whether any turn is prefilling or decoding, or the tower has something to run."""
+        return bool(self._scheduler) or self._vision.is_pending
 
     def step(self, *, undisturbed: bool) -> float:
         """Run one step and report it; `undisturbed` says that no command is queued.
@@ -143,6 +145,7 @@ class Runner:
 
     def _step(self, *, undisturbed: bool) -> float:
         """Choose, run and report a step; then make snapshots while the event loop publishes the tokens."""
+        pause_s = self._see()
         self._figures.begin()
         choice = self._chooser.choose()
         self._run_step(choice.step, undisturbed=undisturbed)
@@ -154,7 +157,18 @@ class Runner:
         self._hand_over(choice, step_s, measured_bytes)
         self.cutter.cut_blocks(choice.step)
         self._ask(choice.step)
-        return choice.pause_s
+        return choice.pause_s or pause_s * (not choice.step)
+
+    def _see(self) -> float:
+        """Run one view of an image; return how many seconds to wait before the next one: mostly 0."""
+        if not self._vision.is_pending:
+            return 0.0
+        ready, failed, pause_s = self._vision.step()
+        for turn in ready:
+            self._guarded(turn, self._schedule)
+        for turn, error in failed.items():
+            self._fault(turn, error)
+        return pause_s
 
     def _ask(self, step: Step) -> None:
         """Request KV on SSD for a step's turns, after their snapshots, which they may need at once."""
@@ -197,6 +211,10 @@ class Runner:
         self.room.pop(key)
         self._batch.speculation.forget(key)
 
+    def forget_images(self, fingerprints: Collection[bytes]) -> None:
+        """Drop the rows of images that are kept for later turns."""
+        self._vision.forget(fingerprints)
+
     def copy(self, turn: Turn) -> None:
         """Cut the spans of an idle session's KV for which `turn` stands; the turn does not run."""
         resident = self.room.get(turn.request.key)
@@ -221,7 +239,7 @@ class Runner:
 
     def cancel(self, turn: Turn) -> None:
         """End a turn and keep its tokens so far; no effect on a turn that has ended."""
-        if turn in self._scheduler or turn in self._paging:
+        if turn in self._scheduler or turn in self._paging or turn in self._vision:
             self._guarded(turn, self._end, leaves_batch=True)
         elif self._sharing.stop_waiting(turn):
             self._guarded(turn, self._start)  # so that the session's KV stays resident
@@ -237,6 +255,10 @@ class Runner:
         """Give a turn the KV that it has requested; no effect on a turn that has ended."""
         if turn in self._paging:
             self._guarded(turn, lambda turn: self._paging.take(turn, kv))
+
+    def show(self, turn: Turn, fingerprint: bytes, views: ImageViews) -> None:
+        """Give a turn the image that it has requested, or why there is none; see `Vision.show`."""
+        self._guarded(turn, lambda turn: self._vision.show(turn, fingerprint, views))
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
@@ -296,6 +318,7 @@ class Runner:
         )
         self._num_lost += not small
         self._batch.clear()
+        self._vision.clear()
         self.room.clear()
         for turn in tuple(self._turns):
             self._fault(turn, LostKvError(error, weight=0 if small else 2 if turn in pieces else 1))
@@ -322,6 +345,7 @@ class Runner:
             log.error("a turn failed on the device", session=str(turn.request.key), exc_info=error)
         self._scheduler.remove(turn)
         self._paging.discard(turn)
+        self._vision.discard(turn)
         self._sharing.remove(turn)
         self._batch.speculation.forget(turn.request.key)
         turn.resident = turn.caches = turn.row = None
@@ -339,8 +363,12 @@ class Runner:
                 self._guarded(turn, self._start)
 
     def _start(self, turn: Turn) -> None:
-        """Give a turn its KV, and queue it for prefill."""
+        """Give a turn its KV, and queue it for prefill once it has the rows of its images."""
         self._acquisition.acquire(turn)
+        if self._vision.gives_rows(turn):
+            self._schedule(turn)
+
+    def _schedule(self, turn: Turn) -> None:
         self._scheduler.add(turn)
         self.cutter.cut(turn)
         if turn.num_cached == turn.request.target:
@@ -402,7 +430,8 @@ class Runner:
             )
         self._paging.begin_piece(turn)
         embedding = request.embedding if end == request.target else None
-        return PrefillPiece(turn.caches or [], start, context.ids(start, end).tolist(), turn.row, embedding)
+        tokens, images = context.ids(start, end).tolist(), self._vision.rows(turn, start, end)
+        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.
@@ -418,6 +447,7 @@ class Runner:
         self._paging.end_piece(turn)
         if turn.row is not None:
             turn.caches = None
+            turn.rows.clear()
             self._scheduler.start_decoding(turn)
             self._add_drawn(turn)
         elif turn.num_cached == turn.request.target:
@@ -465,6 +495,7 @@ class Runner:
         """End a turn; keep its KV on the device, and copy what the disk lacks of it into snapshots."""
         self._scheduler.remove(turn)
         self._paging.discard(turn)
+        self._vision.discard(turn)
         self._sharing.remove(turn)
         if turn.row is not None:
             turn.caches = self._batch.remove(turn.row)

@@ -25,6 +25,7 @@ from cache.kv.states import leaves
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
+from worker.batch.image_rows import takes_rows
 from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, Sampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
@@ -34,7 +35,7 @@ from worker.models.model_files import ModelError
 from worker.models.quantised import unpacked_bytes
 from worker.process.formatting import size
 
-from . import drafting, machine
+from . import drafting, machine, vision
 from .memory import Estimator, shape_of
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
     from worker.batch.drafter import Drafter
     from worker.models.model import LoadedModel
+    from worker.models.vision.sight import Sight
 
 log = structlog.get_logger()
 
@@ -88,7 +90,7 @@ def estimator(
 ) -> Estimator:
     """Make the estimator of a model. `caches` are caches of the model that have run one token.
 
-    For `sketched`, see `cache.kv.layers.make`. `reserved_bytes` is the memory of a draft model.
+    For `sketched`, see `cache.kv.layers.make`. `reserved_bytes` is the memory of a draft model and of images.
     """
     unpacked, shape, device = unpacked_bytes(caches), shape_of(loaded.config), machine.profile()
     return Estimator(
@@ -146,6 +148,10 @@ class ServedModel:
         self.batch = self._choose_batch(loaded, has_room, max_draft, drafters, trials)
         if draft is not None and not self.batch.can_draft:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
+        #: What the model sees with, or why it cannot see.
+        self.sight: Sight | str = loaded.sight
+        if not isinstance(self.sight, str) and not takes_rows(loaded.model):
+            self.sight = "the worker's language model takes no input embeddings, so it cannot see images"
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
 
@@ -201,6 +207,8 @@ class ServedModel:
             limit_bytes, why = machine.default_limit()
             log.info("chose device_memory", size=size(limit_bytes), why=why)
         machine.limit_active(limit_bytes)
+        if not isinstance(self.sight, str):
+            self._reserved_bytes += vision.reserved_bytes(self.sight.tower.family, limit_bytes)
         self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched, self._reserved_bytes)
         return make
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from worker.batch.batch import Batch
 
-    from .acquisition import Acquisition
     from .cutter import Cutter
     from .pace import Pace
     from .room import Room
     from .scheduler import Scheduler
+    from .starting_kv import Acquisition
     from .turn import Turn
 
 #: How long a prompt that does not fit waits for memory that no session holds, and how often it checks. The

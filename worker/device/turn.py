@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import mlx.core as mx
 
     from cache.names.blocks import Span
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Row
+    from worker.models.vision.families import View
     from worker.observe.traces import Phase
 
     from .request import TurnRequest
@@ -39,7 +42,7 @@ class ResidentKv:
 
 @dataclass(frozen=True, slots=True)
 class TurnPlan:
-    """Where a turn's KV comes from, and which of it has no snapshot; `engine.finding` makes it.
+    """Where a turn's KV comes from, and which of it has no snapshot; `engine.kv_lookup` makes it.
 
     KV of the context's first tokens comes from one of three places: the session's own KV on the device covers
     the first `num_kept` tokens; restored arrays cover the first `num_restored`; or KV is copied from the
@@ -88,6 +91,7 @@ class Turn:
     behind: tuple[int, float] | None = field(init=False, default=None)
     caches: list[Any] | None = field(init=False, default=None)
     row: Row | None = field(init=False, default=None)
+    rows: dict[bytes, mx.array] = field(init=False, default_factory=dict)  # by an image's fingerprint
     cuts: deque[Phase] = field(init=False, default_factory=lambda: deque(maxlen=MOST_CUTS))
 
     def __post_init__(self) -> None:
@@ -175,6 +179,14 @@ class NeedsKv:
 
 
 @dataclass(frozen=True, slots=True)
+class NeedsImage:
+    """A turn needs the views of an image; the event loop answers with `Device.show`."""
+
+    turn: Turn
+    fingerprint: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class KvRead:
     """KV from SSD for a turn: `past`, read layer by layer, and the chunks `spans` with their tensors.
 
@@ -220,9 +232,13 @@ class Starved:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
+#: What `Device.show` gives a turn: the views of an image, or why there are none.
+ImageViews: TypeAlias = "Sequence[View] | Exception"
 #: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
 TurnEvent: TypeAlias = Sampled | Finished | Faulted
-Event = Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | Finished | Faulted | Dropped | Starved
+Event = (
+    Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | NeedsImage | Finished | Faulted | Dropped | Starved
+)
 
 
 class LostKvError(Exception):

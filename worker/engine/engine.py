@@ -1,7 +1,7 @@
 """Controls the device from the event loop: which turns run, whose KV stays resident, and how turns end.
 
 The engine owns the ledger of device memory, and the record of which sessions have KV there. For each turn,
-`finding` finds stored or shared KV; the engine then submits the turn and publishes its tokens. The engine
+`kv_lookup` finds stored or shared KV; the engine then submits the turn and publishes its tokens. The engine
 knows nothing of messages, the log or the order of a session's requests; a session runs one turn at a time.
 """
 
@@ -27,6 +27,7 @@ from worker.device.turn import (
     Finished,
     KvRead,
     LostKvError,
+    NeedsImage,
     NeedsKv,
     NoRoomError,
     Prefilled,
@@ -39,8 +40,8 @@ from worker.device.turn import (
 from worker.observe.traces import Phase
 from worker.process.concurrency import task_group
 
-from .finding import Finder
 from .grants import Grants
+from .kv_lookup import Finder
 from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
 from .run import Run, on_device, resolve
 from .saving import Saving
@@ -56,10 +57,11 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
+    from worker.device.turn import ImageViews
     from worker.observe.counters import Telemetry
 
     from .admission import Ledger
-    from .finding import TurnSnapshots
+    from .kv_lookup import TurnSnapshots
     from .port import Publish
 
 log = structlog.get_logger()
@@ -107,6 +109,7 @@ class Engine(EnginePort):
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
+        self._looking = asyncio.Lock()
         #: The last report of the device.
         self.report = StepReport()
 
@@ -244,6 +247,8 @@ class Engine(EnginePort):
         first await.
         """
         self.forget(key)
+        if tokens.spans:
+            self._device.forget_images({span.fingerprint for span in tokens.spans})
         if self._store is None:
             return ErasureResult(0, settled=not self._has_unopened)
         return await self._store.eraser.erase(key.tenant, tokens.packed(), _ERASE_S, shared=shared)
@@ -276,7 +281,9 @@ class Engine(EnginePort):
                 self._turns[turn].prefilled(num_cached)
             case Sampled():
                 self._sampled(event)
-            case NeedsKv(turn):  # not in the queue of `events`: publishing those waits while NATS is away
+            case NeedsKv(turn) | NeedsImage(
+                turn
+            ):  # not in the queue of `events`: publishing those waits while NATS is away
                 self._turns[turn].needs.put_nowait(event)
             case Finished() | Faulted():
                 self._end_turn(event)
@@ -372,7 +379,7 @@ class Engine(EnginePort):
                 return run.is_stopped
             run.started_s = run.started_s or monotonic()
             async with task_group() as reads:
-                if snapshots is not None:
+                if snapshots is not None or turn.request.context.spans:
                     reads.start_soon(self._serve, run, snapshots, reads)
                 end = await self._follow(run, turn, publish)
                 reads.cancel_scope.cancel()
@@ -414,13 +421,34 @@ class Engine(EnginePort):
             raise StoppingError
         return run.admitted is None
 
-    async def _serve(self, run: Run, snapshots: TurnSnapshots, reads: TaskGroup) -> None:
-        """Start a read from SSD for each KV request of a run's turn, until cancelled.
+    async def _serve(self, run: Run, snapshots: TurnSnapshots | None, reads: TaskGroup) -> None:
+        """Start a read for each request for KV on SSD, or for an image, of a run's turn, until cancelled.
 
         Must be a task: with sniffio installed, anyio cannot start a task from a callback of the loop.
         """
         while True:
-            reads.start_soon(self._read, await run.needs.get(), snapshots)
+            match await run.needs.get():
+                case NeedsImage() as needs:
+                    reads.start_soon(self._look, needs)
+                case NeedsKv() as needs if snapshots is not None:
+                    reads.start_soon(self._read, needs, snapshots)
+
+    async def _look(self, needs: NeedsImage) -> None:
+        """Show a turn an image that it needs, or why it cannot be shown."""
+        try:
+            views: ImageViews = await self._views(needs)
+        except Exception as error:  # noqa: BLE001  # the turn fails with it
+            views = error
+        self._device.show(needs.turn, needs.fingerprint, views)
+
+    async def _views(self, needs: NeedsImage) -> ImageViews:
+        """Read an image and process it; one at a time, since its pixels take much memory."""
+        read, sight = needs.turn.request.read_image, self._device.sight
+        if read is None or isinstance(sight, str):
+            raise ValueError("the request cannot read its images")
+        data = await read(needs.fingerprint)
+        async with self._looking:
+            return await asyncio.to_thread(sight.eyes.views, data)
 
     async def _read(self, needs: NeedsKv, snapshots: TurnSnapshots) -> None:
         kv = KvRead()

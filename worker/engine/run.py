@@ -1,6 +1,7 @@
 """Holds the state of one call of `Engine.run`: its request, memory and events. Event loop only.
 
-The engine owns the runs. `admission` orders them as `Claim`s, `grants` gives them memory, `finding` finds KV.
+The engine owns the runs. `admission` orders them as `Claim`s, `grants` gives them memory, `kv_lookup` finds
+their KV.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker.device.request import TurnRequest
-    from worker.device.turn import NeedsKv, Turn, TurnCost, TurnEvent
+    from worker.device.turn import NeedsImage, NeedsKv, Turn, TurnCost, TurnEvent
 
 #: How often a turn may start again after failed evaluations, if no token was drawn in between; or because the
 #: disk lacks KV, if no more of it was found in between.
@@ -54,7 +55,7 @@ class Run(Claim):
     room: asyncio.Future[bool] | None = None
     turn: Turn | None = None  # the turn on the device
     events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # not handled yet
-    needs: asyncio.Queue[NeedsKv] = field(default_factory=asyncio.Queue)  # requests for KV, not read yet
+    needs: asyncio.Queue[NeedsKv | NeedsImage] = field(default_factory=asyncio.Queue)  # not read yet
     num_cached: int = 0  # tokens of the turn's context that have KV
     num_generated: int = 0
     is_halted: bool = False  # must end, or pause

@@ -30,6 +30,8 @@ from .model_files import (
 from .own_sampling import own_sampling
 from .pooling import is_encoder, judging, no_answers, no_embeddings
 from .tokenizer import Tokenizer
+from .vision.language import LANGUAGE, language_classes
+from .vision.sight import find_sight
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
     from cache.kv.size import KvSize
     from turnkeep_client.messages import Made
+
+    from .vision.sight import Sight
 
 __all__ = [
     "LoadedModel",
@@ -83,6 +87,7 @@ class LoadedModel:
     sampling: dict[str, float]
     held: Hold | None = None
     no_answers: str | None = None  # why the model makes no answers
+    sight: Sight | str = "the worker's model does not see images"  # or why it does not
     changed_s: float = 0.0  # when the folder's config.json was written, in seconds since 1970
 
     def makes(self) -> tuple[Made, ...]:
@@ -181,7 +186,12 @@ def load(
     the weights only when a pass is evaluated, but the returned sizes are right. `store` is a folder
     for loaded tokenizers. Raises `ModelError`.
     """
-    written, tokenizer, (model, config, weights, kv) = _read(folder, dtype, progress, lazy=lazy, store=store)
+    written, tokenizer, (model, config, weights, kv) = _read(folder, dtype, progress, store=store)
+    sight = find_sight(folder, config, tokenizer, dtype)
+    if not isinstance(sight, str):
+        weights += sight.tower.weights
+    if not lazy:
+        _evaluate(weights, progress)
     vocab_size = text_config(config).get("vocab_size") or tokenizer.vocab_size
     if surplus := surplus_tokens(vocab_size, tokenizer):
         raise ModelError(f"{folder} cannot be loaded: {surplus}")
@@ -204,12 +214,13 @@ def load(
         sampling=own_sampling(folder),
         held=Hold(folder),
         no_answers=no_answers(written, folder),
+        sight=sight,
         changed_s=(folder / "config.json").stat().st_mtime,
     )
 
 
 def _read(
-    folder: Path, dtype: str, progress: Progress | None, *, lazy: bool, store: Path | None
+    folder: Path, dtype: str, progress: Progress | None, *, store: Path | None
 ) -> tuple[dict[str, Any], Tokenizer, tuple[Module, dict[str, Any], list[mx.array], KvSize]]:
     """Return a folder's config.json, its tokenizer, and what `_load_weights` returns."""
     if dtype not in DTYPES:
@@ -221,15 +232,13 @@ def _read(
     with ThreadPoolExecutor(1) as beside:
         reading = beside.submit(Tokenizer.from_folder, folder, store, progress)
         try:
-            loaded = _load_weights(folder, dtype, progress, lazy=lazy)
+            loaded = _load_weights(folder, dtype)
         except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
             raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
         return written, reading.result(), loaded
 
 
-def _load_weights(
-    folder: Path, dtype: str, progress: Progress | None, *, lazy: bool
-) -> tuple[Module, dict[str, Any], list[mx.array], KvSize]:
+def _load_weights(folder: Path, dtype: str) -> tuple[Module, dict[str, Any], list[mx.array], KvSize]:
     """Return a folder's model, its configuration, its weights in the wanted dtype, and its KV's sizes."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
@@ -242,6 +251,8 @@ def _load_weights(
         from .encoder import encoder_classes  # imports MLX
 
         classes["get_model_classes"] = encoder_classes(folder)
+    elif written["model_type"] in LANGUAGE:
+        classes["get_model_classes"] = language_classes(folder)
     elif is_bare(folder):
         changes["tie_word_embeddings"] = True
         classes["get_model_classes"] = bare_classes
@@ -255,10 +266,7 @@ def _load_weights(
     as_written = {key: written[key] for key in changes if key in written}
     config = {key: value for key, value in config.items() if key not in changes} | as_written
     leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    weights = list(leaves.values())
-    if not lazy:
-        _evaluate(weights, progress)
-    return model, config, weights, kv
+    return model, config, list(leaves.values()), kv
 
 
 def cache_sizes(model: Module) -> KvSize:

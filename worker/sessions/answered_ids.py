@@ -61,6 +61,13 @@ class AnsweredIds:
         found._sorted, found._recent = self._sorted, {**self._recent}
         return found
 
+    def behind(self, seq: int) -> AnsweredIds:
+        """Return only the ids whose first requests have a higher sequence."""
+        found = AnsweredIds()
+        found._sorted = self._sorted[self._sorted[:, 1] > seq]
+        found._recent = {key: at for key, at in self._recent.items() if at.in_seq > seq}
+        return found
+
     def pack(self) -> bytes:
         """Encode all ids as bytes, which `load` decodes."""
         self._sort()

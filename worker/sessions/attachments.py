@@ -23,7 +23,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.process.concurrency import in_thread
 from worker.text.templates import Conversation
-from worker.wire.journal import answers
+from worker.wire.written import answers
 
 from .answered_ids import AnsweredIds
 from .history import History, in_words, recorded
@@ -232,16 +232,12 @@ class SessionAttachments:
     async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:
         """Return a checkpoint with the results after it; None if the log contradicts the checkpoint.
 
-        `named` is the result whose header links to the checkpoint. It, and the result of the checkpoint's
-        request, must be first results: later ones of a request do not count. The checkpoint's request must
-        still be in the log: a crash can leave the checkpoint of a removed session there.
+        `named` is the result whose header links to the checkpoint. The result of the checkpoint's request
+        must have the checkpoint's digest; a crash can leave the checkpoint of a removed session in the log.
+        Both must be first results: later ones of a request do not count.
         """
-        journal = self._journal
-        if await journal.get(checkpoint.in_seq) is None:
-            return None
-        naming = answers(named)
-        requests, _ = await journal.page(self.key, "in", naming - 1) if naming else ([], False)
-        if naming <= checkpoint.in_seq or not requests or requests[0].seq != naming:
+        journal, naming = self._journal, answers(named)
+        if naming <= checkpoint.in_seq:
             return None
         history: str | None = None
         results: list[Entry] = []

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
-from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Cancelled, Failed, Generated, decode_result, failure
+from turnkeep_client.messages import Cancelled, Failed, Generated, failure
 from worker.wire.fence import FencedError
 
 if TYPE_CHECKING:
@@ -31,7 +29,7 @@ async def cancel(session: Session, request_id: str) -> Cancelled | Failed:
         record = session.log.record
         known = await session.log.find_answered(request_id)
         if known is not None:  # if so, a pending request with this id is a repeat
-            return await _ended(session, known, was) if was else _no_cancel(request_id, is_answered=True)
+            return _ended(known, was) if was else _no_cancel(request_id, is_answered=True)
         pending = await session.log.find_waiting(request_id)
         if record is not session.log.record or (pending and not record.lacks_result(pending)):
             continue
@@ -64,19 +62,13 @@ async def _is_begun(session: Session, pending: Pending) -> bool:
     return bool((await session.log.published(pending)).base)
 
 
-async def _ended(
-    session: Session, known: AnsweredRequest, was: Literal["running", "waiting"]
-) -> Cancelled | Failed:
+def _ended(known: AnsweredRequest, was: Literal["running", "waiting"]) -> Cancelled | Failed:
     """Return a cancel's reply: `Cancelled` if the request ended early, `Failed` if it was complete."""
-    body, result = await session.services.journal.get(known.at.out_seq), None
-    with suppress(InvalidMessageError):
-        result = decode_result(body) if body is not None else None
-    if body is not None and (result is None or result.seq != known.at.in_seq):
-        raise FencedError("the server has lost the result, and has something else in its place")
+    result, request_id = known.result, known.result.id or ""
     how = result.finish_reason if isinstance(result, Generated) else getattr(result, "code", "")
     if how in ("cancelled", "expired"):
-        return Cancelled(id=known.request.id, was=was)
-    return _no_cancel(known.request.id, is_answered=True)
+        return Cancelled(id=request_id, was=was)
+    return _no_cancel(request_id, is_answered=True)
 
 
 def _no_cancel(request_id: str, *, is_answered: bool) -> Failed:

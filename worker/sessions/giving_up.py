@@ -157,7 +157,7 @@ class Doubt:
         Raises only `InterruptionError`.
         """
         request, record = pending.request, self._log.record
-        history = record.history
+        history = record.before(pending)
         if isinstance(request, Generate) and record.diverged is None:
             try:
                 if await self._log.is_streamed(pending):

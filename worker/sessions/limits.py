@@ -33,6 +33,7 @@ MOST_TOKENS: Final = 10_000_000
 #: text held back for a stop string: 256 characters of up to 6 bytes each as JSON.
 _RESULT_BYTES: Final = 4096
 _MOST_INPUT: Final = 8192
+_MOST_REQUEST: Final = 2**17
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +68,11 @@ class Limits:
     def most_input(self) -> int:
         """Most characters of an input's encoded tokens in a result; longer inputs are stored before it."""
         return min(_MOST_INPUT, self.max_result_bytes // 16)
+
+    @property
+    def most_request(self) -> int:
+        """Most bytes of a request in its result; longer requests are stored before it."""
+        return min(_MOST_REQUEST, self.max_result_bytes // 8)
 
     def check_answer(self, request: Generate) -> None:
         """Refuse an answer of a model that makes none, or with a `logit_bias` of tokens that it lacks."""

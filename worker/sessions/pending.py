@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import BEGAN_HEADER
 from turnkeep_client.messages import Append, Generate, decode_request
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
+from worker.wire.consistent_reads import Entry
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from datetime import datetime
 
-    from turnkeep_client.messages import Change, Request
+    from turnkeep_client.messages import Asked, Change, Request
     from worker.observe.traces import Phase
-    from worker.wire.consistent_reads import Entry
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +33,9 @@ class Pending:
     invalid: InvalidMessageError | None
     #: When the log stored the request.
     stored: datetime
+    #: The request as it was sent, and its headers that Turnkeep's clients have set.
+    body: bytes = b""
+    own_headers: Mapping[str, str] = field(default_factory=dict)
     received_s: float = field(default_factory=monotonic)
     #: Names the publisher's span.
     parent: Mapping[str, str] = field(default_factory=dict)
@@ -58,6 +63,18 @@ class Pending:
     def cancel(self) -> None:
         """Mark the request as cancelled: it is not begun any more, and one that runs is to be ended."""
         self.cancelled = True
+
+    @property
+    def began(self) -> datetime:
+        """When the log stored the request; of a copied session's first request, when the original log did.
+
+        Chat templates print the date on which a session began, so the copy gets the same tokens. A client
+        that sends a false time in the header changes only its own prompt.
+        """
+        with suppress(ValueError):
+            began = datetime.fromisoformat(self.own_headers.get(BEGAN_HEADER, ""))
+            return began if began.tzinfo else self.stored
+        return self.stored
 
     @property
     def stopped(self) -> bool:
@@ -93,7 +110,19 @@ class Pending:
 def pending_at(entry: Entry) -> Pending:
     """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
     try:
-        parent = trace_headers(entry.headers)
-        return Pending(entry.seq, decode_request(entry.body), None, entry.stored, parent=parent)
+        parent, own = trace_headers(entry.headers), _own(entry.headers)
+        request = decode_request(entry.body)
+        return Pending(entry.seq, request, None, entry.stored, entry.body, own, parent=parent)
     except InvalidMessageError as error:
-        return Pending(entry.seq, None, error, entry.stored)
+        return Pending(entry.seq, None, error, entry.stored, entry.body)
+
+
+def asked_at(seq: int, asked: Asked, body: bytes) -> Pending:
+    """Return the request at `seq` as its result has it; `body` is the request as it was sent."""
+    return pending_at(Entry(seq, "in", asked.stored, body, asked.headers))
+
+
+def _own(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers with Turnkeep's names; NATS allows at most 64 KiB of headers."""
+    own = {name: value for name, value in headers.items() if name.startswith("Turnkeep-")}
+    return {name: value for name, value in own.items() if f"{name}{value}".isascii()}

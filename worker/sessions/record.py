@@ -6,16 +6,15 @@ Pure: entries in, state out. Not thread-safe: only one caller at a time may chan
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import structlog
+from msgspec import UNSET
 
-from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
+from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -28,13 +27,14 @@ from turnkeep_client.messages import (
     Opened,
     Rewound,
     UnknownResult,
-    decode_result,
+    decode_asked,
 )
+from worker.wire.written import changes_nothing, written
 
 from .answered_ids import AnsweredAt, AnsweredIds
 from .attachments import Checkpoint
 from .history import DivergedError, prefilled_by
-from .pending import pending_at
+from .pending import asked_at, pending_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -62,18 +62,25 @@ _CHECKPOINT_SHARE: Final = 8
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
-class _EarlyResult(NamedTuple):
-    """A result that was read before its request."""
+class Parts(NamedTuple):
+    """What a result's messages besides itself have; each is None if there is none, or it has left the log.
 
-    result: Result
-    entry: Entry
+    `value` is the history that a fork starts with, or the encoded tokens of an input. `request` is the
+    request that the result answers, as it was sent.
+    """
+
+    value: History | str | None = None
+    request: bytes | None = None
+
+
+_NO_PARTS: Final = Parts()
 
 
 class Record:
-    """One session's state, computed by applying the entries of its log. Starts empty.
+    """One session's state, computed by applying its results in the order of the log. Starts empty.
 
-    Requests and results are read in pages: results first, then the requests that they answer. Unread requests
-    stay in the log, so a long queue takes no memory.
+    Each result has the request that it answers. Of the requests on `in`, only those without a result matter:
+    they are read in pages behind the last result, so a long queue takes no memory.
     """
 
     def __init__(self, fold: Fold, *, notes_branches: bool = False) -> None:
@@ -88,9 +95,9 @@ class Record:
         #: Whether another worker has stored a result after the first reading: then this record is stale.
         self.overtaken = False
         self.has_more = False  # whether the log has more requests after `in_seq`
-        #: Sequence of the first request that counts: read first, the checkpoint's, or a close that forgets.
-        self.first_in = 0
-        self.in_seq = 0
+        #: Sequence of the first result that counts: read first, the checkpoint's, or a close that forgets.
+        self.first_out = 0
+        self.in_seq = 0  # requests up to this sequence were read, or have a result
         self.out_seq = 0
         #: Number of entries of `out` that answer no request: no worker publishes such entries.
         self.num_foreign = 0
@@ -103,14 +110,14 @@ class Record:
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
         #: them; collected only with `notes_branches`.
         self.branches: list[tuple[History, Append | Generate | None]] = []
-        self._last: tuple[int, Pending, Result] | None = None  # the last result, and its sequence
+        self._last: tuple[Pending | None, Result] | None = None  # the last result, and what it answers
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
         self._lost_out = 0  # the first result that the log has lost
-        self._early: dict[int, _EarlyResult] = {}
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
-        self._answered_unread: set[int] = set()  # unread requests that this worker has answered
+        self._answered: set[int] = set()  # requests behind `in_seq` that have a result
+        self._stored: list[int] = []  # requests that were answered here, and not taken by `take_settled`
         self._last_position = 0  # from the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._num_since_checkpoint = 0  # results since the last checkpoint
@@ -122,7 +129,7 @@ class Record:
             self.history = replace(self.history, policy=self._fold.policy)
         self._last_position = 0 if self.history.closed else self.history.position
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
-        self.in_seq = self.out_seq = self._checkpoint_seq = self.first_in = checkpoint.in_seq
+        self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
         self._is_begun = not self.history.closed  # a closing result may have left the log
         self.has_branched = True
 
@@ -157,42 +164,56 @@ class Record:
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
-    def take_last(self) -> tuple[Pending, Result] | None:
-        """Return the request and the result that was read last, once."""
-        last, self._last = self._last, None
-        return last[1:] if last else None
+    def before(self, pending: Pending) -> History:
+        """Return the history before a request; a session begins with the first request that changes it."""
+        history = self.history
+        return history if history.exists or history.closed else self._fold.begin(pending.began)
 
-    @property
-    def unread_seq(self) -> int:
-        """Sequence of the last request that is unread although its result was read; 0 if there is none."""
-        return max(self._early, default=0)
+    def take_last(self) -> tuple[Pending | None, Result] | None:
+        """Return the result that was read last, once, and its request; None if it does not have that."""
+        last, self._last = self._last, None
+        return last
+
+    def take_settled(self) -> list[int]:
+        """Return, once, the requests that were answered here and behind no request without a result."""
+        end = self.pending[0].seq if self.pending else self.in_seq + 1
+        settled = sorted(seq for seq in self._stored if seq < end)
+        self._stored = [seq for seq in self._stored if seq >= end]
+        return settled
 
     def has_result(self, seq: int) -> bool:
         """Whether the request at `seq`, which was not read yet, is known to have a result."""
-        return seq in self._early or seq in self._answered_unread
+        return seq in self._answered
 
-    def add_results(self, entries: Sequence[Entry]) -> bool:
-        """Add results; return whether any of them answers a request that had no result.
+    def add_results(self, entries: Sequence[Entry], parts: Mapping[int, Parts] | None = None) -> bool:
+        """Apply results; return whether any of them answers a request that had no result.
 
-        Ignores entries that no worker can have written: those without a valid result or a history digest, and
-        those that answer a request which was stored later or already has a result.
+        `parts` has what is stored besides a result, by the result's sequence. Ignores entries that no worker
+        can have written: those without a valid result, its request or a history digest, and those that
+        answer a request which was stored later or already has a result. After the first reading, the results
+        are another worker's: then the record is overtaken, and stays as it is.
         """
         found = False
-        waiting = {pending.seq for pending in self.pending}
         for entry in entries:
             self.out_seq = max(self.out_seq, entry.seq)
-            recorded = _early_result(entry)
-            self._note_holes(entry, recorded.result if recorded else None)
-            seq = recorded.result.seq if recorded else None
-            if seq and seq <= self._checkpoint_seq:
-                continue  # the checkpoint includes it
-            if recorded and seq and seq not in self._early and (seq > self.in_seq or seq in waiting):
-                self._early[seq] = recorded
-                found = True
-            else:
+            result = written(entry)
+            self._note_holes(entry, result)
+            seq = (result.seq or 0) if result else 0
+            if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it
+                self.first_out = self.first_out or (entry.seq if seq == self._checkpoint_seq else 0)
+            elif result is None or self._is_answered(seq):
                 self._ignore(entry)
+            else:
+                found = True
+                if not self.folded:
+                    self.first_out = self.first_out or entry.seq
+                    self._add_result(entry, result, (parts or {}).get(entry.seq, _NO_PARTS))
         self.overtaken = self.overtaken or (found and self.folded)
         return found
+
+    def _is_answered(self, seq: int) -> bool:
+        waits = seq > self.in_seq or any(one.seq == seq for one in self.pending)
+        return seq in self._answered or not waits
 
     def _note_holes(self, entry: Entry, result: Result | None) -> None:
         """Note which results are missing from the log; each result names the one before it.
@@ -215,40 +236,23 @@ class Record:
         """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
-    def parts_of(self, seq: int) -> str | None:
-        """Return the link to the long value that belongs to the result of the request at `seq`, or None."""
-        early = self._early.get(seq)
-        return early.entry.headers.get(PARTS_HEADER) if early else None
-
-    def add_requests(self, entries: Sequence[Entry], parts: Mapping[int, History | str | None]) -> None:
-        """Add the next requests: apply those with a result, queue the others.
-
-        `parts` maps the sequence of a request to the long value of its result: the history that a fork starts
-        with, or the encoded tokens of an input; None if the value has left the log.
-        """
-        if self.in_seq == 0 and entries:
-            self.history = self._fold.begin(_began(entries[0]))
-            self.first_in = entries[0].seq
+    def add_requests(self, entries: Sequence[Entry]) -> None:
+        """Queue the next requests, except those with a result."""
         for entry in entries:
-            if entry.seq in self._answered_unread:
-                self._answered_unread.remove(entry.seq)  # its id was added when it was answered
-            else:
-                self._add_request(entry, self._early.pop(entry.seq, None), parts.get(entry.seq))
             self.in_seq = max(self.in_seq, entry.seq)
+            if entry.seq in self._answered:
+                self._answered.remove(entry.seq)
+                continue
+            self.pending.append(waiting := pending_at(entry))
+            self._cancel_early(waiting)
+            if isinstance(waiting.request, Close) and waiting.request.cancel:
+                self.cancel_before(entry.seq)
 
     def end_fold(self) -> None:
-        """End the first reading of the log; mark the record as diverged if a result or request is lost."""
+        """End the first reading of the log; mark the record as diverged if a result is lost."""
         self.folded = True
-        # When a session is being removed, its first requests are removed before their results.
-        lost = [
-            seq
-            for seq, early in self._early.items()
-            if self.first_in < seq <= self.in_seq and not changes_nothing(early.result)
-        ]
         if self._lost_out and self.diverged is None:
             self.mark_diverged(f"the log has lost the result at sequence {self._lost_out}")
-        if lost and self.diverged is None:
-            self.mark_diverged(f"the log has a result of the request at sequence {min(lost)}, which is gone")
 
     def mark_diverged(self, why: str) -> None:
         """Stop reading the log; from now on requests fail with `history_diverged`."""
@@ -260,14 +264,15 @@ class Record:
         if pending in self.pending:
             self.pending.remove(pending)
         else:
-            self._answered_unread.add(pending.seq)
+            self._answered.add(pending.seq)
+        self._stored.append(pending.seq)
         self.out_seq = self._last_out = out_seq
         before, self.history = self.history, history
         self._note_branch(before, pending.request, result, pending.change)
         if isinstance(result, Closed) and result.repeat_of is None:
             self.diverged = None  # the next session of this name begins anew
             if isinstance(pending.request, Close) and pending.request.forget:
-                self.answered_ids = AnsweredIds()
+                self.answered_ids = self.answered_ids.behind(pending.seq)
         self._num_since_checkpoint += 1
         if pending.request is not None and _is_first(result):
             self.answered_ids.add(pending.request.id, AnsweredAt(pending.seq, out_seq))
@@ -282,46 +287,50 @@ class Record:
         if pending.seq < self._cancelled_before and isinstance(pending.request, Append | Generate):
             pending.cancel()
 
-    def _add_request(self, entry: Entry, recorded: _EarlyResult | None, parts: History | str | None) -> None:
-        if recorded is not None and self.pending and not changes_nothing(recorded.result):
-            self._ignore(recorded.entry)  # a worker answers out of order only to cancel or expire a request
-            recorded = None
-        if recorded is not None:
-            self._add_answered(entry, recorded, parts)
-            return
-        self.pending.append(waiting := pending_at(entry))
-        self._cancel_early(waiting)
-        if isinstance(waiting.request, Close) and waiting.request.cancel:
-            self.cancel_before(entry.seq)
-
-    def _add_answered(self, entry: Entry, recorded: _EarlyResult, parts: History | str | None) -> None:
-        """Add a request that has a result."""
-        (result, out), pending = recorded, pending_at(entry)
-        request = pending.request
+    def _add_result(self, entry: Entry, result: Result, parts: Parts) -> None:
+        """Apply a result, and note that its request is answered."""
+        seq, pending = result.seq or 0, None
+        asked = decode_asked(entry.body)
+        body = parts.request if asked is None or asked.request is UNSET else bytes(asked.request)
+        if asked is not None and body is not None:
+            pending = asked_at(seq, asked, body)
+        request = pending.request if pending else None
         self._num_since_checkpoint += 1
-        if self._last is None or self._last[0] < out.seq:
-            self._last = (out.seq, pending, result)
+        self._last = (pending, result)
         changes = result.repeat_of is None and not changes_nothing(result)
         if changes and isinstance(request, Close) and request.forget:
-            self._begin_behind(entry)
+            self._begin_behind(seq, entry)
         if request is not None and _is_first(result):
-            self.answered_ids.add(request.id, AnsweredAt(entry.seq, out.seq))
+            self.answered_ids.add(request.id, AnsweredAt(seq, entry.seq))
+        if pending is not None:
+            self.history = self.before(pending)
         before = self.history
         if changes:
             # A close of a session that does not exist belongs to a forgotten session, whose entries are gone:
             # its digest proves nothing here. Neither does the digest of a repeat, or of a request that was
             # cancelled behind an unanswered close.
-            proves = HISTORY_HEADER in out.headers and (before.exists or not isinstance(result, Closed))
-            self.proven_seq = entry.seq if proves else self.proven_seq
+            proves = HISTORY_HEADER in entry.headers and (before.exists or not isinstance(result, Closed))
+            self.proven_seq = seq if proves else self.proven_seq
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
-            if self.diverged is None:
-                self._replay(entry, request, recorded, parts, proves=proves)
-        self._note_branch(before, request, result, None if changes else prefilled_by(parts))
+            may_follow = self.diverged is None and not self._lost_out
+            if may_follow and pending is None:
+                self._stop(entry, "the request of a result is gone from the log")
+            elif may_follow:
+                self._replay(entry, request, result, parts.value, proves=proves)
+            # A worker answers out of order only to cancel or expire a request.
+            self.in_seq = max(self.in_seq, seq)
+            self._answered = {one for one in self._answered if one > seq}
+        else:
+            self._answered.add(seq)
+        self._note_branch(before, request, result, None if changes else prefilled_by(parts.value))
 
-    def _begin_behind(self, close: Entry) -> None:
-        """Ignore what is before a close that forgets the session: it is being removed, and may have holes."""
-        self.history, self.first_in = self._fold.begin(_began(close)), close.seq
-        self.answered_ids, self.proven_seq = AnsweredIds(), 0
+    def _begin_behind(self, seq: int, closed: Entry) -> None:
+        """Ignore what is before a close that forgets the session: it is being removed, and may have holes.
+
+        Only the ids of requests behind the close stay, which may have been cancelled before it was answered.
+        """
+        self.history, self.first_out = self._fold.begin(closed.stored), closed.seq
+        self.answered_ids, self.proven_seq = self.answered_ids.behind(seq), 0
         self.branches = []
         if not self._is_unreadable:
             self.diverged = None
@@ -343,20 +352,19 @@ class Record:
 
     def _replay(
         self,
-        entry: Entry,
+        out: Entry,
         request: Request | None,
-        recorded: _EarlyResult,
+        result: Result,
         parts: History | str | None,
         *,
         proves: bool,
     ) -> None:
         """Extend the history by an answered request; if `proves`, compare it with the result's digest."""
-        result, out = recorded
         if request is None or isinstance(result, UnknownResult):
             what = f"with a {result.type}" if isinstance(result, UnknownResult) else "in a form"
             version = words(out.headers.get(BUILD_HEADER, "")).get("version", "unknown")
             self.diverged = (
-                f"a newer version ({version}) has answered the request at sequence {entry.seq}, {what} that"
+                f"a newer version ({version}) has answered the request at sequence {result.seq}, {what} that"
                 " this version does not know: serve the session with that version, or go on in a new session"
             )
             return
@@ -372,38 +380,16 @@ class Record:
         if not why and proves and self.history.digest() != out.headers[HISTORY_HEADER]:
             why = "the entries up to a result come to other tokens than it states"
         if why:
-            where = f"the log cannot be continued from sequence {out.seq} on"
-            self.diverged = f"{where}: {why}; go on in a new session"
+            self._stop(out, why)
+
+    def _stop(self, out: Entry, why: str) -> None:
+        where = f"the log cannot be continued from sequence {out.seq} on"
+        self.diverged = f"{where}: {why}; go on in a new session"
 
     def _ignore(self, entry: Entry) -> None:
         self.num_foreign += 1
         if self.num_foreign == 1:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
-
-
-def _began(entry: Entry) -> datetime:
-    """Return the time at which a session's first request was stored.
-
-    For a copied session, this is the time in the original log. Chat templates print the date, so the copy
-    gets the same tokens. A client that sends a false time in the header changes only its own prompt.
-    """
-    with contextlib.suppress(ValueError):
-        began = datetime.fromisoformat(entry.headers.get(BEGAN_HEADER, ""))
-        return began if began.tzinfo else entry.stored
-    return entry.stored
-
-
-def _early_result(entry: Entry) -> _EarlyResult | None:
-    """Decode an entry of `out`; None if no worker can have written it."""
-    try:
-        result = decode_result(entry.body)
-    except InvalidMessageError:
-        return None
-    seq = result.seq
-    if seq is None or not 0 < seq < entry.seq:
-        return None
-    is_valid = _is_failure(result) or HISTORY_HEADER in entry.headers
-    return _EarlyResult(result, entry) if is_valid else None
 
 
 def _kept(result: Result, before: History) -> int:
@@ -418,17 +404,6 @@ def _kept(result: Result, before: History) -> int:
     return before.position
 
 
-def changes_nothing(result: Result) -> bool:
-    """Whether a result leaves the session as it was."""
-    if isinstance(result, Generated):
-        return not result.tokens and result.finish_reason == "cancelled"
-    return _is_failure(result)
-
-
 def _is_first(result: Result) -> bool:
     """Whether a result is the first of its request id: no repeat, and no failure for a reused id."""
     return result.repeat_of is None and not (isinstance(result, Failed) and result.code == "id_conflict")
-
-
-def _is_failure(result: Result) -> bool:
-    return isinstance(result, Failed) or (isinstance(result, UnknownResult) and result.type == "failed")

@@ -175,7 +175,8 @@ class Session:
         """Read the log and answer the first request without a result; return the log's record before that."""
         await self.log.catch_up()
         record = self.log.record
-        if (last := record.take_last()) is not None:  # its worker may have died before it ended the stream
+        if (last := await self.log.take_last()) is not None:
+            # Its worker may have died before it ended the stream.
             pending, result = last
             await self._end_tokens(pending, unpublished(result, await self.log.published(pending)))
         if self.log.record.pending:
@@ -282,7 +283,7 @@ class Session:
 
         Raises only `InterruptionError`; other errors become a `failed` result.
         """
-        history, position = self.history, self.log.record.position
+        history, position = self.log.record.before(pending), self.log.record.position
         try:
             return await self._try(pending, history)
         except RefusedError as error:

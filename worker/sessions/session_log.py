@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 from anyio import Lock
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from turnkeep_client.checkpoints import Link
@@ -19,14 +20,17 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import BUILD_HEADER, CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER
 from turnkeep_client.messages import (
     Appended,
+    Asked,
+    Close,
     Failed,
     Generate,
     Generated,
-    Open,
     Opened,
+    decode_asked,
     decode_request,
     decode_result,
     encode,
+    encode_answer,
     encode_repeat,
 )
 from worker.process.concurrency import in_thread
@@ -34,11 +38,12 @@ from worker.wire.chunks import Published
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
 from worker.wire.journal import TooLargeError
+from worker.wire.written import changes_nothing
 
 from .attachments import SessionAttachments
 from .history import RefusedError
 from .pending import pending_at
-from .record import Record, changes_nothing
+from .record import Parts, Record
 from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
@@ -54,9 +59,11 @@ if TYPE_CHECKING:
 
 
 class AnsweredRequest(NamedTuple):
-    """An answered request, read from the log, and the sequences of the request and its result."""
+    """An answered request with its result and the result's body; `request` is None if the log has lost it."""
 
-    request: Request
+    request: Request | None
+    result: Result
+    body: bytes
     at: AnsweredAt
 
 
@@ -166,44 +173,37 @@ class SessionLog:
 
     async def _read_log(self, record: Record) -> None:
         """Read the log into an empty record: from a checkpoint, else from the beginning of the log."""
+        rung_seq = self._rung_seq
         if record.diverged is None and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
-            record.add_results(found.results)
-        rung_seq, more_results, read_seq = self._rung_seq, True, -1
-        # The last results may belong to requests that came while the log was read.
-        while not record.pending and read_seq < record.in_seq:
-            read_seq, record.has_more = record.in_seq, True
-            while record.has_more and not record.pending:
-                requests = await self._next_requests(record)
-                while more_results and not all(record.has_result(entry.seq) for entry in requests):
-                    more_results = await self._add_results(record)
-                record.add_requests(requests, await self._parts(record, requests))
-            while more_results:
-                more_results = await self._add_results(record)
-            if record.unread_seq <= record.in_seq:
-                break
+            record.add_results(found.results, await self._parts(found.results))
+        while await self._add_results(record):
+            pass
+        record.has_more = True
+        while record.has_more and not record.pending:
+            await self._add_requests(record)
         await self._end_fold(record)
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
 
-    async def _next_requests(self, record: Record, until: float = math.inf) -> list[Entry]:
-        """Read the next requests, up to the sequence `until`."""
-        entries, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
-        requests = [entry for entry in entries if entry.seq <= until]
-        record.has_more = num_more > 0 and len(requests) == len(entries)
-        return requests
+    async def _add_requests(self, record: Record) -> None:
+        """Read the next requests."""
+        requests, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
+        record.has_more = num_more > 0
+        record.add_requests(requests)
 
     async def _add_results(self, record: Record, until: float = math.inf) -> bool:
         """Read the next results, up to the sequence `until`; return whether the log has more of them."""
         entries, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
-        record.add_results(results := [entry for entry in entries if entry.seq <= until])
+        results = [entry for entry in entries if entry.seq <= until]
+        record.add_results(results, await self._parts(results))
         return num_more > 0 and len(results) == len(entries)
 
     async def _end_fold(self, record: Record) -> None:
-        # Another worker may have removed the session meanwhile: removals begin with the first request.
-        for seq in (record.first_in, record.pending[0].seq if record.pending else 0):
+        # Another worker may have removed the session meanwhile: removals begin with the first results.
+        for seq in (record.first_out, record.pending[0].seq if record.pending else 0):
             if seq and not await self._services.journal.is_there(seq):
-                raise FencedError(f"the request at sequence {seq} has left the log")
+                raise FencedError(f"the entry at sequence {seq} has left the log")
         record.end_fold()
         if record.proven_seq and (checkpoint := record.next_checkpoint(record.proven_seq)):
             self._attachments.add(checkpoint)
@@ -221,21 +221,37 @@ class SessionLog:
             raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
         if record.pending:
             return
-        requests = await self._next_requests(record)
-        record.add_requests(requests, await self._parts(record, requests))
+        await self._add_requests(record)
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)
 
-    async def _parts(self, record: Record, requests: list[Entry]) -> dict[int, History | str | None]:
-        """Read the long values of the results of these requests; return them by the request's sequence."""
-        found: dict[int, History | str | None] = {}
-        for entry in requests:
-            if (link := record.parts_of(entry.seq)) is not None:
+    async def _parts(self, results: list[Entry]) -> dict[int, Parts]:
+        """Read what is stored besides these results; return it by the result's sequence."""
+        found: dict[int, Parts] = {}
+        for entry in results:
+            value, request = None, None
+            asked = decode_asked(entry.body)
+            if (link := entry.headers.get(PARTS_HEADER)) is not None:
                 packed = await self._attachments.read(Link.parse(link))
-                opens = isinstance(pending_at(entry).request, Open)
                 if packed is not None:
-                    found[entry.seq] = self._attachments.base(packed) if opens else packed.decode()
+                    opens = _opens(entry)
+                    value = self._attachments.base(packed) if opens else packed.decode()
+            if asked is not None and asked.link:
+                request = await self._attachments.read(Link.parse(asked.link))
+            if value is not None or request is not None:
+                found[entry.seq] = Parts(value, request)
         return found
+
+    async def take_last(self) -> tuple[Pending, Result] | None:
+        """Return the request and the result that was read last, once."""
+        last = self.record.take_last()
+        if last is None:
+            return None
+        pending, result = last
+        if pending is None:  # a repeat: its request has just been answered, so it is still in the log
+            entry = await self._services.journal.entry(result.seq or 0)
+            pending = pending_at(entry) if entry else None
+        return (pending, result) if pending else None
 
     def reset(self) -> Record:
         """Replace the record by an empty one.
@@ -273,15 +289,11 @@ class SessionLog:
 
     async def _branches(self) -> list[tuple[History, Append | Generate | None]]:
         """Read the log up to the record's present end, from its beginning; return the `Record.branches`."""
-        last_in, last_out = self.record.in_seq, self.record.out_seq
+        last_out = self.record.out_seq
         read = Record(self._services.fold, notes_branches=True)
         async with self._services.retention.lock(self.key):
             while await self._add_results(read, last_out):
                 pass
-            read.has_more = True
-            while read.has_more and not read.pending:
-                requests = await self._next_requests(read, last_in)
-                read.add_requests(requests, await self._parts(read, requests))
         return read.branches
 
     async def find_waiting(self, request_id: str) -> Pending | None:
@@ -327,14 +339,24 @@ class SessionLog:
         """Find an id's first request and its result in the log; None if the id has no result."""
         answered = self.record.answered_ids
         while (found := answered.find(request_id)) is not None:
-            body = await self._services.journal.get(found.in_seq)
+            body = await self._services.journal.get(found.out_seq)
             if body is not None:
-                with suppress(InvalidMessageError):
-                    if (request := decode_request(body)).id == request_id:
-                        return AnsweredRequest(request, found)
-                return None
+                return await self._answered(request_id, found, body)
             if answered.find(request_id) == found:
-                answered.drop(request_id)  # its session was forgotten
+                answered.drop(request_id)  # its session was removed
+        return None
+
+    async def _answered(self, request_id: str, at: AnsweredAt, body: bytes) -> AnsweredRequest | None:
+        """Return what a result's body says; None if it is not the first result of this id."""
+        request, asked = None, decode_asked(body)
+        with suppress(InvalidMessageError):
+            result = decode_result(body)
+            if asked is None or (result.id, result.seq) != (request_id, at.in_seq):
+                return None
+            sent = asked.request
+            raw = bytes(sent) if sent is not UNSET else await self._attachments.read(Link.parse(asked.link))
+            request = decode_request(raw) if raw is not None else None
+            return AnsweredRequest(request, result, body, at)
         return None
 
     async def repeated(self, request: Request, pending: Pending) -> Outcome | None:
@@ -342,21 +364,20 @@ class SessionLog:
 
         Raises `RefusedError` for an id of another request.
         """
-        get = self._services.journal.get
-        while (known := await self.find_answered(request.id)) is not None:
-            if request != known.request:
-                raise RefusedError(
-                    "id_conflict",
-                    f"the id {request.id!r} was used before for another request (sequence"
-                    f" {known.at.in_seq}); a new request needs a new id",
-                )
-            if (body := await get(known.at.out_seq)) is not None:
-                result = replace(decode_result(body), seq=pending.seq, repeat_of=known.at.in_seq)
-                return Outcome(result, self.record.history, first=body)
-            if await get(known.at.in_seq) is not None:
-                why = "this id was used before, and its result is gone from the log"
-                raise RefusedError("invalid_request", why)
-        return None  # the first request has just left the log, with its session
+        known = await self.find_answered(request.id)
+        if known is None:
+            return None
+        if known.request is None:
+            why = "this id was used before, and its request is gone from the log"
+            raise RefusedError("invalid_request", why)
+        if request != known.request:
+            raise RefusedError(
+                "id_conflict",
+                f"the id {request.id!r} was used before for another request (sequence"
+                f" {known.at.in_seq}); a new request needs a new id",
+            )
+        result = replace(known.result, seq=pending.seq, repeat_of=known.at.in_seq)
+        return Outcome(result, self.record.history, first=known.body)
 
     async def commit(
         self, pending: Pending, outcome: Outcome | None, *, waits: bool = False
@@ -388,6 +409,7 @@ class SessionLog:
                 outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
             outcome, out_seq = await self._store(pending, outcome)
             record.committed(pending, outcome.result, out_seq, outcome.history)
+            self._services.retention.note_answered(record.take_settled(), server=self.server)
             pending.done.set()
             if not is_withdrawal and not isinstance(outcome.result, Failed):
                 record.proven_seq = pending.seq
@@ -470,4 +492,25 @@ class SessionLog:
             if len(packed) > self._services.limits.most_input:
                 headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
                 result = replace(result, change=replace(result.change, input=""))
-        return encode(result), headers
+        return await self._answer(pending, result), headers
+
+    async def _answer(self, pending: Pending, result: Result) -> bytes:
+        """Encode a result with its request; store a long request first. An invalid request stays out."""
+        if pending.request is None:
+            return encode(result)
+        own, most = dict(pending.own_headers), self._services.limits.most_request
+        # Where messages must be short, an answer of a gateway may so lose its note.
+        asked = Asked(stored=pending.stored, headers=own if sum(map(len, own.values())) <= most else {})
+        # A close is short without repeated fields and white space: whoever removes sessions reads no links.
+        body = encode(pending.request) if isinstance(pending.request, Close) else pending.body
+        if len(body) > most:
+            asked = replace(asked, link=str(await self._attachments.store(body)))
+        else:
+            asked = replace(asked, request=msgspec.Raw(body))
+        return encode_answer(result, asked)
+
+
+def _opens(entry: Entry) -> bool:
+    with suppress(InvalidMessageError):
+        return isinstance(decode_result(entry.body), Opened)
+    return False

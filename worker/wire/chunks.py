@@ -176,7 +176,7 @@ class AnswerChunks:
                     if not is_own:
                         # A forget may have removed the answer's messages, before this check or after it.
                         if await self._is_gone(seq):
-                            raise FencedError("the session was forgotten") from None
+                            raise FencedError("the request was answered, or its session forgotten") from None
                         is_first = True
                         continue
                     stored = after
@@ -192,16 +192,17 @@ class AnswerChunks:
             return stored
 
     async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
-        """If the session was forgotten, delete the answer's first message and raise `FencedError`.
+        """If the request has left the log, delete the answer's first message and raise `FencedError`.
 
         Another worker may forget a session while this one begins to answer it. That worker removes requests
         before chunks: so it will remove every chunk that is stored while the request is still in the log.
+        Or another worker has answered the request some time ago.
         """
         if self._is_alone() or not await self._is_gone(seq):
             return
         with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
             await overwrite(self._js, self._subjects.token_stream, chunk_seq)
-        raise FencedError("the session was forgotten")
+        raise FencedError("the request was answered, or its session forgotten")
 
     async def _last_chunk(
         self, key: SessionKey, request_id: str, body: bytes, after: int, seq: int

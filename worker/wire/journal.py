@@ -9,8 +9,7 @@ All reads are consistent (`consistent_reads`). The chunks of answers are in a st
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import nats.errors
 import structlog
@@ -28,6 +27,7 @@ from .chunks import AnswerChunks
 from .consistent_reads import MAX_BACKOFF_S, TIMEOUT_S, ConsistentReads, Entry, pause_after, single
 from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
 from .overwriting import overwrite
+from .written import answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,12 +47,12 @@ class TooLargeError(Exception):
     """The result is larger than the stream permits."""
 
 
-def answers(entry: Entry) -> int:
-    """Return the sequence of the request that an `out` entry answers; 0 if the entry is not a result."""
-    try:
-        return decode_result(entry.body).seq or 0
-    except InvalidMessageError:
-        return 0
+class Queue(NamedTuple):
+    """A session's requests on `in`: the first ones, which have results, and whether another one has none."""
+
+    key: SessionKey
+    answered: list[int]
+    is_waiting: bool
 
 
 class Journal:
@@ -113,10 +113,14 @@ class Journal:
         message = await self._reads.get(self._subjects.log_stream, seq)
         return single(message, "in") if message else None
 
-    async def first_request(self, key: SessionKey) -> Entry | None:
-        """Read the first request of a session that the log still has; None if there is none."""
-        message = await self._reads.get(self._subjects.log_stream, 1, self._subjects.of(key, "in"))
-        return single(message, "in") if message else None
+    async def first(self, key: SessionKey) -> Entry | None:
+        """Read a session's first result that the log still has, else its first request; None without both."""
+        kinds: tuple[Literal["out", "in"], ...] = ("out", "in")
+        for kind in kinds:
+            message = await self._reads.get(self._subjects.log_stream, 1, self._subjects.of(key, kind))
+            if message is not None:
+                return single(message, kind)
+        return None
 
     async def store_checkpoint(self, key: SessionKey, body: bytes) -> int | None:
         """Store a checkpoint message; return its sequence, None on failure. Does not retry."""
@@ -208,21 +212,41 @@ class Journal:
         """Return the size of the log. Raises nats-py's errors."""
         return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
 
-    async def unanswered(self) -> list[SessionKey]:
-        """Find the sessions with more requests than results.
+    async def queues(self) -> list[Queue]:
+        """Read the requests that are left on `in`, of all sessions.
 
-        The server counts for the first 100,000 sessions only. Raises nats-py's errors.
+        The server names the first 100,000 sessions only. Raises nats-py's errors.
         """
-        num_lacking: Counter[SessionKey] = Counter()
-        weights: Mapping[Literal["in", "out"], int] = {"in": 1, "out": -1}
-        for kind, weight in weights.items():
-            info = await self._js.stream_info(
-                self._subjects.log_stream, subjects_filter=self._subjects.every(kind)
-            )
-            for subject, number in (info.state.subjects or {}).items():
-                with contextlib.suppress(InvalidMessageError):
-                    num_lacking[self._subjects.parse(subject)[0]] += weight * number
-        return [key for key, number in num_lacking.items() if number > 0]
+        info = await self._js.stream_info(
+            self._subjects.log_stream, subjects_filter=self._subjects.every("in")
+        )
+        found: list[Queue] = []
+        for subject in info.state.subjects or {}:
+            with contextlib.suppress(InvalidMessageError):
+                found.append(await self._queue(self._subjects.parse(subject)[0]))
+        return found
+
+    async def _queue(self, key: SessionKey) -> Queue:
+        answered, results = list[int](), set[int]()
+        after, more, after_out, more_results = 0, 1, 0, 1
+        while more:
+            requests, more = await self.page(key, "in", after)
+            for entry in requests:
+                if not after:  # the first request: no result is before it
+                    after_out = entry.seq
+                after = entry.seq
+                while more_results and after not in results:
+                    page, more_results = await self.page(key, "out", after_out)
+                    results |= {answers(one) for one in page}
+                    after_out = page[-1].seq if page else after_out
+                if after not in results:
+                    return Queue(key, answered, is_waiting=True)
+                answered.append(after)
+        return Queue(key, answered, is_waiting=False)
+
+    async def unanswered(self) -> list[SessionKey]:
+        """Find the sessions with requests that have no result. Raises nats-py's errors."""
+        return [queue.key for queue in await self.queues() if queue.is_waiting]
 
     async def closed(self, after: int) -> tuple[list[Entry], int]:
         """Read the next notes of closes, of all sessions, after the stream sequence `after`.

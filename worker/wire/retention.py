@@ -1,4 +1,11 @@
-"""Removes sessions from the log: closed sessions after a time, or if the log is full; forgotten ones at once.
+"""Removes from the log what it need not keep: answered requests, and sessions.
+
+A result has its request, so a request leaves `in` once the result is safely stored. It is overwritten like
+the entries of forgotten sessions: the session may be forgotten later, and a server overwrites nothing that it
+has removed before. Requests leave in their order, so the first one that a session has on `in` may only be
+followed by newer ones, and the delivery of a waiting request stays valid.
+
+Closed sessions leave after a time, or if the log is full; forgotten ones at once.
 
 The entries of forgotten sessions are also overwritten in the server's files, one by one (`overwriting`).
 This may take minutes, and be interrupted. So whoever reads a session's log ignores what is left of it before
@@ -19,23 +26,34 @@ Therefore the close of a recently closed session, and its result, stay.
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
 import nats.errors
 import structlog
-from anyio import Event, Lock, move_on_after
+from anyio import Event, Lock, move_on_after, sleep
+from msgspec import UNSET
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Close, Closed, Failed, Generated, decode_request, decode_result
-from worker.process.clock import time
+from turnkeep_client.messages import (
+    Close,
+    Closed,
+    Failed,
+    Generated,
+    decode_asked,
+    decode_request,
+    decode_result,
+)
+from worker.process.clock import monotonic, time
+from worker.process.concurrency import task_group
 
 from .intake import session_of
-from .journal import answers
+from .written import answers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from turnkeep_client.subjects import SessionKey
 
@@ -53,6 +71,11 @@ _STALE_S: Final = 3600.0
 #: How long the result of a close stays if it is the session's last. A worker that knows only an older one was
 #: stalled or cut off: the server closes such a connection after about six minutes; its late commits are lost.
 _LAST_S: Final = 900.0
+#: How long an answered request stays: NATS servers sync their files every two minutes, unless configured
+#: otherwise, so by then a power cut cannot lose the result.
+_QUEUED_S: Final = 150.0
+#: How often to look for answered requests of workers that have ended.
+_OFTEN_S: Final = 3600.0
 _FORGET: Final = b"forget"
 
 
@@ -68,8 +91,16 @@ def _age_s(note: Entry) -> float:
     return time() - note.stored.timestamp()
 
 
+class _Answered(NamedTuple):
+    """An answered request, when the worker knew that, and from which server process."""
+
+    seq: int
+    known_s: float
+    server: str
+
+
 class Retention:
-    """Removes closed sessions from the log. Event loop only."""
+    """Removes closed sessions and answered requests from the log. Event loop only."""
 
     def __init__(
         self,
@@ -88,6 +119,8 @@ class Retention:
         self._ttl_s = closed_ttl_s
         self.max_bytes = max_bytes
         self.num_bytes = 0
+        self._answered: deque[_Answered] = deque()
+        self._looked_at, self._looked_s = "", 0.0  # where and when this worker last looked for others
         self._seen_seq = 0  # notes up to this sequence were handled, or are not due yet
         self._forgotten: set[int] = set()  # later notes that were handled
         self._stripped: set[int] = set()  # notes of sessions of which only the close is left
@@ -113,8 +146,44 @@ class Retention:
         """Look for sessions to remove now: the result of a close that forgets one was stored."""
         self._woken.set()
 
+    def note_answered(self, seqs: Iterable[int], *, server: str) -> None:
+        """Note requests that have results, as have all earlier ones of their sessions: they are to go.
+
+        `server` is the server process that has the results.
+        """
+        self._answered.extend(_Answered(seq, monotonic(), server) for seq in seqs)
+
     async def run(self) -> None:
-        """Remove due sessions periodically, until cancelled."""
+        """Remove what is due periodically, until cancelled."""
+        async with task_group() as tasks:
+            tasks.start_soon(self._run_queue)
+            await self._run_closed()
+
+    async def _run_queue(self) -> None:
+        while True:
+            try:
+                await self.remove_answered()
+            except (nats.errors.Error, APIError, OSError) as error:
+                log.warning("answered requests could not be removed, trying again", error=str(error))
+            await sleep(_PERIOD_S)
+
+    async def remove_answered(self) -> None:
+        """Remove the requests whose results the server's files are sure to have, and overwrite them.
+
+        A restarted server may have lost results, and used their sequences again: then look which requests
+        have results.
+        """
+        server = self._journal.server
+        if self._is_first() and (server != self._looked_at or monotonic() > self._looked_s + _OFTEN_S):
+            for queue in await self._journal.queues():
+                self.note_answered(queue.answered, server=server)
+            self._looked_at, self._looked_s = server, monotonic()
+        while self._answered and self._answered[0].known_s <= monotonic() - _QUEUED_S:
+            if self._answered[0].server == self._journal.server:
+                await self._journal.delete(self._answered[0].seq)
+            self._answered.popleft()
+
+    async def _run_closed(self) -> None:
         while True:
             self._woken = Event()
             try:
@@ -239,14 +308,16 @@ class Retention:
                 with contextlib.suppress(InvalidMessageError):
                     result = decode_result(entry.body)
                     if isinstance(result, Closed) and result.repeat_of is None:
-                        return await self._closing(entry, result)
+                        return _closing(entry, result)
                     if not (
                         isinstance(result, Failed) or (isinstance(result, Generated) and not result.tokens)
                     ):
                         return None
         return None
 
-    async def _closing(self, entry: Entry, result: Closed) -> _Closing | None:
-        body = await self._journal.get(result.seq or 0)
-        request = decode_request(body) if body is not None else None
-        return _Closing(entry, result, bool(request.forget)) if isinstance(request, Close) else None
+
+def _closing(entry: Entry, result: Closed) -> _Closing | None:
+    """Return a close whose result has its request; None if no worker wrote the result."""
+    asked = decode_asked(entry.body)
+    request = decode_request(bytes(asked.request)) if asked and asked.request is not UNSET else None
+    return _Closing(entry, result, bool(request.forget)) if isinstance(request, Close) else None

@@ -47,7 +47,7 @@ _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of 
 _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attempt", "dead", "closed")
 
 #: Metadata of the log stream: the format of its entries. A log of another format is refused.
-_FORMAT: Final = {"turnkeep-log": "2"}
+_FORMAT: Final = {"turnkeep-log": "3"}
 
 #: The fields that the settings decide; all others are the operator's.
 _OWNED: Final = frozenset(
@@ -252,8 +252,8 @@ def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
     found = info.config
     if info.state.messages and not (wanted.metadata or {}).items() <= (found.metadata or {}).items():
         raise BrokerError(
-            f"the stream {wanted.name} was written by another version, whose results have no tokens; serve it"
-            " with that version, remove it, or choose another --prefix"
+            f"the stream {wanted.name} was written by another version, whose results have no requests; serve"
+            " it with that version, remove it, or choose another --prefix"
         )
     ours = {*(wanted.subjects or ()), wanted.republish.src if wanted.republish else ""}
     if not found.subjects or not set(found.subjects) <= ours:

@@ -1,14 +1,10 @@
 /** The conversation of a session, read from its log: what is left of it after rewinds, forks and failures. */
 
-import { decode } from "./calls.js";
-import type { Append, Appended, Generate, Generated, Message, Opened, Request, Result, Rewound } from "./messages.js";
+import type { Append, Appended, Generate, Generated, Message, Opened, Result, Rewound } from "./messages.js";
+import { readLog } from "./sessionLog.js";
+import type { Exchange, SessionLog } from "./sessionLog.js";
 import type { SessionKey } from "./subjects.js";
 import type { Wire } from "./wire.js";
-
-/** Header of a result that a worker made: digest of the session's tokens after it. */
-const HISTORY_HEADER = "Turnkeep-History";
-/** Header of the first request of a session that was imported. */
-const BEGAN_HEADER = "Turnkeep-Began";
 
 /**
  * An append, or a generate with its answer.
@@ -41,11 +37,11 @@ export interface History {
 
 type Changing = Opened | Appended | Generated | Rewound;
 /**
- * A request that changed the session, its result, the result's sequence, and the digest of the tokens after it.
+ * A session's exchanges since its last open that changed it.
  *
  * In a log that was imported (`isCopy`), another session may have the name of a fork's parent.
  */
-type Exchange = { request: Request; result: Changing; seq: number; digest: string; isCopy: boolean };
+type Part = { exchanges: readonly (Exchange & { result: Changing; digest: string })[]; isCopy: boolean };
 
 /**
  * A turn, and which of the session's present tokens it has: those of [start, end).
@@ -59,7 +55,9 @@ export async function readHistory(wire: Wire, key: SessionKey): Promise<History>
   let isWhole = true;
   let position = 0;
   const digests: [number, string][] = []; // of the tokens up to ascending positions
-  for (const { request, result, digest, isCopy } of (await parts(wire, key)).reverse().flat()) {
+  const changes = (await parts(wire, key)).reverse().flatMap(({ exchanges, isCopy }) =>
+    exchanges.map((one) => ({ ...one, isCopy })));
+  for (const { request, result, digest, isCopy } of changes) {
     if (result.type === "rewound") {
       placed = until(placed, result.position);
     } else if (result.type === "opened") {
@@ -82,58 +80,41 @@ export async function readHistory(wire: Wire, key: SessionKey): Promise<History>
   return { turns, isWhole, messages: turns.flatMap(messagesOf), position: turns.at(-1)?.position ?? 0 };
 }
 
-/** Return the session's exchanges since its last open, then its parent's before that open, and so on. */
-async function parts(wire: Wire, key: SessionKey): Promise<Exchange[][]> {
-  const found = new Map<string, Exchange[]>();
-  const all: Exchange[][] = [];
+/** Return the session's part since its last open, then its parent's before that open, and so on. */
+async function parts(wire: Wire, key: SessionKey): Promise<Part[]> {
+  const found = new Map<string, SessionLog>();
+  const all: Part[] = [];
   const opens = new Set<number>();
   let isCopy = false;
   for (let session: string | undefined = key.session, end = Infinity; session !== undefined; ) {
     // The end of a later read of the same session is an earlier one.
-    const read: Exchange[] = found.get(session) ?? (await exchanges(wire, { ...key, session }, end));
-    found.set(session, read);
-    let part = sinceOpen(read.filter(({ seq }) => seq < end));
-    if (isCopy && part.length === 0) { // the parent may have been imported after its fork
+    const log: SessionLog = found.get(session) ?? (await readLog(wire, { ...key, session }, end));
+    found.set(session, log);
+    let part = sinceOpen(log, end);
+    if (isCopy && part.exchanges.length === 0) { // the parent may have been imported after its fork
       found.clear();
-      found.set(session, await exchanges(wire, { ...key, session }, Infinity));
-      part = sinceOpen(found.get(session) ?? []);
+      found.set(session, await readLog(wire, { ...key, session }));
+      part = sinceOpen(found.get(session) ?? log, Infinity);
     }
-    const [first] = part;
-    if (first !== undefined && opens.has(first.seq)) break; // copies may name each other as parents
+    const [first] = part.exchanges;
+    if (first !== undefined && opens.has(first.answered)) break; // copies may name each other as parents
     all.push(part);
     session = first?.result.type === "opened" ? first.result.parent?.session : undefined;
-    end = first?.seq ?? end;
-    isCopy = first?.isCopy ?? false;
+    end = first?.answered ?? end;
+    isCopy = part.isCopy;
     opens.add(end);
   }
   return all;
 }
 
-function sinceOpen(exchanges: readonly Exchange[]): Exchange[] {
-  return exchanges.slice(Math.max(0, exchanges.findLastIndex(({ result }) => result.type === "opened")));
+function sinceOpen({ exchanges, isCopy }: SessionLog, end: number): Part {
+  const changes = exchanges.filter((one): one is Part["exchanges"][number] =>
+    one.answered < end && one.digest !== undefined && isChanging(one.result));
+  return { exchanges: changes.slice(Math.max(0, changes.findLastIndex(({ result }) => result.type === "opened"))), isCopy };
 }
 
-/** Read the exchanges of a session before the sequence `end`. */
-async function exchanges(wire: Wire, key: SessionKey, end: number): Promise<Exchange[]> {
-  const { subjects } = wire;
-  const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), 1, end);
-  const asks = await read("in");
-  const requests = new Map(asks.map(({ seq, body }) => [seq, body]));
-  const copied = asks.find(({ headers }) => headers.has(BEGAN_HEADER))?.seq ?? Infinity;
-  const found: Exchange[] = [];
-  for (const { seq, body, headers } of await read("out")) {
-    const result = decode<Result>(body);
-    if (!isChanging(result) || result.repeat_of != null || !headers.has(HISTORY_HEADER)) continue;
-    const asked = result.seq == null ? undefined : requests.get(result.seq);
-    const request = asked && decode<Request>(asked);
-    if (request === undefined || !requests.delete(result.seq ?? 0)) continue;
-    found.push({ request, result, seq, digest: headers.get(HISTORY_HEADER), isCopy: copied < seq });
-  }
-  return found;
-}
-
-function isChanging(result: Result | undefined): result is Changing {
-  return result !== undefined && ["opened", "appended", "generated", "rewound"].includes(result.type);
+function isChanging(result: Result): result is Changing {
+  return ["opened", "appended", "generated", "rewound"].includes(result.type);
 }
 
 function turnOf(request: Append | Generate, result: Appended | Generated, start: number): Turn {

@@ -2,6 +2,7 @@
 
 import { decode } from "./calls.js";
 import type { Result } from "./messages.js";
+import { isChange } from "./sessionLog.js";
 import { isId } from "./subjects.js";
 import type { Stored } from "./wire.js";
 
@@ -53,7 +54,7 @@ function decoded(results: readonly Stored[]): Result[] {
 }
 
 function lastChange(results: readonly Result[]): Result | undefined {
-  return results.findLast((result) => result.type !== "failed" && result.repeat_of == null);
+  return results.findLast(isChange);
 }
 
 function isAnswered(asked: Stored, results: readonly Result[]): boolean {

@@ -54,6 +54,23 @@ export interface Appended {
   model?: Model | null;
   previous_model?: Model | null;
   rewritten_from?: number | null;
+  asked?: Asked;
+}
+
+/**
+ * The request that a result answers, and the time at which the log stored the request.
+ *
+ * Each result that repeats no other has it in the field `asked`, if its request was valid JSON of a known
+ * type; `decode_asked` reads it. So the results of a session, in their order, say all that happened in it.
+ *
+ * `request` is the request as it was sent. A long one is left out, and stored in other messages of the log:
+ * `link` names the last of them. `headers` are its headers whose names begin with `Turnkeep-`.
+ */
+export interface Asked {
+  stored: string;
+  request?: unknown;
+  link?: string;
+  headers?: Record<string, string>;
 }
 
 /**
@@ -191,6 +208,7 @@ export interface Closed {
   seq: number;
   position: number;
   repeat_of?: number | null;
+  asked?: Asked;
 }
 
 /**
@@ -283,6 +301,7 @@ export interface Failed {
   seq?: number | null;
   position?: number | null;
   repeat_of?: number | null;
+  asked?: Asked;
 }
 
 /**
@@ -449,6 +468,7 @@ export interface Generated {
   model?: Model | null;
   previous_model?: Model | null;
   rewritten_from?: number | null;
+  asked?: Asked;
 }
 
 /** Counts by upper bound; `counts` has one more entry than `bounds`, for values above the last. */
@@ -698,6 +718,7 @@ export interface Opened {
   repeat_of?: number | null;
   cache?: SessionCache | null;
   visible_from?: number | null;
+  asked?: Asked;
 }
 
 /** The session that a fork was made from, and the number of tokens that the fork took from it. */
@@ -775,6 +796,7 @@ export interface Rewound {
   repeat_of?: number | null;
   cache?: SessionCache | null;
   visible_from?: number | null;
+  asked?: Asked;
 }
 
 /** Times of one generate: in the queue, in prefill, to the first token, total. */

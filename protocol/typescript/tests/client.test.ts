@@ -1,6 +1,7 @@
 // The client against a running worker of NATS_URL.
 
 import assert from "node:assert/strict";
+import { readFile } from "node:fs/promises";
 import process from "node:process";
 import { after, test } from "node:test";
 
@@ -216,6 +217,35 @@ test("a part of the log that lost a message with the connection is no history", 
   });
   assert.deepEqual((await own.session("s").history()).turns, []);
   for (missing of [0, 1, 2]) await assert.rejects(own.session("s").history(), /the connection was lost/);
+});
+
+test("recorded logs are read as the Python client reads them", async () => {
+  type Recorded = { messages: [string, string][]; is_whole: boolean; position: number };
+  const file = await readFile(new URL("logs.json", import.meta.url), "utf8");
+  const { entries, sessions } = JSON.parse(file) as {
+    entries: { seq: number; subject: string; headers: Record<string, string>; body: string }[];
+    sessions: Record<string, Recorded>;
+  };
+  const prefix = `${run}recorded`;
+  await using own = await connect({ servers, prefix });
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, {
+    callback: (_, request) => {
+      const { seq, next_by_subj } = request.json<{ seq: number; next_by_subj: string }>();
+      for (const one of entries) {
+        if (one.seq < seq || next_by_subj !== `${prefix}.default.${one.subject}`) continue;
+        const headers = natsHeaders();
+        headers.set("Nats-Sequence", `${one.seq}`);
+        for (const [name, value] of Object.entries(one.headers)) headers.set(name, value);
+        request.respond(one.body, { headers });
+      }
+      request.respond("", { headers: natsHeaders(204, "EOB") });
+    },
+  });
+  for (const [name, expected] of Object.entries(sessions)) {
+    const { messages, isWhole, position } = await own.session(name).history();
+    assert.deepEqual(messages.map(({ role, content }) => [role, content]), expected.messages, name);
+    assert.deepEqual([isWhole, position], [expected.is_whole, expected.position]);
+  }
 });
 
 test("a fork that was imported before its parent has the parent's turns", async () => {

@@ -1,0 +1,321 @@
+"""Reads a session's log: its requests, each with its result, in the order of the results.
+
+The only reader that knows how the log stores requests and results. `history`, the operators' tools and the
+gateway's recovery are filters over what it returns. Needs no worker.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
+
+from msgspec import UNSET, Struct
+
+from .checkpoints import Link, backwards
+from .errors import InvalidMessageError
+from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
+from .messages import Failed, Generate, Generated, decode_asked, decode_request, decode_result
+from .subjects import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+
+    from .messages import Request, Result
+    from .stream import LogStream
+
+_T = TypeVar("_T")
+
+#: How many sequences of the stream the first part of a log has that is read from its end.
+TAIL: Final = 256
+
+
+class LoggedRequest(NamedTuple):
+    """A request in the log, at the sequence `entry.seq`; `request` is None if it is not valid."""
+
+    entry: Entry
+    request: Request | None
+
+
+class LoggedResult(NamedTuple):
+    """A result in the log, at the sequence `entry.seq`; `result` is None if no worker wrote it."""
+
+    entry: Entry
+    result: Result | None
+
+
+class Exchange(NamedTuple):
+    """A valid request and its first result, with their entries in the log."""
+
+    request: Request
+    result: Result
+    asked: Entry
+    answered: Entry
+
+    @property
+    def took_s(self) -> float:
+        """Seconds from the request to its result, by the log's timestamps."""
+        return (self.answered.stored - self.asked.stored).total_seconds()
+
+    @property
+    def is_change(self) -> bool:
+        """Whether the request changed the session."""
+        return is_change(self.result)
+
+    @property
+    def seed(self) -> int | None:
+        """The seed that the worker derived for a generate; None if it has one, or was not sampled."""
+        request, asked = self.request, self.asked
+        if (
+            isinstance(request, Generate)
+            and request.seed is None
+            and (request.temperature or request.own_sampling)
+        ):
+            return derived_seed(asked.key, asked.seq) if asked.seed is None else asked.seed
+        return None
+
+
+class SessionLog(Struct, frozen=True, dict=True):
+    """The log of one session, or a part of it: its results from the sequence `start` on, in order.
+
+    `asked` has the requests of these results, and the requests without a result, in order. Results have
+    their requests, which leave the log's queue (`in`) later. A request that no worker could read is missing
+    from then on, and a result if the log has lost it.
+    """
+
+    key: SessionKey
+    asked: tuple[LoggedRequest, ...]
+    answers: tuple[LoggedResult, ...]
+    start: int = 1
+
+    @cached_property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """Each valid request with its first result, in the order of the results."""
+        requests = {entry.seq: (entry, request) for entry, request in self.asked if request is not None}
+        found: dict[int, Exchange] = {}
+        for answered, result in self.answers:
+            seq = None if result is None else result.seq
+            if result is not None and seq in requests and seq not in found:
+                asked, request = requests[seq]
+                found[seq] = Exchange(request, result, asked, answered)
+        return tuple(found.values())
+
+    @cached_property
+    def waiting(self) -> tuple[LoggedRequest, ...]:
+        """The requests without a result, in order."""
+        answered = {one.result.seq for one in self.answers if one.result}
+        return tuple(one for one in self.asked if one.entry.seq not in answered)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether the session was imported from another log."""
+        return any(BEGAN_HEADER in one.entry.headers for one in self.asked)
+
+
+def is_change(result: Result) -> bool:
+    """Whether a request with this result changed the session; no answer that was cancelled at once did."""
+    if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
+        return False
+    return result.repeat_of is None and not is_failure(result)
+
+
+def last_change(log: SessionLog) -> LoggedResult | None:
+    """Return the last result that changed the session; None if this part of the log has none."""
+    return next((one for one in reversed(log.answers) if one.result and is_change(one.result)), None)
+
+
+def is_failure(result: Result) -> bool:
+    """Whether a request failed, or was refused, according to its result."""
+    return isinstance(result, Failed) or getattr(result, "type", "") == "failed"
+
+
+def paired(key: SessionKey, entries: Iterable[Entry]) -> SessionLog:
+    """Make the log of a session from its requests and its results, each in order."""
+    entries = [*entries]
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in entries if one.kind == "out"]
+    return _joined(key, [one for one in entries if one.kind == "in"], answers, 1)
+
+
+def _joined(
+    key: SessionKey, requests: Iterable[Entry], answers: Sequence[LoggedResult], start: int
+) -> SessionLog:
+    seqs = {one.result.seq for one in answers if one.result}
+    asked = (  # an earlier part of the log has the results of the other requests before `start`
+        LoggedRequest(one, decoded(decode_request, one.body))
+        for one in sorted(requests, key=lambda one: one.seq)
+        if one.seq >= start or one.seq in seqs
+    )
+    return SessionLog(key, tuple(asked), tuple(answers), start)
+
+
+async def _read(
+    stream: LogStream, key: SessionKey, results: Sequence[Entry], queue: Iterable[Entry], start: int
+) -> SessionLog:
+    """Make the log of a session from its results, which have their requests, and from its queue."""
+    requests = {one.seq: one for one in queue}
+    for answered in results:
+        if (one := await _request_of(stream, answered)) is not None:
+            requests[one.seq] = one
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in results]
+    return _joined(key, requests.values(), answers, start)
+
+
+async def _request_of(stream: LogStream, answered: Entry) -> Entry | None:
+    """Return the request that a result has, as it was stored; None if it has none, or if it is gone."""
+    asked, result = decode_asked(answered.body), decoded(decode_result, answered.body)
+    if asked is None or result is None or result.seq is None:
+        return None
+    if asked.request is not UNSET:
+        body: bytes | None = bytes(asked.request)
+    else:
+        body = await _long(stream, answered.key, asked.link) if asked.link else None
+    return None if body is None else Entry(result.seq, answered.key, "in", asked.stored, body, asked.headers)
+
+
+async def read(stream: LogStream, key: SessionKey, start: int = 1, end: float = inf) -> SessionLog:
+    """Read a session's results stored from the sequence `start` to before `end`, and their requests.
+
+    Also reads the requests stored in that part of the log that have no result there. Needs
+    `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    # The queue is read last: a request that has left it by then has a result, which was read.
+    results = [one async for one in _entries(stream, key, "out", start, end)]
+    queue = [one async for one in _entries(stream, key, "in", start, end)]
+    return await _read(stream, key, results, queue, start)
+
+
+async def queued(stream: LogStream, key: SessionKey) -> tuple[LoggedRequest, ...]:
+    """Read the requests of a session that have no result, in order. Raises `NoWorkerError`."""
+    queue = [one async for one in _entries(stream, key, "in", 1, inf)]
+    if not queue:
+        return ()
+    results = [one async for one in _entries(stream, key, "out", queue[0].seq, inf)]
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in results]
+    return _joined(key, queue, answers, queue[0].seq).waiting
+
+
+async def tails(stream: LogStream, key: SessionKey, end: int | None = None) -> AsyncIterator[SessionLog]:
+    """Yield longer and longer last parts of a session's log, at last the whole log.
+
+    The parts end before the sequence `end`; with None, after the last request and result. So the last turns
+    of a long session cost no more than those of a short one. Raises `NoWorkerError`.
+    """
+    if end is None:
+        seqs = [one.seq async for _, one in stream.last([key], "in")]
+        end = 1 + max(seqs + [one.seq async for _, one in stream.last([key], "out")], default=0)
+    start, num = end, TAIL
+    while start > 1:
+        start, num = max(1, end - num), 4 * num
+        yield await read(stream, key, start, end)
+
+
+async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) -> SessionLog:
+    """Read a session's first `num` requests and results from the sequence `start` on.
+
+    Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    results = [*filter(None, map(stream.entry, await stream.first(key, "out", num, start)))]
+    queue = [*filter(None, map(stream.entry, await stream.first(key, "in", num, start)))]
+    return await _read(stream, key, results, queue, start)
+
+
+async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
+    """Yield all requests and results of a tenant, in the order in which the log stored them.
+
+    Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    async for _, one in stream.every(SessionKey(tenant, "*")):
+        if (found := stream.entry(one)) is not None:
+            yield found
+
+
+async def find_request(stream: LogStream, key: SessionKey, seq: int) -> LoggedRequest | None:
+    """Read the request that was stored at a sequence; None if the log does not have it."""
+    stored = await stream.get(key, "in", seq)
+    found = stream.entry(stored) if stored else None
+    if found is None:  # it may have left the queue, as it has a result
+        async for answered in _entries(stream, key, "out", seq, inf):
+            result = decoded(decode_result, answered.body)
+            if result is not None and result.seq == seq:
+                found = await _request_of(stream, answered)
+                break
+    return LoggedRequest(found, decoded(decode_request, found.body)) if found else None
+
+
+async def last_parts(stream: LogStream, tenant: str) -> dict[SessionKey, SessionLog]:
+    """Read of each session of a tenant the last request and the last result.
+
+    Needs `$JS.API.DIRECT.GET.<log>`; with more than 1,024 sessions also `$JS.API.STREAM.INFO.<log>`. Raises
+    `NoWorkerError`.
+    """
+    requests, results = await stream.latest(tenant, "in"), await stream.latest(tenant, "out")
+    found = {}
+    for key in {**requests, **results}:
+        stored = [one for one in (requests.get(key), results.get(key)) if one]
+        ends = [*filter(None, map(stream.entry, stored))]
+        result = [one for one in ends if one.kind == "out"]
+        log = await _read(stream, key, result, [one for one in ends if one.kind == "in"], 1)
+        found[key] = SessionLog(key, log.asked, log.answers, result[0].seq if result else 1)
+    return found
+
+
+class End(NamedTuple):
+    """The end of a session's log: its last result, and its requests without a result."""
+
+    answered: Entry | None
+    waiting: tuple[LoggedRequest, ...]
+
+    @property
+    def last(self) -> Entry:
+        """The last of them, in the order of the log; a session has at least one."""
+        entries = [*filter(None, [self.answered]), *(one.entry for one in self.waiting[-1:])]
+        return max(entries, key=lambda one: one.seq)
+
+
+async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]) -> dict[SessionKey, End]:
+    """Read the ends of the logs of sessions, given each one's numbers of entries.
+
+    Leaves out sessions that have neither a result nor a request without one. Needs
+    `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
+    """
+    results = {key: stream.entry(one) async for key, one in stream.last(counts, "out")}
+    queues = [key for key, kinds in counts.items() if "in" in kinds]
+    waiting: dict[SessionKey, tuple[LoggedRequest, ...]] = {}
+    async for key, one in stream.last(queues, "in"):
+        answered = results.get(key)
+        last = decoded(decode_result, answered.body) if answered else None
+        if last is None or last.seq != one.seq:  # an answered request may still be in the queue
+            waiting[key] = await queued(stream, key)
+    found = {key: End(results.get(key), waiting.get(key, ())) for key in {**results, **waiting}}
+    return {key: one for key, one in found.items() if any(one)}
+
+
+async def read_part(stream: LogStream, answered: Entry) -> bytes | None:
+    """Read the data that did not fit into a result (`PARTS_HEADER`); None if it is gone or changed."""
+    return await _long(stream, answered.key, answered.headers[PARTS_HEADER])
+
+
+async def _long(stream: LogStream, key: SessionKey, link: str) -> bytes | None:
+    async def body(seq: int) -> bytes | None:
+        stored = await stream.get(key, "checkpoint", seq)
+        return stored.body if stored else None
+
+    messages = [one async for one in backwards(Link.parse(link), body)]
+    parts = [one.part for one in messages[::-1] if one is not None]
+    return b"".join(parts) if parts and len(parts) == len(messages) else None
+
+
+async def _entries(
+    stream: LogStream, key: SessionKey, kind: Literal["in", "out"], start: int, end: float
+) -> AsyncIterator[Entry]:
+    async for _, one in stream.every(key, kind, start, end):
+        if (found := stream.entry(one)) is not None:
+            yield found
+
+
+def decoded(decode: Callable[[bytes], _T], body: bytes) -> _T | None:
+    """Decode a body; None if it is not valid."""
+    try:
+        return decode(body)
+    except InvalidMessageError:
+        return None

@@ -1,0 +1,63 @@
+/**
+ * A session's log: its requests, each with its result, in the order of the results.
+ *
+ * The only module that knows how the log stores both; the same as `session_log.py`.
+ */
+
+import { decode } from "./calls.js";
+import type { Request, Result } from "./messages.js";
+import type { SessionKey } from "./subjects.js";
+import type { Wire } from "./wire.js";
+
+/** Header of a result that a worker made: digest of the session's tokens after it. */
+const HISTORY_HEADER = "Turnkeep-History";
+/** Header of the first request of a session that was imported. */
+const BEGAN_HEADER = "Turnkeep-Began";
+
+/** A request and its first result, with their sequences in the log. */
+export interface Exchange {
+  readonly request: Request;
+  readonly result: Result;
+  readonly asked: number;
+  readonly answered: number;
+  /** Digest of the session's tokens after the result; undefined if the request changed nothing. */
+  readonly digest: string | undefined;
+}
+
+export interface SessionLog {
+  readonly exchanges: readonly Exchange[];
+  /** The sequences of the requests without a result. */
+  readonly waiting: readonly number[];
+  /** Whether the session was imported from another log. */
+  readonly isCopy: boolean;
+}
+
+/** Read a session's log before the sequence `end`. */
+export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Promise<SessionLog> {
+  const { subjects } = wire;
+  const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), 1, end);
+  const results = await read("out"); // first, so that the request of each result is read
+  const asked = await read("in");
+  const requests = new Map(asked.map(({ seq, body }) => [seq, decode<Request>(body)]));
+  const found = new Map<number, Exchange>();
+  const answeredSeqs = new Set<number>();
+  for (const { seq: answered, body, headers } of results) {
+    const result = decode<Result>(body);
+    const request = requests.get(result?.seq ?? 0);
+    answeredSeqs.add(result?.seq ?? 0);
+    if (result?.seq == null || request === undefined || found.has(result.seq)) continue;
+    const digest = isChange(result) && headers.has(HISTORY_HEADER) ? headers.get(HISTORY_HEADER) : undefined;
+    found.set(result.seq, { request, result, asked: result.seq, answered, digest });
+  }
+  return {
+    exchanges: [...found.values()],
+    waiting: asked.map(({ seq }) => seq).filter((seq) => !answeredSeqs.has(seq)),
+    isCopy: asked.some(({ headers }) => headers.has(BEGAN_HEADER)),
+  };
+}
+
+/** Whether a request with this result changed the session; no answer that was cancelled at once did. */
+export function isChange(result: Result): boolean {
+  if (result.type === "generated" && result.tokens.length === 0 && result.finish_reason === "cancelled") return false;
+  return result.type !== "failed" && result.repeat_of == null;
+}

@@ -1,0 +1,448 @@
+"""A session with images answers exactly as mlx-vlm does, however its prompt is cut, stored and restored."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import engine_process
+import mlx.core as mx
+import numpy as np
+import pytest
+import tiny_seeing
+from PIL import Image
+from tiny_models import BLOCK, answer
+from tiny_seeing import FAMILIES, picture
+from transformers import PreTrainedTokenizerFast
+
+from cache.names.policy import CHUNK, Policy
+from cache.names.tokens import Tokens, as_tokens
+from turnkeep_client.subjects import SessionKey
+from worker.device import vision
+from worker.device.request import TurnRequest
+from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
+from worker.models import model
+from worker.models.model import LoadedModel
+from worker.models.vision.image_file import ImageError
+
+
+class Seeing(NamedTuple):
+    """A tiny model in a folder, as the worker loads it, and mlx-vlm's with the same weights."""
+
+    kind: str
+    folder: Path
+    loaded: LoadedModel
+    direct: Any
+
+    def prompt(self, text: str, *images: bytes) -> Tokens:
+        """Return a prompt's tokens; `@` stands for the next image."""
+        eyes = self.loaded.sight.eyes
+        written = text.replace("@", tiny_seeing.PLACEHOLDER.get(self.kind, "<image>"))
+        ids = self.loaded.tokenizer.encode(written, at_start=True)
+        return eyes.placed(ids, [eyes.read(image) for image in images])
+
+    def embeddings(self, tokens: Tokens, images: Sequence[bytes]) -> mx.array:
+        """Return mlx-vlm's input embeddings of a prompt, from all its images at once."""
+        views = [view for image in images for view in self.loaded.sight.eyes.views(image)]
+        axis = 1 if self.kind in ("idefics3", "smolvlm", "wide") else 0
+        arrays = {}
+        for name in views[0].arrays if views else ():
+            found = [view.arrays[name] for view in views]
+            sides = np.max([one.shape for one in found], axis=0)
+            padded = [np.pad(one, [(0, n) for n in sides - np.array(one.shape)]) for one in found]
+            arrays[name] = mx.array(np.concatenate(padded, axis))
+        rows: mx.array = self.direct.get_input_embeddings(_array(tokens), **arrays).inputs_embeds
+        return rows
+
+    def answer(self, tokens: Tokens, images: Sequence[bytes], num: int) -> tuple[list[int], list[Any]]:
+        """Return mlx-vlm's greedy answer and its logits, from a pass over everything for each token."""
+        rows, found, all_logits = self.embeddings(tokens, images), list[int](), list[Any]()
+        for _ in range(num):
+            ids = _array([*tokens.ids(), *found])
+            logits = self.direct.language_model(ids, inputs_embeds=rows).logits[0, -1]
+            all_logits.append(np.array(logits))
+            found.append(int(mx.argmax(logits).item()))
+            row = self.direct.get_input_embeddings(_array(found[-1:])).inputs_embeds
+            rows = mx.concatenate([rows, row], axis=1)
+        return found, all_logits
+
+
+def _array(ids: Iterable[int]) -> mx.array:
+    return mx.array([[*ids]])
+
+
+_made: dict[tuple[str, str], Seeing] = {}
+
+
+@pytest.fixture
+def seeing(tmp_path_factory) -> Callable[..., Seeing]:
+    """Return a function that makes a tiny model of a family, once for the whole test run."""
+
+    def make(kind: str, layout: str = "mlx") -> Seeing:
+        if (kind, layout) not in _made:
+            folder = tmp_path_factory.mktemp(kind) / "tiny"
+            direct = tiny_seeing.write(kind, folder, layout)
+            loaded = model.load(folder, dtype="keep" if layout == "4-bit" else "float32")
+            _made[kind, layout] = Seeing(kind, folder, loaded, direct)
+        return _made[kind, layout]
+
+    return make
+
+
+class Reader:
+    """Reads images by their fingerprints, and counts how often."""
+
+    def __init__(self, seen: Seeing, *images: bytes) -> None:
+        self.files = {seen.loaded.sight.eyes.read(image).fingerprint: image for image in images}
+        self.num = 0
+
+    async def __call__(self, fingerprint: bytes) -> bytes:
+        self.num += 1
+        return self.files[fingerprint]
+
+
+@pytest.fixture
+def open_process(trials, tmp_path) -> Callable[..., Any]:
+    """Return a function that runs a `Process` of a model that sees, on one of the test's directories."""
+
+    def open_(seen: Seeing, folder: str = "snapshots", dtype: str = "float32", **options: Any) -> Any:
+        load = partial(model.load, seen.folder, dtype=dtype, kv_bits=options.pop("kv_bits", None))
+        return engine_process.open_process(None, tmp_path / folder, trials=trials, load=load, **options)
+
+    return open_
+
+
+async def run(
+    process: Any, tokens: Tokens, num: int, read: Any, *, name: str = "s", **more: Any
+) -> tuple[TurnResult, list[int]]:
+    """Answer with up to `num` tokens, or append if it is 0; return the turn's result and the answer."""
+    growing, tenant = answer(num) if num else None, more.pop("tenant", "default")
+    request = TurnRequest(SessionKey(tenant, name), tokens, answer=growing, read_image=read, **more)
+    outcome = await process.engine.run(request, lambda: False)
+    assert outcome is not None
+    return outcome, growing.tokens if growing is not None else []
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+async def test_an_answer_about_an_image_is_mlx_vlms(seeing, open_process, kind) -> None:
+    seen, image = seeing(kind), picture(1)
+    tokens = seen.prompt("Look: @ What is it?", image)
+    async with open_process(seen) as process:
+        outcome, found = await run(process, tokens, 8, Reader(seen, image))
+        bits = process.model.bits[-7:]
+    expected, logits = seen.answer(tokens, (image,), 8)
+    assert found == expected
+    assert outcome.num_prefilled == len(tokens)
+    for one, other in zip(bits, logits[1:], strict=True):
+        assert np.allclose(np.frombuffer(one, np.float32), other, atol=1e-4 * np.abs(other).max())
+    assert found != seen.answer(tokens, (picture(2),), 8)[0], "the answer depends on the picture"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("layout", ["pt", "4-bit"])
+async def test_weights_of_every_layout_are_loaded(seeing, open_process, kind, layout) -> None:
+    seen, image = seeing(kind, layout), picture(1)
+    assert not isinstance(seen.loaded.sight, str), seen.loaded.sight
+    tokens = seen.prompt("Look: @ What is it?", image)
+    async with open_process(seen, dtype="keep" if layout == "4-bit" else "float32") as process:
+        _, found = await run(process, tokens, 4, Reader(seen, image))
+    assert found == seen.answer(tokens, (image,), 4)[0]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("num_rows", [1, 4])
+async def test_images_and_texts_answer_together_as_alone(seeing, open_process, kind, num_rows) -> None:
+    seen, one, two = seeing(kind), picture(1), picture(2, 50, 40)
+    asked = {
+        "two images": (seen.prompt("@ or @?", one, two), (one, two)),
+        "the other order": (seen.prompt("@ or @?", two, one), (two, one)),
+        "text": (seen.prompt("no picture in this one, but a longer text"), ()),
+        "a large one": (seen.prompt("a longer text before it, then @", two), (two,)),
+    }
+    read = Reader(seen, one, two)
+    async with open_process(seen) as process:
+        for names in np.array_split([*asked], 4 // num_rows):
+            turns = [run(process, asked[name][0], 6, read, name=str(name)) for name in names]
+            for name, (_, found) in zip(names, await asyncio.gather(*turns), strict=True):
+                assert found == seen.answer(*asked[name], 6)[0], name
+    assert read.num <= 4
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+async def test_a_prompt_may_be_cut_at_every_token(seeing, open_process, kind) -> None:
+    """Each cut is a session of another tenant, since sessions of one would share their KV."""
+    seen, image = seeing(kind), picture(1)
+    tokens, read = seen.prompt("ab@cd", image), Reader(seen, image)
+    expected = seen.answer(tokens, (image,), 4)[0]
+    cuts = [*range(1, len(tokens), 4), len(tokens) - 1]
+    async with open_process(seen) as process:
+        for cut in cuts:
+            await run(process, tokens[:cut], 0, read, tenant=f"t{cut}")
+            assert (await run(process, tokens, 4, read, tenant=f"t{cut}"))[1] == expected, cut
+        await process.store.queue.drained(10)
+    read.num, longer = 0, tokens + as_tokens([5])
+    async with open_process(seen) as process:
+        for cut in cuts:
+            _, found = await run(process, longer, 4, read, tenant=f"t{cut}")
+            assert found == seen.answer(longer, (image,), 4)[0], cut
+    assert read.num == 0, "restored blocks need no image"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+async def test_an_image_whose_kv_is_half_stored_goes_on_after_a_restart(seeing, open_process, kind) -> None:
+    seen, image = seeing(kind), picture(3, 60, 50)
+    tokens, read = seen.prompt("The beginning, and @ then what?", image), Reader(seen, image)
+    (span,) = tokens.spans
+    middle = -(-(span.start + 1) // BLOCK) * BLOCK
+    assert span.start < middle < span.end
+    async with open_process(seen) as process:
+        await run(process, tokens[: middle + 1], 0, read)
+        await process.store.queue.drained(10)
+    async with open_process(seen) as process:
+        outcome, found = await run(process, tokens, 4, read)
+    assert found == seen.answer(tokens, (image,), 4)[0]
+    assert outcome.num_cached >= middle or kind == "lfm2_vl"
+    assert read.num == 2
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+async def test_other_pictures_in_the_same_tokens_get_their_own_answers(seeing, open_process, kind) -> None:
+    """One after the other and back; both at once without any KV; after a restart."""
+    seen, one, two = seeing(kind), picture(1), picture(2)
+    asked = [(seen.prompt("It is @ here", image), (image,)) for image in (one, two, one)]
+    assert asked[0][0].ids() == asked[1][0].ids(), "the model runs the same ids"
+    expected = [seen.answer(tokens, images, 6)[0] for tokens, images in asked]
+    assert expected[0] != expected[1]
+    read = Reader(seen, one, two)
+    async with open_process(seen) as process:
+        for (tokens, _), wanted in zip(asked, expected, strict=True):
+            assert (await run(process, tokens, 6, read))[1] == wanted, "in one session"
+        for i, ((tokens, _), wanted) in enumerate(zip(asked, expected, strict=True)):
+            assert (await run(process, tokens, 6, read, name=f"of {i}"))[1] == wanted, "in several sessions"
+    async with open_process(seen, "cold") as process:
+        both = [run(process, tokens, 6, read, name=f"cold {i}") for i, (tokens, _) in enumerate(asked[:2])]
+        assert [found for _, found in await asyncio.gather(*both)] == expected[:2]
+        await process.store.queue.drained(10)
+    for folder in ("snapshots", "cold"):
+        async with open_process(seen, folder) as process:
+            for i, ((tokens, _), wanted) in enumerate(zip(asked, expected, strict=True)):
+                assert (await run(process, tokens, 6, read, name=f"again {i}"))[1] == wanted, folder
+
+
+async def test_a_session_with_a_window_has_images_like_text(seeing, open_process) -> None:
+    """A window with room for all answers like mlx-vlm; a small one answers the same after a restart."""
+    seen, image = seeing("idefics3"), picture(1)
+    tokens, read = seen.prompt("Look: @ What is it?", image), Reader(seen, image)
+    found = {}
+    for small in (False, True):
+        policy = Policy(2, 16 if small else 256)
+        async with open_process(seen) as process:
+            _, found[small] = await run(process, tokens, 6, read, policy=policy)
+            await process.store.queue.drained(10)
+        async with open_process(seen) as process:
+            assert (await run(process, tokens, 6, read, policy=policy))[1] == found[small]
+    assert found[False] == seen.answer(tokens, (image,), 6)[0] != found[True]
+
+
+async def test_a_paged_session_attends_to_an_image_that_is_on_disk_alone(seeing, open_process) -> None:
+    """A prompt attends to all of its tokens, so that the answer's first token is that of full attention."""
+    seen, images = seeing("wide"), (picture(1), picture(2))
+    policy = Policy.paged(9 * CHUNK + 4, [], sink=4)
+    for image in images:
+        tokens = seen.prompt("@" + "What was in the picture that began this text? " * 25, image)
+        assert len(tokens) > 1024
+        async with open_process(seen, num_blocks=8) as process:
+            assert process.engine.refusal(policy) is None
+            _, (found,) = await run(process, tokens, 1, Reader(seen, image), policy=policy)
+        assert found == seen.answer(tokens, (image,), 1)[0][0]
+
+
+async def test_quantised_kv_tells_pictures_apart(seeing, open_process) -> None:
+    seen, images = seeing("wide"), (picture(1), picture(2), picture(1))
+    read, found = Reader(seen, *images), list[list[int]]()
+    async with open_process(seen, kv_bits=8) as process:
+        for image in images:
+            found.append((await run(process, seen.prompt("Look: @!", image), 8, read))[1])
+    assert found[0] == found[2] != found[1]
+    assert found[0][:2] == seen.answer(seen.prompt("Look: @!", images[0]), images[:1], 2)[0]
+
+
+async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(seeing, open_process) -> None:
+    seen, image = seeing("smolvlm"), picture(4)
+    tokens, read = seen.prompt("aaaa aaaa aaaa @ aaaa aaaa", image), Reader(seen, image)
+    expected = seen.answer(tokens, (image,), 40)[0]
+    async with open_process(seen, max_draft=4) as process:
+        both = [run(process, tokens, 40, read, name=f"s{i}", priority=i) for i in range(2)]
+        assert [found for _, found in await asyncio.gather(*both)] == [expected] * 2
+
+
+async def test_an_image_that_cannot_be_read_ends_its_turn_alone(seeing, open_process) -> None:
+    seen, good, bad = seeing("idefics3"), picture(1), picture(2)
+    asked = [seen.prompt(text, *images) for text, images in (("@?", (good,)), ("@@?", (good, bad)))]
+    read = Reader(seen, good, bad)
+    read.files = {name: b"\x89PNG" if file == bad else file for name, file in read.files.items()}
+    async with open_process(seen) as process:
+        turns = [run(process, tokens, 6, read, name=f"s{i}") for i, tokens in enumerate(asked)]
+        (_, found), error = await asyncio.gather(*turns, return_exceptions=True)
+        assert found == seen.answer(asked[0], (good,), 6)[0]
+        assert isinstance(error, DeviceFaultError)
+        assert "broken or truncated" in str(error)
+        assert (await run(process, asked[0], 6, read))[1] == found
+
+
+async def test_a_turn_that_waits_for_an_image_can_be_cancelled(seeing, open_process) -> None:
+    seen, image = seeing("idefics3"), picture(1)
+    tokens, asked = seen.prompt("@?", image), asyncio.Event()
+
+    async def read(_: bytes) -> bytes:
+        asked.set()
+        await asyncio.Event().wait()
+        return image
+
+    async with open_process(seen) as process:
+        running = asyncio.create_task(run(process, tokens, 6, read))
+        await asked.wait()
+        process.engine.cancel(SessionKey("default", "s"))
+        outcome, found = await running
+        assert (outcome.complete, found) == (False, [])
+        assert (await run(process, tokens, 6, Reader(seen, image)))[1] == seen.answer(tokens, (image,), 6)[0]
+
+
+async def test_two_turns_wait_for_one_image_although_one_of_them_ends(seeing, open_process) -> None:
+    seen, image, later = seeing("idefics3"), picture(1), picture(2)
+    tokens = [seen.prompt(text, image, later) for text in ("@ and @?", "b @ @!")]
+    read, gate = Reader(seen, image, later), asyncio.Event()
+
+    async def slow(fingerprint: bytes) -> bytes:
+        await gate.wait()
+        return await read(fingerprint)
+
+    async with open_process(seen) as process:
+        first, other = (
+            asyncio.create_task(run(process, each, 6, slow, name=f"s{i}")) for i, each in enumerate(tokens)
+        )
+        await asyncio.sleep(0.1)
+        process.engine.cancel(SessionKey("default", "s0"))
+        gate.set()
+        await first
+        assert (await other)[1] == seen.answer(tokens[1], (image, later), 6)[0]
+
+
+async def test_rows_of_an_image_are_kept_for_other_sessions(seeing, open_process) -> None:
+    seen, image = seeing("idefics3"), picture(1)
+    read = Reader(seen, image)
+    async with open_process(seen) as process:
+        for text in ("@?", "What is in @?", "An image: @"):
+            tokens = seen.prompt(text, image)
+            assert (await run(process, tokens, 4, read, name=text))[1] == seen.answer(tokens, (image,), 4)[0]
+        assert read.num == 1
+        await process.engine.erase(SessionKey("default", text), tokens, 0)
+        await run(process, seen.prompt("Again: @", image), 4, read)
+    assert read.num == 2, "a forgotten image's rows are dropped"
+
+
+async def test_a_view_that_does_not_fit_is_refused_with_the_figures(
+    seeing, open_process, monkeypatch
+) -> None:
+    seen, image = seeing("idefics3"), picture(1)
+    monkeypatch.setattr(vision, "view_bytes", lambda *_: 1 << 50)
+    monkeypatch.setattr(vision, "PATIENCE_S", 0.05)
+    async with open_process(seen) as process:
+        with pytest.raises(NoMemoryError, match=f"an image of 16 patches takes {1 << 50} bytes"):
+            await run(process, seen.prompt("@?", image), 4, Reader(seen, image))
+        text = seen.prompt("only text")
+        assert (await run(process, text, 4, None))[1] == seen.answer(text, (), 4)[0]
+
+
+async def test_a_model_without_eyes_says_so(seeing, open_process, tmp_path) -> None:
+    seen, image = seeing("idefics3"), picture(1)
+    (seen.folder / "preprocessor_config.json").rename(tmp_path / "away")
+    try:
+        blind = model.load(seen.folder, dtype="float32")
+        assert "it has no preprocessor_config.json" in blind.sight
+        async with open_process(seen) as process:
+            with pytest.raises(DeviceFaultError, match="cannot see images with its files"):
+                await run(process, seen.prompt("@?", image), 4, Reader(seen, image))
+    finally:
+        (tmp_path / "away").rename(seen.folder / "preprocessor_config.json")
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("size", [(30, 20), (20, 70), (1, 1), (100, 100), (200, 20)], ids=str)
+def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, size) -> None:
+    """Its processors need the tokenizer of transformers."""
+    seen, image = seeing(kind), picture(1, *size)
+    eyes = seen.loaded.sight.eyes
+    family = seen.loaded.sight.tower.family
+    module = import_module(f"mlx_vlm.models.{kind}.processing_{kind}")
+    names = {"lfm2_vl": "Lfm2VlProcessor", "smolvlm": "SmolVLMProcessor"}
+    hf = PreTrainedTokenizerFast(
+        tokenizer_file=str(seen.folder / "tokenizer.json"),
+        extra_special_tokens={
+            "image_token": "<image>",
+            "fake_image_token": "<fake_token_around_image>",
+            "global_image_token": "<global-img>",
+            "image_start_token": "<|image_start|>",
+            "image_end_token": "<|image_end|>",
+            "image_thumbnail": "<|img_thumbnail|>",
+        },
+    )
+    more = {
+        "idefics3": {"image_seq_len": 4},
+        "smolvlm": {"image_seq_len": 4},
+        "llava": {
+            "patch_size": 4,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        "pixtral": {"patch_size": 4},
+        "mistral3": {"patch_size": 4, "spatial_merge_size": 2},
+    }
+    processor = getattr(module, names.get(kind, f"{kind.capitalize()}Processor"))(
+        family.processor, hf, **more.get(kind, {})
+    )
+    made = processor(images=[Image.open(io.BytesIO(image))], text=[f"a{family.image}b"])
+    (ids,) = np.array(made["input_ids"]).tolist()
+    assert seen.prompt("a@b", image).ids().tolist() == ids
+    assert eyes.read(image).end - eyes.read(image).start >= 1
+
+
+def test_an_image_that_the_template_drops_is_an_error(seeing) -> None:
+    eyes, image = seeing("idefics3").loaded.sight.eyes, picture(1)
+    with pytest.raises(ImageError, match="the chat template writes 1 of 2 images; "):
+        eyes.placed([1, eyes.image_token, 2], [eyes.read(image)] * 2)
+    with pytest.raises(ImageError, match="the chat template writes 2 of 1 images; "):
+        eyes.placed([eyes.image_token, eyes.image_token], [eyes.read(image)])
+
+
+def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) -> None:
+    """Two processors of one class, which give the image the same grid."""
+    image, other = picture(1), picture(2)
+    eyes, wide = (seeing(kind).loaded.sight.eyes for kind in ("smolvlm", "bright"))
+    read = eyes.read(image)
+    assert eyes.tokens(read.digest, read.grid) == read, "the log stores the digest and the grid alone"
+    assert wide.read(image).grid == read.grid
+    found = {each.fingerprint for each in (read, wide.read(image), eyes.read(other))}
+    assert len(found | {eyes.tokens(read.digest, (1, 2)).fingerprint}) == 4
+
+
+async def test_a_turn_whose_image_another_one_has_shown_still_gets_its_next_one(seeing, open_process) -> None:
+    seen, image, later = seeing("idefics3"), picture(1), picture(2)
+    tokens = [seen.prompt(text, image, *rest) for text, rest in (("@?", ()), ("b @ @!", (later,)))]
+    read, is_over = Reader(seen, image, later), asyncio.Event()
+
+    async def slow(fingerprint: bytes) -> bytes:
+        await is_over.wait()
+        return await read(fingerprint)
+
+    async with open_process(seen) as process:
+        other = asyncio.create_task(run(process, tokens[1], 6, slow, name="slow"))
+        await asyncio.sleep(0.1)
+        await run(process, tokens[0], 6, read, name="fast")
+        is_over.set()
+        assert (await asyncio.wait_for(other, 20))[1] == seen.answer(tokens[1], (image, later), 6)[0]

@@ -1,0 +1,229 @@
+"""Tiny random models of each family that sees, as folders, and mlx-vlm's own models of the same weights."""
+
+from __future__ import annotations
+
+import io
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx import nn
+from mlx.utils import tree_flatten, tree_map
+from PIL import Image
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from worker.models.partial_import import import_mlx_vlm
+
+import_mlx_vlm()
+
+BLOCK = 8
+_TEXT = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+    "image_size": 16,
+    "layer_norm_eps": 1e-6,
+}
+_SPLIT = {
+    "text_config": {**_TEXT, "model_type": "llama"},
+    "vision_config": _VISION,
+    "scale_factor": 2,
+    "tie_word_embeddings": False,
+}
+_SPLITS = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "idefics3": {**_SPLIT, "vision_config": {**_VISION, "model_type": "idefics3_vision"}},
+    "smolvlm": {**_SPLIT, "vision_config": {**_VISION, "model_type": "smolvlm_vision"}},
+    "llava": {
+        "text_config": {**_TEXT, "model_type": "llama"},
+        "vision_config": {**_VISION, "model_type": "clip_vision_model"},
+        "vision_feature_layer": -2,
+        "vision_feature_select_strategy": "default",
+    },
+    "pixtral": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 64},
+    },
+    "mistral3": {
+        "text_config": {**_TEXT, "model_type": "mistral"},
+        "vision_config": {**_VISION, "model_type": "pixtral", "head_dim": 8, "image_size": 64},
+        "spatial_merge_size": 2,
+    },
+    "lfm2_vl": {
+        "text_config": {
+            "model_type": "lfm2",
+            "vocab_size": 320,
+            "hidden_size": 32,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "norm_eps": 1e-5,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 32,
+            "block_ff_dim": 64,
+            "block_multiple_of": 8,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": True,
+            "rope_theta": 10000.0,
+            "layer_types": ["conv", "full_attention", "conv"],
+        },
+        "vision_config": {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
+        "projector_hidden_size": 32,
+        "downsample_factor": 2,
+    },
+}
+FAMILIES = [*CONFIGS]
+#: Heads of a size that can be quantised.
+CONFIGS["wide"] = {
+    **_SPLIT,
+    "model_type": "smolvlm",
+    "text_config": {**_TEXT, "model_type": "llama", "hidden_size": 128, "head_dim": 32},
+    "vision_config": {**_VISION, "model_type": "smolvlm_vision"},
+}
+CONFIGS["bright"] = {**CONFIGS["smolvlm"], "model_type": "smolvlm"}
+_SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "idefics3": _SPLITS,
+    "smolvlm": _SPLITS,
+    "wide": _SPLITS,
+    "bright": {**_SPLITS, "image_mean": [0.1, 0.1, 0.1]},
+    "llava": _SQUARE,
+    "pixtral": {"size": {"longest_edge": 24}},
+    "mistral3": {"size": {"longest_edge": 40}},
+    "lfm2_vl": {
+        "encoder_patch_size": 4,
+        "tile_size": 16,
+        "min_image_tokens": 2,
+        "max_image_tokens": 4,
+        "max_tiles": 4,
+    },
+}
+_MARKS = (
+    "<image>",
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)),
+    "[IMG]",
+    "[IMG_BREAK]",
+    "[IMG_END]",
+    "<|image_start|>",
+    "<|image_end|>",
+    "<|img_thumbnail|>",
+    *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 4) for column in range(1, 4)),
+)
+#: How each family's chat template writes an image.
+PLACEHOLDER = {"pixtral": "[IMG]", "mistral3": "[IMG]"}
+
+
+def _tokenizer() -> Tokenizer:
+    """A token for each byte, and the families' marks."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in _MARKS])
+    return made
+
+
+#: How transformers names the weights: by the beginnings of mlx-vlm's names.
+_SPLIT_NAMES = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.text_model.",
+    "vision_model.": "model.vision_model.",
+    "connector.": "model.connector.",
+}
+NAMES: dict[str, dict[str, str]] = {
+    "idefics3": _SPLIT_NAMES,
+    "smolvlm": _SPLIT_NAMES,
+    "llava": {},
+    "pixtral": {"vision_tower.vision_model.": "vision_tower."},
+    "mistral3": {"vision_tower.vision_model.": "vision_tower."},
+    "lfm2_vl": {
+        "language_model.model.": "model.language_model.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+}
+
+
+def _as_transformers(kind: str, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Return weights as transformers names and turns them."""
+    found = {}
+    for name, array in weights.items():
+        prefix = next((prefix for prefix in NAMES[kind] if name.startswith(prefix)), None)
+        axes = list(range(array.ndim))
+        if array.ndim == 4:
+            axes = [0, 3, 1, 2]
+        elif name.endswith("conv.conv.weight"):
+            axes = [0, 2, 1]
+        renamed = name if prefix is None else NAMES[kind][prefix] + name.removeprefix(prefix)
+        found[renamed] = mx.contiguous(array.transpose(axes))
+    return found
+
+
+def write(kind: str, folder: Path, layout: str = "mlx") -> Any:
+    """Write the folder of a tiny random model; return mlx-vlm's own model with the same weights.
+
+    The `layout` of the weights is mlx-vlm's, transformers' (`pt`), or mlx-vlm's in four bits (`4-bit`).
+    """
+    tokenizer = _tokenizer()
+    image = tokenizer.token_to_id(PLACEHOLDER.get(kind, "<image>"))
+    config = {"model_type": kind, "image_token_id": image, "image_token_index": image, **CONFIGS[kind]}
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    module = import_module(f"mlx_vlm.models.{config['model_type']}")
+    given = module.ModelConfig.from_dict(config)
+    given.text_config = module.TextConfig.from_dict(config["text_config"])
+    given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
+    mx.random.seed(11)
+    model = module.Model(given)
+    # Livelier than the initial weights, so that every token depends on those before it.
+    model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
+    mx.eval(model.parameters())
+    if layout == "4-bit":
+        nn.quantize(model, group_size=32, bits=4, class_predicate=_can_quantise)
+        (folder / "config.json").write_text(
+            json.dumps({**config, "quantization": {"group_size": 32, "bits": 4}})
+        )
+    weights: Any = dict(tree_flatten(model.parameters()))
+    if layout == "pt":
+        weights = _as_transformers(kind, weights)
+    form = "pt" if layout == "pt" else "mlx"
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": form})
+    return model
+
+
+def _can_quantise(path: str, part: Any) -> bool:
+    fits = hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
+    return fits and "position_embedding" not in path  # which mlx-vlm reads as an array
+
+
+def picture(seed: int, width: int = 30, height: int = 20, form: str = "PNG") -> bytes:
+    """Return the file of a random picture."""
+    shades = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(shades).save(file, form)
+    return file.getvalue()

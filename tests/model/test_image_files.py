@@ -1,0 +1,164 @@
+"""Image files: what is decoded, and what is refused in a sentence, whoever made the file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import random
+import resource
+import struct
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from worker.models.vision import image_file
+from worker.models.vision.image_file import MOST_BYTES, ImageError, decode
+
+RED, BLUE = (250, 5, 5), (5, 5, 250)
+
+
+def saved(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def halves(mode: str = "RGB", size: tuple[int, int] = (16, 8)) -> Image.Image:
+    """Return an image that is red on the left and blue on the right."""
+    image = Image.new("RGB", size, BLUE)
+    image.paste(RED, (0, 0, size[0] // 2, size[1]))
+    return image.convert(mode)
+
+
+def png(width: int, height: int, *, kind: int = 2, data: bytes | None = None) -> bytes:
+    """Return a PNG file that its header says to be of this size; its pixels may be missing."""
+
+    def chunk(name: bytes, content: bytes) -> bytes:
+        whole = name + content
+        return struct.pack(">I", len(content)) + whole + struct.pack(">I", zlib.crc32(whole))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
+    pixels = zlib.compress(b"\0" * (1 + 3 * width) if data is None else data)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def near(image: Image.Image, at: tuple[int, int], shade: tuple[int, int, int]) -> bool:
+    found: Any = image.getpixel(at)
+    return bool(np.abs(np.array(found) - shade).max() < 40)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
+def test_the_four_formats_are_decoded(form: str) -> None:
+    image = decode(saved(halves(size=(32, 16)), form))
+    assert (image.mode, image.size) == ("RGB", (32, 16))
+    assert near(image, (4, 4), RED)
+    assert near(image, (28, 12), BLUE)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
+def test_all_kinds_of_pixels_become_colours(mode: str) -> None:
+    if mode == "I;16":
+        grey = np.full((8, 16), 200 << 8, np.uint16)
+        assert near(decode(saved(Image.fromarray(grey))), (3, 3), (200, 200, 200))
+        return
+    image = halves("RGBA" if mode == "LA" else "RGB").convert(mode)
+    assert decode(saved(image, "JPEG" if mode == "CMYK" else "PNG")).mode == "RGB"
+
+
+def test_what_is_transparent_is_white() -> None:
+    image = halves("RGBA")
+    image.putpixel((1, 1), (0, 0, 0, 0))
+    image.putpixel((2, 2), (0, 0, 0, 128))
+    found = decode(saved(image))
+    assert found.getpixel((1, 1)) == (255, 255, 255)
+    assert near(found, (2, 2), (127, 127, 127))
+    palette = halves().quantize(4)
+    found = decode(saved(palette, transparency=palette.getpixel((0, 0))))
+    assert found.getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_an_image_is_turned_as_its_camera_was() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned clockwise by a quarter
+    found = decode(saved(halves(size=(64, 32)), "JPEG", exif=exif.tobytes()))
+    assert found.size == (32, 64)
+    assert near(found, (16, 8), RED)
+    assert near(found, (16, 56), BLUE)
+
+
+def test_the_first_frame_of_a_gif_is_taken() -> None:
+    frames = [Image.new("RGB", (8, 8), shade) for shade in (RED, BLUE)]
+    animated = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    assert near(decode(animated), (3, 3), RED)
+
+
+def _animated(form: str) -> bytes:
+    frames = [Image.new("RGB", (8, 8), shade) for shade in (RED, BLUE)]
+    return saved(frames[0], form, save_all=True, append_images=frames[1:])
+
+
+BROKEN: dict[str, Callable[[], bytes]] = {
+    "nothing": lambda: b"",
+    "one byte": lambda: b"\x89",
+    "text": lambda: b"no image at all",
+    "HTML": lambda: b"<html><body>404 Not Found</body></html>",
+    "SVG": lambda: b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"></svg>',
+    "PDF": lambda: b"%PDF-1.7\n1 0 obj\n<<>>\nendobj\n",
+    "BMP": lambda: saved(halves(), "BMP"),
+    "TIFF": lambda: saved(halves(), "TIFF"),
+    "ICO": lambda: saved(halves(size=(16, 16)), "ICO"),
+    "EPS": lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n",
+    "a PNG's first bytes": lambda: saved(halves())[:20],
+    "half a PNG": lambda: saved(Image.effect_noise((64, 64), 90))[:2000],
+    "half a JPEG": lambda: saved(Image.effect_noise((64, 64), 90), "JPEG")[:900],
+    "half a WebP": lambda: saved(Image.effect_noise((64, 64), 90), "WEBP")[:900],
+    "half a GIF": lambda: saved(Image.effect_noise((64, 64), 90), "GIF")[:1200],
+    "a PNG of no pixels": lambda: png(0, 0),
+    "a PNG of no width": lambda: png(0, 9),
+    "a PNG whose pixels are no deflate": lambda: png(8, 8).replace(b"IDAT", b"IDAT\xff\xff", 1),
+    "a PNG of a colour that there is not": lambda: png(8, 8, kind=5),
+    "a bomb of 100,000 x 100,000": lambda: png(100_000, 100_000, data=b"\0" * 1_000_000),
+    "a line of 32,000 pixels": lambda: saved(Image.new("L", (32_000, 1))),
+    "a column of 900 pixels": lambda: saved(Image.new("L", (8, 900))),
+    "33 megapixels": lambda: png(33_000, 1000, data=b"\0" * 1_000_000),
+    "a GIF of 60,000 x 60,000": lambda: b"GIF89a" + struct.pack("<HH", 60_000, 60_000) + b"\0\0\0;",
+    "a WebP of 16,383 x 16,383": lambda: (
+        b"RIFF\x20\0\0\0WEBPVP8X\x0a\0\0\0\x10\0\0\0" + b"\xfe\x3f\0\xfe\x3f\0" + b"\0" * 8
+    ),
+    "an animated PNG": lambda: _animated("PNG"),
+    "an animated WebP": lambda: _animated("WEBP"),
+    "21 MB": lambda: saved(halves()) + b"\0" * MOST_BYTES,
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(name: str) -> None:
+    data, before_kib = BROKEN[name](), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ImageError, match=r"^the image .*; ") as raised:
+        decode(data)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 160
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 << 10
+
+
+def test_changed_bytes_anywhere_give_an_image_or_an_image_error() -> None:
+    rng = random.Random(7)
+    for form in ("PNG", "JPEG", "WEBP", "GIF"):
+        whole = saved(halves(size=(32, 32)), form)
+        for _ in range(100):
+            data = bytearray(whole)
+            for _ in range(rng.randrange(1, 4)):
+                data[rng.randrange(len(data))] = rng.randrange(256)
+            with contextlib.suppress(ImageError):
+                assert decode(bytes(data)).mode == "RGB"
+
+
+def test_the_limits_are_those_that_the_messages_name(monkeypatch) -> None:
+    monkeypatch.setattr(image_file, "MOST_PIXELS", 16 * 8)
+    assert decode(saved(halves())).size == (16, 8)
+    with pytest.raises(ImageError, match="17 x 8 pixels; the most are 128 in all"):
+        decode(saved(halves(size=(17, 8))))

@@ -1,0 +1,103 @@
+"""A session's log as clients read it: requests with their results, in the order of the results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from turnkeep_client import session_log
+from turnkeep_client.history import read_history
+from turnkeep_client.log import Stored
+from turnkeep_client.session_log import SessionLog, find_request, last_change, paired, read, tails
+from turnkeep_client.stream import LogStream
+from turnkeep_client.subjects import SessionKey, Subjects
+
+RECORDED: Any = json.loads(
+    (Path(__file__).parents[2] / "protocol" / "typescript" / "tests" / "logs.json").read_text()
+)
+GARDEN = SessionKey("default", "garden")
+
+
+class RecordedWire:
+    """Answers batched gets from the recorded entries, `batch` at a time."""
+
+    is_clustered = False
+
+    def __init__(self, lost: tuple[int, ...] = ()) -> None:
+        self.num_read = 0
+        self._entries = [one for one in RECORDED["entries"] if one["seq"] not in lost]
+
+    async def batches(self, _stream: str, request: dict[str, Any]) -> AsyncIterator[list[Stored]]:
+        found = [self._stored(one) for one in self._entries if one["seq"] >= request["seq"]]
+        found = [one for one in found if one.headers["Nats-Subject"] == request["next_by_subj"]]
+        for start in range(0, len(found), request["batch"]):
+            self.num_read += len(found[start : start + request["batch"]])
+            yield found[start : start + request["batch"]]
+
+    def _stored(self, one: dict[str, Any]) -> Stored:
+        own = {"Nats-Subject": f"turnkeep.default.{one['subject']}", "Nats-Time-Stamp": one["stored"]}
+        return Stored(one["seq"], one["body"].encode(), one["headers"] | own)
+
+
+def stream(*lost: int) -> LogStream:
+    return LogStream(RecordedWire(lost), Subjects())  # type: ignore[arg-type]
+
+
+def pairs(log: SessionLog) -> list[list[int]]:
+    return [[one.asked.seq, one.answered.seq] for one in log.exchanges]
+
+
+@pytest.mark.parametrize("name", RECORDED["sessions"])
+async def test_recorded_logs_are_read_as_the_typescript_client_reads_them(name: str) -> None:
+    """With a repeat, a failure, answers cancelled before and after their first token, a rewind and a fork."""
+    expected, key = RECORDED["sessions"][name], SessionKey("default", name)
+    log = await read(stream(), key)
+    assert pairs(log) == expected["exchanges"]
+    assert [one.entry.seq for one in log.waiting] == expected["waiting"]
+    history = await read_history(stream(), key)
+    assert [[one.role, one.content] for one in history.messages] == expected["messages"]
+    assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
+
+
+async def test_any_part_of_a_log_has_its_results_with_their_requests_and_the_later_requests() -> None:
+    whole = await read(stream(), GARDEN)
+    for start in range(1, 25):
+        for end in range(start, 25):
+            part = await read(stream(), GARDEN, start, end)
+            wanted = [[asked, seq] for asked, seq in pairs(whole) if start <= seq < end]
+            assert pairs(part) == wanted, (start, end)
+            answered = {asked for asked, _ in wanted}
+            later = [one.entry.seq for one in whole.asked if start <= one.entry.seq < end]
+            assert [one.entry.seq for one in part.waiting] == [seq for seq in later if seq not in answered]
+
+
+async def test_a_log_is_read_from_its_end_in_parts_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_log, "TAIL", 2)
+    parts = [part async for part in tails(stream(), GARDEN, 24)]
+    assert [part.start for part in parts] == [22, 16, 1]
+    assert [pairs(part) for part in parts[:2]] == [[[22, 23]], [[15, 16], [22, 23]]]
+    assert parts[-1] == await read(stream(), GARDEN)
+
+
+async def test_of_two_results_of_a_request_the_first_one_counts() -> None:
+    log = await read(stream(), GARDEN)
+    entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
+    twice = log.answers[1].entry._replace(seq=99)
+    assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
+
+
+async def test_a_lost_request_is_no_exchange_and_its_result_is_still_there() -> None:
+    log = await read(stream(13), GARDEN)
+    assert [13, 14] not in pairs(log)
+    assert 14 in [one.entry.seq for one in log.answers]
+    assert await find_request(stream(13), GARDEN, 13) is None
+    found = await find_request(stream(), GARDEN, 13)
+    assert found is not None
+    assert found.entry.seq == 13
+    last = last_change(await read(stream(), GARDEN, end=13))
+    assert last is not None
+    assert last.entry.seq == 12, "the result at 11 is of a request that was cancelled before its first token"

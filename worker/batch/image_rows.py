@@ -1,0 +1,55 @@
+"""Computes the input embeddings of pieces of prompts that have images. Device thread only.
+
+Steps without images do not use this module: there the model embeds the tokens itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """Input embeddings for the tokens of a piece at the indices `at`: `rows`, (tokens, hidden size)."""
+
+    at: Sequence[int]
+    rows: mx.array
+
+
+def embedded(model: Any, tokens: mx.array, images: Sequence[tuple[int, ImageRows | None]]) -> mx.array:
+    """Return the input embeddings of `tokens`, (tokens, hidden size); `images` replace some of them.
+
+    Each of the `images` has the index in `tokens` of its piece's first token.
+    """
+    found: mx.array = embedding(model)(tokens)
+    for start, image in images:
+        if image is not None and len(image.at):
+            found[mx.array([start + i for i in image.at])] = image.rows.astype(found.dtype)
+    return found
+
+
+def embedding(model: Any) -> Any:
+    """Return the module of a language model that embeds tokens. Raises `AttributeError` if there is none."""
+    return getattr(model, "language_model", model).model.embed_tokens
+
+
+def takes_rows(model: Any) -> bool:
+    """Say whether a model accepts input embeddings, and computes the same from them as from the tokens.
+
+    Some models scale embeddings, or use the tokens in later layers too.
+    """
+    tokens = mx.arange(1, 5)
+    try:
+        plain = model(tokens[None], cache=make_prompt_cache(model))
+        rows = embedded(model, tokens, ())[None]
+        other = model(mx.zeros_like(tokens)[None], cache=make_prompt_cache(model), input_embeddings=rows)
+        return bool(mx.array_equal(plain, other).item())
+    except (AttributeError, TypeError):
+        return False

@@ -1,0 +1,235 @@
+"""Gives turns the rows of their images: keeps rows, and runs the tower for missing ones. Device thread only.
+
+A turn whose prompt has images without KV waits here until all their rows are known. The event loop reads and
+processes their files (`NeedsImage`), one at a time for each turn. The tower runs one view of an image at a
+time, between two steps of the other turns. Rows are kept by the images' fingerprints, the least recently used
+ones are dropped first; a turn keeps its rows until its prompt is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+import mlx.core as mx
+import numpy as np
+import structlog
+
+from cache.kv.size import KvSize
+from worker.batch.image_rows import ImageRows
+
+from . import machine
+from .memory import Estimator, shape_of
+from .turn import LostKvError, NeedsImage, NoRoomError, Starved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from worker.models.vision.families import Family, View
+    from worker.models.vision.sight import Sight
+
+    from .room import Room
+    from .turn import Event, ImageViews, Turn
+
+log = structlog.get_logger()
+
+#: The most bytes of rows that are kept for later turns: some ten images of a large model.
+ROWS_BYTES: Final = 64 * 2**20
+#: How long an image waits for memory that no turn holds; snapshots that are being written may hold it.
+PATIENCE_S: Final = 2.0
+
+
+@dataclass(slots=True)
+class _Image:
+    """An image that the tower is at work on: its views that are left, and the rows of the others."""
+
+    views: deque[View]
+    rows: list[mx.array] = field(default_factory=list)
+
+
+class Vision:
+    """The turns that wait for rows of images, and the rows that are kept."""
+
+    def __init__(self, sight: Sight | str, room: Room, emit: Callable[[Event], None]) -> None:
+        """`sight` is what the model sees with, or why it cannot; `emit` sends an event to the event loop."""
+        self._sight = sight
+        self._room = room
+        self._emit = emit
+        self._lacking: dict[Turn, list[bytes]] = {}  # by turn: the fingerprints of rows that it waits for
+        self._images: dict[bytes, _Image] = {}
+        self._kept: dict[bytes, mx.array] = {}  # least recently used first
+        self._patient_until_s: float | None = None
+
+    def __contains__(self, turn: Turn) -> bool:
+        """Whether a turn waits for rows."""
+        return turn in self._lacking
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the tower has something to run."""
+        return bool(self._images)
+
+    def discard(self, turn: Turn) -> None:
+        """Forget a turn that has ended, and its rows."""
+        self._lacking.pop(turn, None)
+        turn.rows.clear()
+        wanted = {name for names in self._lacking.values() for name in names}
+        self._images = {name: image for name, image in self._images.items() if name in wanted}
+
+    def clear(self) -> None:
+        """Drop all rows, since they are unknown after a failed evaluation."""
+        self._images.clear()
+        self._kept.clear()
+
+    def forget(self, fingerprints: Collection[bytes]) -> None:
+        """Drop the kept rows of images that are to be forgotten."""
+        self._kept = {name: rows for name, rows in self._kept.items() if name not in fingerprints}
+
+    def gives_rows(self, turn: Turn) -> bool:
+        """Give a turn the rows of its images without KV; return False if it waits for some of them.
+
+        Raises `ValueError` if the model cannot see.
+        """
+        request = turn.request
+        spans = [span for span in request.context.spans if turn.num_cached < span.end]
+        wanted = dict.fromkeys(span.fingerprint for span in spans if span.start < request.target)
+        for name in wanted.keys() & self._kept.keys():
+            turn.rows[name] = self._kept[name] = self._kept.pop(name)
+        missing = [name for name in wanted if name not in turn.rows]
+        if not missing:
+            return True
+        self._seeing()
+        self._lacking[turn] = missing
+        self._ask(turn)
+        return False
+
+    def show(self, turn: Turn, fingerprint: bytes, views: ImageViews) -> None:
+        """Take the views of an image that a turn has requested, unless its rows are known or under way.
+
+        Raises the error if there are none.
+        """
+        if turn not in self._lacking:
+            return
+        if fingerprint in self._lacking[turn]:
+            if isinstance(views, Exception):
+                raise views
+            self._images.setdefault(fingerprint, _Image(deque(views)))
+        self._ask(turn)
+
+    def step(self) -> tuple[list[Turn], dict[Turn, Exception], float]:
+        """Run one view of an image.
+
+        Returns the turns that now have all their rows, the turns whose image failed, and how many seconds to
+        wait before the next call: mostly 0.
+        """
+        name = min(self._images, key=lambda name: min(map(_order, self._waiting(name))))
+        image = self._images[name]
+        try:
+            if not self._has_room(image.views[0].num_patches):
+                return [], {}, 0.01
+            rows = self._seeing().tower.rows(image.views[0])
+            mx.eval(rows)
+        except Exception as error:  # whatever MLX or a model raises
+            if machine.loses_kv(error):
+                raise
+            log.exception("an image failed on the device")
+            del self._images[name]
+            return [], dict.fromkeys(self._waiting(name), error), 0.0
+        image.rows.append(rows)
+        image.views.popleft()
+        if image.views:
+            return [], {}, 0.0
+        del self._images[name]
+        return self._give(name, mx.concatenate(image.rows)), {}, 0.0
+
+    def rows(self, turn: Turn, start: int, end: int) -> ImageRows | None:
+        """Return the rows for a piece `[start, end)` of a turn's prompt; None if it has no images.
+
+        Raises `LostKvError`, so that the turn starts again, if it has lost KV of earlier images.
+        """
+        context, at, found = turn.request.context, list[int](), list[mx.array]()
+        if not context.spans:
+            return None
+        image_token = self._seeing().eyes.image_token
+        for span in context.spans:
+            if span.start >= end or span.end <= start:
+                continue
+            if span.fingerprint not in turn.rows:
+                raise LostKvError(RuntimeError("the KV of an image was dropped for want of memory"), weight=0)
+            first, last = max(span.start, start), min(span.end, end)
+            tokens = np.frombuffer(context.ids(span.start, last), np.uint32) == image_token
+            num_before = int(tokens[: first - span.start].sum())
+            places = np.flatnonzero(tokens[first - span.start :])
+            at += (places + (first - start)).tolist()
+            found.append(turn.rows[span.fingerprint][num_before : num_before + len(places)])
+        return ImageRows(at, mx.concatenate(found)) if at else None
+
+    def _seeing(self) -> Sight:
+        if isinstance(self._sight, str):
+            raise ValueError(self._sight)  # noqa: TRY004  # no fault of a type
+        return self._sight
+
+    def _ask(self, turn: Turn) -> None:
+        """Request the turn's next image that is not under way, unless its last one has not come yet."""
+        name = next((name for name in self._lacking[turn] if name not in self._images), None)
+        if name is not None:
+            self._emit(NeedsImage(turn, name))
+
+    def _waiting(self, name: bytes) -> list[Turn]:
+        return [turn for turn, names in self._lacking.items() if name in names]
+
+    def _give(self, name: bytes, rows: mx.array) -> list[Turn]:
+        """Keep an image's rows and give them to all turns that wait for them; return the ready ones."""
+        mx.eval(rows)
+        self._kept[name] = rows
+        while sum(kept.nbytes for kept in self._kept.values()) > ROWS_BYTES:
+            del self._kept[next(iter(self._kept))]
+        ready = []
+        for turn in self._waiting(name):
+            turn.rows[name] = rows
+            self._lacking[turn].remove(name)
+            if not self._lacking[turn]:
+                del self._lacking[turn]
+                ready.append(turn)
+        return ready
+
+    def _has_room(self, num_patches: int) -> bool:
+        """Make room for a view; raise `NoRoomError` if there is none for a while."""
+        size_bytes = view_bytes(self._seeing().tower.family, num_patches)
+        if self._room.make(size_bytes):
+            self._patient_until_s = None
+            return True
+        if self._patient_until_s is None:
+            self._emit(Starved())
+            self._patient_until_s = time.monotonic() + PATIENCE_S
+        if time.monotonic() < self._patient_until_s:
+            return False
+        self._patient_until_s = None
+        limit_bytes = self._room.estimator.limit_bytes
+        raise NoRoomError(
+            f"an image of {num_patches} patches takes {size_bytes} bytes beside the {mx.get_active_memory()}"
+            f" in use, the limit of the device is {limit_bytes}; send a smaller image, or raise device_memory"
+        )
+
+
+def view_bytes(family: Family, num_patches: int) -> int:
+    """Estimate the bytes of temporary arrays while the tower of a family runs a view.
+
+    Counts each layer's output, which mlx-vlm keeps, and a mask between all patches.
+    """
+    shape, device = shape_of(family.vision), machine.profile()
+    fused, kept = shape.fuses(device.fused_head_dims), device.kept_layers
+    step = Estimator(shape, 0, 0, KvSize(0), kept, fused, kept_layers=kept)
+    outputs = (int(family.vision["num_hidden_layers"]) + 1) * num_patches * shape.hidden
+    return step.scratch_bytes(0, [(num_patches, num_patches)]) + 4 * (outputs + 2 * num_patches**2)
+
+
+def reserved_bytes(family: Family, limit_bytes: int) -> int:
+    """Return the bytes to set aside for the largest view and for rows; an eighth of the limit at most."""
+    return min(view_bytes(family, family.most_patches) + ROWS_BYTES, limit_bytes // 8)
+
+
+def _order(turn: Turn) -> tuple[int, float]:
+    return -turn.request.priority, turn.place_s

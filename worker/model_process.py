@@ -1,0 +1,109 @@
+"""A model that the supervisor serves: its settings, its worker process, and the requests for it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+from typing import TYPE_CHECKING, Final
+
+from anyio import Event, current_time
+
+from turnkeep_client.errors import TurnkeepError
+
+from .metrics_message import unloaded
+from .process.constants import CONSTANTS
+from .reports import Needs, Refused, State
+
+if TYPE_CHECKING:
+    from anyio.abc import Process
+
+    from turnkeep_client.messages import Metrics
+
+    from .process.datadir import DataDir
+    from .process.settings import Settings
+    from .wire.activator import Activator
+
+VERSION: Final = importlib.metadata.version("turnkeep")
+#: A worker that has reported nothing for this time hangs.
+_SILENT_S: Final = 30.0
+
+
+class SupervisorError(TurnkeepError):
+    """The models cannot be served; the message is one line."""
+
+
+#: Of a model that was not measured, and has not served yet.
+UNKNOWN: Final = Needs("", "", 0, {}, False, (), 0, 0.0)
+
+
+class ModelProcess:
+    """One model: its worker process, if one runs, and the activator that notices requests for it."""
+
+    activator: Activator
+    directory: DataDir
+    size_bytes = 0
+
+    def __init__(self, name: str | None, settings: Settings) -> None:
+        """Take the name of one of several models; None if there is only one, which stays loaded."""
+        self.name = name
+        self.settings = settings
+        #: The draft model that was asked for; another model may have no use for it.
+        self.draft_model = settings.draft_model
+        self.stays_s = math.inf if name is None else settings.unload_after_s or math.inf
+        self.needs: Needs | None = None
+        self.process: Process | None = None
+        self.began_s = 0.0
+        self.loaded_s = math.inf
+        self.reported_s = math.inf
+        self.state = State((), ("starting",), is_alone=True)
+        self.refused: Refused | None = None
+        #: `wanted`: the model has requests. `leave`: it must be unloaded.
+        self.wanted = Event()
+        self.leave = Event()
+
+    def wake(self) -> None:
+        """Load the model, if it is not loaded."""
+        self.wanted.set()
+
+    def let_go(self) -> None:
+        """Unload the model; whoever wants it from now on wakes it again."""
+        self.leave.set()
+        self.wanted = Event()
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model's worker runs and is ready."""
+        return self.process is not None and self.loaded_s < math.inf
+
+    @property
+    def unused_s(self) -> float:
+        """The seconds since the model was loaded, or since the activator's last request, if that is later."""
+        return current_time() - max(self.activator.used_s, self.loaded_s)
+
+    def hangs(self) -> list[str]:
+        """Return the faults of the worker that only a restart fixes."""
+        if current_time() - self.reported_s > _SILENT_S:
+            return ["the worker does not report"]
+        return [*self.state.hangs]
+
+    def metrics(self) -> Metrics:
+        """Return the metrics message of the model while it has no worker."""
+        needs = self.needs or UNKNOWN
+        return unloaded(
+            worker=self.settings.worker,
+            version=VERSION,
+            model=needs.model,
+            sampling=needs.sampling,
+            reasoning=needs.reasoning,
+            makes=needs.makes,
+            weight_bytes=needs.weight_bytes,
+            model_changed_s=needs.model_changed_s,
+            context_tokens=needs.context_tokens,
+            interval_s=CONSTANTS.metrics_interval_s,
+            max_message_bytes=self.settings.max_message_bytes,
+        )
+
+    @property
+    def log_fields(self) -> dict[str, str]:
+        """The field of log lines that names one of several models."""
+        return {} if self.name is None else {"model": self.name}

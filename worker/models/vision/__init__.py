@@ -1,0 +1,1 @@
+"""What a model that sees needs besides its language model: image files, processors, towers."""

@@ -1,0 +1,133 @@
+"""Reads images for one model: what stands for an image in a prompt, its fingerprint, and its views.
+
+Any thread may call it; it knows no MLX. `tower` computes the rows of input embeddings from the views.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from cache.names.images import ImageSpan
+from cache.names.tokens import Tokens, as_tokens
+
+from .image_file import ImageError, decode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from worker.models.tokenizer import Tokenizer
+
+    from .families import Family, Grid, View
+
+#: The packages by which an image's rows may differ.
+_PACKAGES: Final = ("mlx-vlm", "pillow", "transformers")
+
+
+@dataclass(frozen=True, slots=True)
+class ImageTokens:
+    """What stands for an image in a prompt: `tokens`, in place of the one that the chat template writes.
+
+    `digest` is the SHA-256 of the file. All other fields follow from it, the grid and the model. The tokens
+    `[start, end)` among them are the image's span, and `fingerprint` names it (see `cache.names.images`).
+    """
+
+    digest: bytes
+    grid: Grid
+    tokens: array[int]
+    start: int
+    end: int
+    fingerprint: bytes
+
+
+class Eyes:
+    """A model's image processor."""
+
+    def __init__(self, family: Family, tokenizer: Tokenizer) -> None:
+        """Raises `ValueError` if the tokenizer lacks the token that stands for a row of an image."""
+        (self.image_token,) = tokenizer.encode(family.image, at_start=False)
+        self._family = family
+        self._tokenizer = tokenizer
+        settings = json.dumps(family.processor.__dict__, sort_keys=True, default=str)
+        versions = [importlib.metadata.version(name) for name in _PACKAGES]
+        said = repr((type(family.processor).__name__, settings, versions))
+        self._processor = hashlib.blake2b(said.encode(), digest_size=32, person=b"turnkeep.eyes").digest()
+
+    def read(self, data: bytes) -> ImageTokens:
+        """Decode and process an image file; return what stands for it in a prompt. Raises `ImageError`.
+
+        Takes a second for a large image: not for the event loop.
+        """
+        grid, _ = self._processed(data)
+        return self.tokens(hashlib.sha256(data).digest(), grid)
+
+    def tokens(self, digest: bytes, grid: Sequence[int]) -> ImageTokens:
+        """Return what stands for an image that `read` has read, without the image file."""
+        ids = array("I", self._tokenizer.encode(self._family.text(grid), at_start=False))
+        start, last = ids.index(self.image_token), len(ids) - 1
+        while ids[last] != self.image_token:
+            last -= 1
+        said = digest + self._processor + repr(tuple(grid)).encode()
+        name = hashlib.blake2b(said, digest_size=32, person=b"turnkeep.image").digest()
+        return ImageTokens(digest, tuple(grid), ids, start, last + 1, name)
+
+    def views(self, data: bytes) -> list[View]:
+        """Return the views of an image file, from which the tower computes its rows. Raises `ImageError`."""
+        return self._processed(data)[1]
+
+    def placed(self, ids: Iterable[int], images: Sequence[ImageTokens]) -> Tokens:
+        """Put images into a prompt: each replaces the next image token that the chat template wrote.
+
+        Raises `ImageError` if there are not as many: some templates drop earlier images.
+        """
+        found, rest, spans = array("I"), iter(images), list[ImageSpan]()
+        num = 0
+        for token in ids:
+            if token != self.image_token:
+                found.append(token)
+                continue
+            num += 1
+            if (image := next(rest, None)) is not None:
+                at = len(found)
+                spans.append(ImageSpan(at + image.start, at + image.end, image.fingerprint))
+                found.extend(image.tokens)
+        if num != len(images):
+            raise ImageError(
+                f"the chat template writes {num} of {len(images)} images; send images in the user's messages"
+            )
+        return as_tokens(found, spans)
+
+    def _processed(self, data: bytes) -> tuple[Grid, list[View]]:
+        image = decode(data)
+        try:
+            grid, views = self._family.views(image)
+        except Exception:  # noqa: BLE001  # foreign code, which raises anything for an extreme shape
+            views = []
+        if not views or not all(view.num_rows for view in views):
+            size = f"{image.width} x {image.height}"
+            raise ImageError(f"the model's processor refuses an image of {size} pixels; crop it")
+        return grid, views
+
+
+def settings_of(folder: Any) -> dict[str, Any]:
+    """Return the settings of a folder's image processor. Raises `OSError`, `ValueError`."""
+    files = ("processor_config.json", "preprocessor_config.json")
+    found = [json.loads((folder / name).read_text("utf-8")) for name in files if (folder / name).exists()]
+    nested: list[dict[str, Any]] = [one["image_processor"] for one in found if "image_processor" in one]
+    if not nested and not (folder / files[1]).exists():
+        raise ValueError("it has no preprocessor_config.json")
+    said: dict[str, Any] = nested[0] if nested else found[-1]
+    return {key: value for key, value in said.items() if key not in _NO_SETTINGS}
+
+
+#: What says which classes read the settings, and which form their results have.
+_NO_SETTINGS: Final = frozenset(
+    (
+        *("image_processor_type", "processor_class", "feature_extractor_type", "return_tensors", "device"),
+        *("disable_grouping", "input_data_format", "data_format"),
+    )
+)

@@ -1,0 +1,58 @@
+"""Loads the language model of a folder whose architecture, with images, mlx-lm does not know."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Final
+
+from worker.models.model_files import check_safetensors, weight_files
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+#: By `model_type`: the architecture of the language model, unless config.json names it.
+LANGUAGE: Final = {"idefics3": "llama", "smolvlm": "llama", "lfm2_vl": "lfm2"}
+#: How transformers and mlx-vlm name its weights, and how mlx-lm does. All other weights are the tower's.
+_NAMES: Final = {
+    "model.text_model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+    "language_model.": "model.",
+    "lm_head.": "lm_head.",
+}
+
+
+def language_classes(folder: Path) -> Any:
+    """Return, for mlx-lm's `load_model`, a function that returns the classes of a folder's language model."""
+    from mlx_lm import utils
+
+    has_head = any(
+        "lm_head.weight" in name for path in weight_files(folder) for name in check_safetensors(path)
+    )
+
+    def classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
+        text = {"model_type": LANGUAGE[config["model_type"]], **config["text_config"]}
+        text["tie_word_embeddings"] = not has_head
+        kind, arguments = utils._get_classes(text)  # noqa: SLF001  # the default of `load_model`
+
+        def make(given: Any) -> Any:
+            model: Any = kind(given)
+            theirs = getattr(model, "sanitize", dict)
+            model.sanitize = lambda weights: theirs(_named(weights))
+            return model
+
+        return make, SimpleNamespace(from_dict=lambda _: arguments.from_dict(text))
+
+    return classes
+
+
+def _named(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the weights of the language model, as mlx-lm names them."""
+    found = {}
+    for name, array in weights.items():
+        prefix = next((prefix for prefix in _NAMES if name.startswith(prefix)), None)
+        if prefix is not None:
+            found[_NAMES[prefix] + name.removeprefix(prefix)] = array
+    return found

@@ -1,0 +1,100 @@
+"""Runs a model's image tower: from the views of an image to rows of input embeddings. Device thread only.
+
+Towers are mlx-vlm's. Of its models only the towers, projectors and the code that joins them are used; its
+language models are never built in memory, as mlx-lm's run.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
+import mlx.core as mx
+from mlx import nn
+from mlx.utils import tree_flatten
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from .families import Family, View
+
+_LANGUAGE: Final = "language_model"
+
+
+class _Blank:
+    """Stands for mlx-vlm's language model, of which a tower uses the embeddings: they are all zero."""
+
+    def __init__(self, size: int, dtype: mx.Dtype) -> None:
+        self.model = self  # some have the embeddings there
+        self._size, self._dtype = size, dtype
+
+    def embed_tokens(self, tokens: mx.array) -> mx.array:
+        return mx.zeros((*tokens.shape, self._size), self._dtype)
+
+
+class Tower:
+    """A loaded tower, with the projector to a language model's hidden size."""
+
+    def __init__(self, model: Any, family: Family) -> None:
+        """`model` is mlx-vlm's, whose language model is a `_Blank`."""
+        self._model = model
+        self._token = int(model.config.image_token_index)
+        self.family = family
+
+    @property
+    def weights(self) -> list[mx.array]:
+        """The tower's weights."""
+        leaves: Any = tree_flatten(self._model.parameters())
+        return [array for _, array in leaves]
+
+    def rows(self, view: View) -> mx.array:
+        """Build the rows of a view, (`num_rows`, hidden size); they are not evaluated."""
+        tokens = mx.full((1, view.num_rows), self._token)
+        arrays = {name: mx.array(array) for name, array in view.arrays.items()}
+        rows: mx.array = self._model.get_input_embeddings(tokens, **arrays).inputs_embeds[0]
+        return rows
+
+
+def build(family: Family, config: Mapping[str, Any], dtype: mx.Dtype) -> tuple[Any, Any]:
+    """Build mlx-vlm's model of a family without a language model; return it, and its module."""
+    module = import_module(f"mlx_vlm.models.{family.module}")
+    given = module.ModelConfig.from_dict(config)
+    given.text_config = module.TextConfig.from_dict(config["text_config"])
+    given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
+    model = module.Model(given)
+    size = given.text_config.hidden_size
+    model.pop(_LANGUAGE)  # its random weights were never evaluated
+    model.language_model = _Blank(size, dtype)
+    return model, module
+
+
+def load(files: list[Path], family: Family, config: Mapping[str, Any], dtype: str) -> Tower:
+    """Load a tower from a model's weight files, lazily. `dtype` is that of its weights, or `keep`.
+
+    Raises anything if the weights do not fit.
+    """
+    from mlx_lm import utils
+
+    weights: dict[str, mx.array] = {}
+    is_converted = False
+    for path in files:
+        found: Any = mx.load(str(path), return_metadata=True)
+        weights |= found[0]
+        is_converted |= found[1].get("format") == "mlx"
+    kept = next((one.dtype for one in weights.values() if mx.issubdtype(one.dtype, mx.floating)), mx.float32)
+    model, module = build(family, config, kept if dtype == "keep" else getattr(mx, dtype))
+    if not is_converted:
+        weights = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+        weights = module.VisionModel(model.config.vision_config).sanitize(weights)
+    weights = {name: one for name, one in weights.items() if not name.startswith(f"{_LANGUAGE}.")}
+
+    def quantised(path: str, part: Any) -> Any:
+        return f"{path}.scales" in weights and utils.infer_quant_config(path, part, weights)
+
+    nn.quantize(model, class_predicate=quantised)  # type: ignore[attr-defined]
+    model.load_weights(list(weights.items()))
+    if dtype != "keep":
+        model = utils.dequantize_model(model)
+        model.set_dtype(getattr(mx, dtype))
+    return Tower(model, family)

@@ -1,0 +1,49 @@
+"""Which entries on a session's `out` a worker can have written: others are read by nobody. Pure."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import HISTORY_HEADER
+from turnkeep_client.messages import Failed, Generated, UnknownResult, decode_asked, decode_result
+
+if TYPE_CHECKING:
+    from turnkeep_client.messages import Result
+
+    from .consistent_reads import Entry
+
+
+def written(entry: Entry) -> Result | None:
+    """Decode an entry of `out`; None if no worker can have written it.
+
+    A worker's result answers an earlier request, has the digest of the history, and has the request itself.
+    """
+    try:
+        result = decode_result(entry.body)
+    except InvalidMessageError:
+        return None
+    if result.seq is None or not 0 < result.seq < entry.seq:
+        return None
+    if not is_failure(result) and HISTORY_HEADER not in entry.headers:
+        return None
+    needs_request = result.repeat_of is None and not changes_nothing(result)
+    return result if not needs_request or decode_asked(entry.body) is not None else None
+
+
+def answers(entry: Entry) -> int:
+    """Return the sequence of the request that an `out` entry answers; 0 if the entry is not a result."""
+    result = written(entry)
+    return (result.seq or 0) if result else 0
+
+
+def changes_nothing(result: Result) -> bool:
+    """Whether a result leaves the session as it was."""
+    if isinstance(result, Generated):
+        return not result.tokens and result.finish_reason == "cancelled"
+    return is_failure(result)
+
+
+def is_failure(result: Result) -> bool:
+    """Whether a result is `failed`, maybe in a form that this version does not know."""
+    return isinstance(result, Failed) or (isinstance(result, UnknownResult) and result.type == "failed")
