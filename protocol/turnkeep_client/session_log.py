@@ -137,39 +137,46 @@ def paired(key: SessionKey, entries: Iterable[Entry]) -> SessionLog:
 
 
 def _joined(
-    key: SessionKey, requests: Iterable[Entry], answers: Sequence[LoggedResult], start: int
+    key: SessionKey, queue: Iterable[Entry], answers: Sequence[LoggedResult], start: int
 ) -> SessionLog:
+    """Make a log from results, and from requests that are in the queue or are too long for a result."""
+    requests = {one.seq: one for one in queue}
+    requests |= {one.seq: one for one in map(_request_in, answers) if one is not None}
     seqs = {one.result.seq for one in answers if one.result}
     asked = (  # an earlier part of the log has the results of the other requests before `start`
         LoggedRequest(one, decoded(decode_request, one.body))
-        for one in sorted(requests, key=lambda one: one.seq)
+        for _, one in sorted(requests.items())
         if one.seq >= start or one.seq in seqs
     )
     return SessionLog(key, tuple(asked), tuple(answers), start)
 
 
-async def _read(
-    stream: LogStream, key: SessionKey, results: Sequence[Entry], queue: Iterable[Entry], start: int
-) -> SessionLog:
-    """Make the log of a session from its results, which have their requests, and from its queue."""
-    requests = {one.seq: one for one in queue}
-    for answered in results:
-        if (one := await _request_of(stream, answered)) is not None:
-            requests[one.seq] = one
-    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in results]
-    return _joined(key, requests.values(), answers, start)
-
-
-async def _request_of(stream: LogStream, answered: Entry) -> Entry | None:
-    """Return the request that a result has, as it was stored; None if it has none, or if it is gone."""
-    asked, result = decode_asked(answered.body), decoded(decode_result, answered.body)
-    if asked is None or result is None or result.seq is None:
+def _request_in(answered: LoggedResult) -> Entry | None:
+    """Return the request that a result has, as it was stored; None if there is none, or a link."""
+    asked, result = decode_asked(answered.entry.body), answered.result
+    if asked is None or asked.request is UNSET or result is None or result.seq is None:
         return None
-    if asked.request is not UNSET:
-        body: bytes | None = bytes(asked.request)
-    else:
-        body = await _long(stream, answered.key, asked.link) if asked.link else None
-    return None if body is None else Entry(result.seq, answered.key, "in", asked.stored, body, asked.headers)
+    body = bytes(asked.request)
+    return Entry(result.seq, answered.entry.key, "in", asked.stored, body, asked.headers)
+
+
+async def _long_requests(stream: LogStream, answers: Iterable[LoggedResult]) -> list[Entry]:
+    """Read the requests that are too long for these results, and are stored in other messages."""
+    found = []
+    for answered, result in answers:
+        asked = decode_asked(answered.body)
+        if asked is None or not asked.link or result is None or result.seq is None:
+            continue
+        if (body := await _long(stream, answered.key, asked.link)) is not None:
+            found.append(Entry(result.seq, answered.key, "in", asked.stored, body, asked.headers))
+    return found
+
+
+async def _read(
+    stream: LogStream, key: SessionKey, results: Iterable[Entry], queue: Iterable[Entry], start: int
+) -> SessionLog:
+    answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in results]
+    return _joined(key, [*queue, *await _long_requests(stream, answers)], answers, start)
 
 
 async def read(stream: LogStream, key: SessionKey, start: int = 1, end: float = inf) -> SessionLog:
@@ -220,26 +227,30 @@ async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) ->
 
 
 async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
-    """Yield all requests and results of a tenant, in the order in which the log stored them.
+    """Yield all results of a tenant, and all requests, some of them twice: from the queue, and of a result.
 
     Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
     async for _, one in stream.every(SessionKey(tenant, "*")):
-        if (found := stream.entry(one)) is not None:
-            yield found
+        if (found := stream.entry(one)) is None:
+            continue
+        yield found
+        if found.kind == "out":
+            for asked in (await _read(stream, found.key, [found], (), 1)).asked:
+                yield asked.entry
 
 
 async def find_request(stream: LogStream, key: SessionKey, seq: int) -> LoggedRequest | None:
     """Read the request that was stored at a sequence; None if the log does not have it."""
     stored = await stream.get(key, "in", seq)
-    found = stream.entry(stored) if stored else None
-    if found is None:  # it may have left the queue, as it has a result
-        async for answered in _entries(stream, key, "out", seq, inf):
-            result = decoded(decode_result, answered.body)
-            if result is not None and result.seq == seq:
-                found = await _request_of(stream, answered)
-                break
-    return LoggedRequest(found, decoded(decode_request, found.body)) if found else None
+    if stored and (found := stream.entry(stored)):
+        return LoggedRequest(found, decoded(decode_request, found.body))
+    async for answered in _entries(stream, key, "out", seq, inf):  # it may have left the queue
+        result = decoded(decode_result, answered.body)
+        if result is not None and result.seq == seq:
+            log = await _read(stream, key, [answered], (), seq)
+            return next(iter(log.asked), None)
+    return None
 
 
 async def last_parts(stream: LogStream, tenant: str) -> dict[SessionKey, SessionLog]:

@@ -93,8 +93,7 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
     requests, results = await entries_of(worker, "in"), await entries_of(worker, "out")
     assert found_in(requests, results) == []
     for one in requests:
-        found = found_in([other for other in requests if other is not one], results)
-        assert one.seq in {fault.seq for fault in found}, one
+        assert found_in([other for other in requests if other is not one], results) == [], "results have it"
     for one in results[:-1]:
         found = found_in(requests, [other for other in results if other is not one])
         assert one.seq in {fault.seq for fault in found} or found[0].what.startswith("has no result"), one
@@ -102,11 +101,9 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
     (lost,) = found_in(requests[:3], results[1:3])
     assert (lost.seq, lost.what[:13]) == (requests[0].seq, "has no result")
     await worker.client.stored.delete(results[3].seq)
-    await worker.client.stored.delete(requests[4].seq)
     code, out = await verified(worker)
     assert code == 1
     assert f"default/garden at {results[3].seq}: is gone" in out
-    assert f"default/garden at {requests[4].seq}: is gone" in out
     assert "2 sessions, 1 damaged" in out
     assert "default/other" not in out
     code, out = await verified(worker, "--json")

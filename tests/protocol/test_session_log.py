@@ -12,7 +12,7 @@ import pytest
 from turnkeep_client import session_log
 from turnkeep_client.history import read_history
 from turnkeep_client.log import Stored
-from turnkeep_client.session_log import SessionLog, find_request, last_change, paired, read, tails
+from turnkeep_client.session_log import SessionLog, find_request, last_change, paired, queued, read, tails
 from turnkeep_client.stream import LogStream
 from turnkeep_client.subjects import SessionKey, Subjects
 
@@ -90,14 +90,19 @@ async def test_of_two_results_of_a_request_the_first_one_counts() -> None:
     assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
 
 
-async def test_a_lost_request_is_no_exchange_and_its_result_is_still_there() -> None:
-    log = await read(stream(13), GARDEN)
-    assert [13, 14] not in pairs(log)
-    assert 14 in [one.entry.seq for one in log.answers]
-    assert await find_request(stream(13), GARDEN, 13) is None
-    found = await find_request(stream(), GARDEN, 13)
-    assert found is not None
-    assert found.entry.seq == 13
+async def test_a_log_is_the_same_without_the_requests_that_have_left_the_queue() -> None:
+    whole = await read(stream(), GARDEN)
+    answered = [one.asked.seq for one in whole.exchanges if one.result.repeat_of is None]
+    log = await read(stream(*answered), GARDEN)
+    assert [one for one in log.exchanges if one.result.repeat_of is None] == [
+        one for one in whole.exchanges if one.result.repeat_of is None
+    ]
+    assert log.waiting == whole.waiting
+    assert await queued(stream(*answered), GARDEN) == await queued(stream(), GARDEN) == whole.waiting
+    for seq in answered:
+        found = await find_request(stream(*answered), GARDEN, seq)
+        assert found == await find_request(stream(), GARDEN, seq)
+    assert await find_request(stream(), GARDEN, 99) is None
     last = last_change(await read(stream(), GARDEN, end=13))
     assert last is not None
     assert last.entry.seq == 12, "the result at 11 is of a request that was cancelled before its first token"

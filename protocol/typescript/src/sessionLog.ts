@@ -5,7 +5,7 @@
  */
 
 import { decode } from "./calls.js";
-import type { Request, Result } from "./messages.js";
+import type { Asked, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import type { Wire } from "./wire.js";
 
@@ -36,14 +36,16 @@ export interface SessionLog {
 export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Promise<SessionLog> {
   const { subjects } = wire;
   const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), 1, end);
-  const results = await read("out"); // first, so that the request of each result is read
-  const asked = await read("in");
-  const requests = new Map(asked.map(({ seq, body }) => [seq, decode<Request>(body)]));
+  const results = await read("out"); // first: a request that leaves the queue meanwhile has a result
+  const queue = await read("in");
+  const requests = new Map(queue.map(({ seq, body }) => [seq, decode<Request>(body)]));
+  let isCopy = queue.some(({ headers }) => headers.has(BEGAN_HEADER));
   const found = new Map<number, Exchange>();
   const answeredSeqs = new Set<number>();
   for (const { seq: answered, body, headers } of results) {
-    const result = decode<Result>(body);
-    const request = requests.get(result?.seq ?? 0);
+    const result = decode<Result & { asked?: Asked }>(body);
+    const request = (await askedBy(wire, key, result?.asked)) ?? requests.get(result?.seq ?? 0);
+    isCopy ||= BEGAN_HEADER in (result?.asked?.headers ?? {});
     answeredSeqs.add(result?.seq ?? 0);
     if (result?.seq == null || request === undefined || found.has(result.seq)) continue;
     const digest = isChange(result) && headers.has(HISTORY_HEADER) ? headers.get(HISTORY_HEADER) : undefined;
@@ -51,9 +53,24 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   }
   return {
     exchanges: [...found.values()],
-    waiting: asked.map(({ seq }) => seq).filter((seq) => !answeredSeqs.has(seq)),
-    isCopy: asked.some(({ headers }) => headers.has(BEGAN_HEADER)),
+    waiting: queue.map(({ seq }) => seq).filter((seq) => !answeredSeqs.has(seq)),
+    isCopy,
   };
+}
+
+/** The request that a result has; undefined if it has none. Long ones are in other messages of the log. */
+async function askedBy(wire: Wire, key: SessionKey, asked: Asked | undefined): Promise<Request | undefined> {
+  if (!asked?.link) return asked?.request as Request | undefined;
+  const parts: Uint8Array[] = [];
+  for (let link = asked.link; link !== ""; ) {
+    const { subjects } = wire;
+    const body = await wire.get(subjects.logStream, subjects.of(key, "checkpoint"), parseInt(link));
+    const message = body && decode<{ part: string; before?: string }>(body);
+    if (!message) return undefined;
+    parts.unshift(Uint8Array.from(atob(message.part), (char) => char.charCodeAt(0)));
+    link = message.before ?? "";
+  }
+  return decode<Request>(new Uint8Array(await new Blob(parts as BlobPart[]).arrayBuffer()));
 }
 
 /** Whether a request with this result changed the session; no answer that was cancelled at once did. */
