@@ -373,6 +373,7 @@ async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
     w = await wire()
     first = await w.send("s", generate("a", text="once", temperature=1.0))
     refused = await w.send("s", {"type": "rewind", "id": "b", "position": 99})
+    first, refused = ({name: one[name] for name in one if name != "asked"} for one in (first, refused))
     if restart:
         await w.worker.stop()
         w = await wire()

@@ -97,16 +97,15 @@ async def log(server: Server, local_worker: Start) -> Damaged:
 
 
 @pytest.mark.parametrize("turn", [3, 8])
-@pytest.mark.parametrize("where", ["request", "result"])
-async def test_a_flipped_bit_in_a_log_entry_stops_only_the_session_of_that_entry(
-    log: Damaged, local_worker: Start, turn: int, where: str
+async def test_a_flipped_bit_in_a_result_stops_only_its_session(
+    log: Damaged, local_worker: Start, turn: int
 ) -> None:
     """The server drops the entry. The session's next request fails, and `--verify` names the entry."""
-    marks = {"request": b'"text":"turn %03d' % turn, "result": b'"position":%d' % log.positions[turn]}
+    mark = b'"position":%d' % log.positions[turn]
 
     def flip(content: bytearray) -> None:
-        assert content.count(marks[where]) >= 1
-        content[content.index(marks[where]) + 9] ^= 0x10
+        assert content.count(mark) >= 1
+        content[content.index(mark) + 9] ^= 0x10
 
     log.damage(flip)
     assert await log.check(local_worker) == "diverged"
@@ -118,7 +117,8 @@ async def test_a_damaged_session_can_be_removed_and_its_name_used_again(
     """The worker does not know all tokens whose KV is to be erased, and says so."""
 
     def flip(content: bytearray) -> None:
-        content[content.index(b'"text":"turn 003') + 9] ^= 0x10
+        mark = b'"text":"turn 003'
+        content[content.index(mark, content.index(mark) + 1) + 9] ^= 0x10  # that in the result
 
     log.damage(flip)
     assert await log.check(local_worker) == "diverged"

@@ -132,15 +132,15 @@ async def test_a_session_is_erased_although_its_log_changes_while_it_is_read_fro
     await worker.stop()
     worker = await local_worker(model=str(endless_model))
     await worker.client.session("s").append(tokens=OTHER)
-    parts, forgotten = SessionLog._parts, list[Record]()
+    add, forgotten = SessionLog._add_results, list[Record]()
 
-    async def interrupted(log: SessionLog, read: Record, requests: list[Any]) -> Any:
+    async def interrupted(log: SessionLog, read: Record, *until: Any) -> bool:
         if read is not log.record and not forgotten:
             forgotten.append(log.record)
             worker.app._parts.sessions._sessions[log.key].forget()
-        return await parts(log, read, requests)
+        return await add(log, read, *until)
 
-    monkeypatch.setattr(SessionLog, "_parts", interrupted)
+    monkeypatch.setattr(SessionLog, "_add_results", interrupted)
     await worker.app._parts.sessions.erase(SessionKey("default", "s"))
     assert forgotten
     assert await all_gone(worker.client, tmp_path)

@@ -61,8 +61,8 @@ async def test_results_of_sessions_under_the_policy_full_have_no_cache_fields(wo
         result = await world.ask(request)
         assert (result.cache, result.visible_from) == (None, None)
     bodies = [entry.body for entry in world.log.entries if entry.kind == "out"]
-    assert bodies[0] == b'{"type":"opened","id":"o","seq":1,"position":0}'
-    assert not any(b"cache" in body.replace(b"cached_tokens", b"") for body in bodies)
+    assert bodies[0].startswith(b'{"type":"opened","id":"o","seq":1,"position":0,"asked":')
+    assert not any(b"cache" in body.replace(b"cached_tokens", b"") for body in bodies[1:])
 
 
 @pytest.mark.parametrize("how", ["append", "open"])
@@ -223,7 +223,7 @@ async def test_a_session_opened_from_a_checkpoint_keeps_its_cache_policy(world: 
 async def test_a_logged_policy_of_a_later_version_stops_the_session_with_the_reason(world: World) -> None:
     await world.ask(Open(id="o"))
     entries = world.log.entries
-    told = entries[1].body.replace(b"}", b',"cache":{"policy":"lru","most":4096}}')
+    told = entries[1].body.replace(b',"asked"', b',"cache":{"policy":"lru","most":4096},"asked"')
     entries[1] = replace(entries[1], body=told)
     world.crash()
     refused = await world.ask(append(0))

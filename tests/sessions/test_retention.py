@@ -25,7 +25,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.giving_up import Doubt
 from worker.sessions.session import Session
-from worker.wire import chunks, erasures, journal, overwriting, retention
+from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import Entry
 from worker.wire.fence import FencedError
@@ -447,6 +447,7 @@ async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_t
         await w.js.publish(w.subject(name, "closed"), forged)
         await w.send(name, append("b", "more"))
     if forged:
+        await w.js.publish(w.subject("closed", "closed"), forged)
         await w.send("closed", CLOSE)
     await asyncio.sleep(0.5)
     for name in ("open", "closed"):
@@ -661,7 +662,7 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
 async def test_a_session_is_not_removed_while_its_log_is_being_read(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise its requests would be read without their results, and run again."""
+    """Otherwise its first results would be read without its close."""
     w = await quiet_wire(closed_ttl_s=None)
     await w.send("s", append("a"))
     await w.send("s", CLOSE)
@@ -673,7 +674,7 @@ async def test_a_session_is_not_removed_while_its_log_is_being_read(
 
     async def removes(journal: Journal, key: SessionKey, kind: Any, *args: Any, **more: Any) -> Any:
         found = await page(journal, key, kind, *args, **more)
-        if kind == "in" and not tasks:
+        if kind == "out" and not tasks:
             tasks.append(asyncio.create_task(sweep(w.worker.app._parts.retention)))
             await asyncio.wait(tasks, timeout=0.5)
         return found
@@ -681,6 +682,7 @@ async def test_a_session_is_not_removed_while_its_log_is_being_read(
     monkeypatch.setattr(Retention, "sweep", nothing)
     w = await quiet_wire(closed_ttl_s=0)
     monkeypatch.setattr(Journal, "page", removes)
+    monkeypatch.setattr(consistent_reads, "_BATCH", 1)
     assert "was closed" in (await w.control("s", {"type": "info"}))["message"]
     await asyncio.gather(*tasks)
     assert await bodies(w, "s") == {}

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_fold import STORED, World, tampered
+from test_fold import World, tampered
 
 from cache.names.tokens import as_tokens
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER
@@ -198,9 +199,9 @@ async def test_an_answered_request_with_an_unknown_field_stops_the_session_with_
     world: World,
 ) -> None:
     await world.ask(Append(id="a", text="one"))
-    world.log.entries[0] = type(world.log.entries[0])(
-        1, "in", STORED, b'{"type":"append","id":"a","text":"one","mood":"good"}', {}
-    )
+    answered = world.log.entries[1]
+    told = answered.body.replace(b'"text":"one"', b'"text":"one","mood":"good"')
+    world.log.entries[1] = replace(answered, body=told)
     world.crash()
     refused = await world.ask(Append(id="b", text="two"))
     assert refused.code == "history_diverged"
