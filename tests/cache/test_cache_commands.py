@@ -217,7 +217,14 @@ async def test_an_import_skips_damaged_misnamed_and_orphaned_archive_members_and
         sound = [(member.name, tar.extractfile(member).read()) for member in tar]
     flipped = bytearray(sound[0][1])
     flipped[-1] ^= 1
-    orphan = sound[-1]
+    pieces = await open_store(directory=tmp_path / "pieces")
+    for end in (10, 11):
+        save_all(pieces, "a", [7] * end)
+        await pieces.queue.drained(5)
+    await pieces.close()
+    archive.export(tmp_path / "pieces", None, tmp_path / "pieces.tar")
+    with tarfile.open(tmp_path / "pieces.tar") as tar:
+        orphan = [(member.name, tar.extractfile(member).read()) for member in tar][-1]
     outside = tmp_path / "outside.safetensors"
     tar_of(
         tmp_path / "bad.tar",

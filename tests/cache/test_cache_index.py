@@ -88,6 +88,8 @@ def test_snapshots_that_were_used_together_are_evicted_from_the_last_one_on() ->
     assert index.oldest() is one
     index.release([two])
     assert index.oldest() is two
+    index.use([two])
+    assert index.oldest() is one
 
 
 def test_times_of_use_always_increase_even_if_the_clock_goes_back() -> None:
