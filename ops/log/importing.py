@@ -126,14 +126,13 @@ class Import:
             if line.parts is not None:
                 seq, headers[PARTS_HEADER] = yield from self._parts(line.parts, seq)
             result.pop("asked", None)  # its link, if it has one, is of the other log
-            if answer.repeat_of is None:
-                asked = Asked(stored=line.stored, headers=copied)
-                if len(line.request) <= _PART_BYTES:
-                    asked = replace(asked, request=line.request)
-                else:
-                    seq, link = yield from self._parts(bytes(line.request), seq)
-                    asked = replace(asked, link=link)
-                result["asked"] = msgspec.Raw(msgspec.json.encode(asked))
+            asked = Asked(stored=line.stored, headers=copied)
+            if len(line.request) <= _PART_BYTES:
+                asked = replace(asked, request=line.request)
+            else:
+                seq, link = yield from self._parts(bytes(line.request), seq)
+                asked = replace(asked, link=link)
+            result["asked"] = msgspec.Raw(msgspec.json.encode(asked))
             yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
             seq += 1
 

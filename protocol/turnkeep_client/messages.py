@@ -177,16 +177,14 @@ def decode_asked(body: bytes) -> Asked | None:
     return None
 
 
-def encode_repeat(body: bytes, *, seq: int, repeat_of: int) -> bytes:
+def encode_repeat(body: bytes, asked: Asked, *, seq: int, repeat_of: int) -> bytes:
     """Encode a recorded result as the answer to a repeat of its request.
 
-    `body` is the recorded result, `seq` the sequence of the repeat, `repeat_of` that of the first request.
-    All other fields but `asked` stay, also those unknown to this version.
+    `body` is the recorded result, `asked` the repeat at the sequence `seq`, `repeat_of` the sequence of the
+    first request. All other fields stay, also those unknown to this version.
     """
-    fields = _decode(_FIELDS, body, "a result")
-    fields.pop("asked", None)
-    numbers = {"seq": seq, "repeat_of": repeat_of}
-    return _ENCODER.encode(fields | {name: msgspec.Raw(str(number)) for name, number in numbers.items()})
+    fields = {name: value for name, value in _decode(_FIELDS, body, "a result").items() if name != "asked"}
+    return _ENCODER.encode(fields | {"seq": seq, "repeat_of": repeat_of, "asked": asked})
 
 
 def decode_chunk(body: bytes) -> Chunk:

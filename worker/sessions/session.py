@@ -175,7 +175,7 @@ class Session:
         """Read the log and answer the first request without a result; return the log's record before that."""
         await self.log.catch_up()
         record = self.log.record
-        if (last := await self.log.take_last()) is not None:
+        if (last := self.log.take_last()) is not None:
             # Its worker may have died before it ended the stream.
             pending, result = last
             await self._end_tokens(pending, unpublished(result, await self.log.published(pending)))

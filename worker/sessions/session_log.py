@@ -242,16 +242,12 @@ class SessionLog:
                 found[entry.seq] = Parts(value, request)
         return found
 
-    async def take_last(self) -> tuple[Pending, Result] | None:
+    def take_last(self) -> tuple[Pending, Result] | None:
         """Return the request and the result that was read last, once."""
         last = self.record.take_last()
-        if last is None:
+        if last is None or last[0] is None:  # it answers an invalid request
             return None
-        pending, result = last
-        if pending is None:  # a repeat: its request has just been answered, so it is still in the log
-            entry = await self._services.journal.entry(result.seq or 0)
-            pending = pending_at(entry) if entry else None
-        return (pending, result) if pending else None
+        return last[0], last[1]
 
     def reset(self) -> Record:
         """Replace the record by an empty one.
@@ -480,8 +476,9 @@ class SessionLog:
         if self._attachments.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._attachments.link)
         if result.repeat_of is not None:
-            if outcome.first:
-                return encode_repeat(outcome.first, seq=pending.seq, repeat_of=result.repeat_of), headers
+            if outcome.first and (asked := await self._asked(pending)):
+                repeat = encode_repeat(outcome.first, asked, seq=pending.seq, repeat_of=result.repeat_of)
+                return repeat, headers
         elif isinstance(result, Opened) and result.parent:
             headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
         elif changes_nothing(result) and pending.change is not None:  # so that any model can forget it
@@ -492,22 +489,21 @@ class SessionLog:
             if len(packed) > self._services.limits.most_input:
                 headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
                 result = replace(result, change=replace(result.change, input=""))
-        return await self._answer(pending, result), headers
+        asked = await self._asked(pending)
+        return encode_answer(result, asked) if asked else encode(result), headers
 
-    async def _answer(self, pending: Pending, result: Result) -> bytes:
-        """Encode a result with its request; store a long request first. An invalid request stays out."""
+    async def _asked(self, pending: Pending) -> Asked | None:
+        """Return a request as its result has it; store a long one first. None for an invalid one."""
         if pending.request is None:
-            return encode(result)
+            return None
         own, most = dict(pending.own_headers), self._services.limits.most_request
         # Where messages must be short, an answer of a gateway may so lose its note.
         asked = Asked(stored=pending.stored, headers=own if sum(map(len, own.values())) <= most else {})
         # A close is short without repeated fields and white space: whoever removes sessions reads no links.
         body = encode(pending.request) if isinstance(pending.request, Close) else pending.body
         if len(body) > most:
-            asked = replace(asked, link=str(await self._attachments.store(body)))
-        else:
-            asked = replace(asked, request=msgspec.Raw(body))
-        return encode_answer(result, asked)
+            return replace(asked, link=str(await self._attachments.store(body)))
+        return replace(asked, request=msgspec.Raw(body))
 
 
 def _opens(entry: Entry) -> bool:

@@ -60,8 +60,8 @@ export interface Appended {
 /**
  * The request that a result answers, and the time at which the log stored the request.
  *
- * Each result that repeats no other has it in the field `asked`, if its request was valid JSON of a known
- * type; `decode_asked` reads it. So the results of a session, in their order, say all that happened in it.
+ * Each result has it in the field `asked`, if its request was valid JSON of a known type; `decode_asked` reads
+ * it. So the results of a session, in their order, say all that happened in it.
  *
  * `request` is the request as it was sent. A long one is left out, and stored in other messages of the log:
  * `link` names the last of them. `headers` are its headers whose names begin with `Turnkeep-`.
