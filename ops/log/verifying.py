@@ -36,7 +36,7 @@ from turnkeep_client.subjects import REFUSED
 from .sessions import is_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Request, Result
@@ -159,23 +159,10 @@ def faults(log: SessionLog, parts: Mapping[int, bytes | None]) -> list[Fault]:
     # What is left before a close that forgets the session is being removed, one by one.
     answers = {seq: one for seq, one in answers.items() if seq >= forgotten}
     asked = {one.entry.seq: one for one in log.asked if one.entry.seq >= forgotten}
-    first = min(asked, default=0)
-    # Removing a closed session deletes all entries up to its close: first the requests, then the results.
-    removed = max(
-        (
-            one.seq
-            for one in answers.values()
-            if isinstance(one.result, Closed) and one.changes and (not asked or one.result.seq <= first)
-        ),
-        default=0,
-    )
-    left = {
-        seq: one
-        for seq, one in answers.items()
-        if one.seq > removed or seq in asked or isinstance(one.result, Closed)
-    }
+    removed = _removed(log, answers.values())
+    left = {seq: one for seq, one in answers.items() if one.seq > removed or isinstance(one.result, Closed)}
     found += _lost_results(log, removed, {one.seq for one in answers.values() if one.changes})
-    found += _lost(asked, {seq: one for seq, one in left.items() if one.seq > removed}, left)
+    found += _lost({seq: one for seq, one in asked.items() if seq in left or seq > removed}, left)
     found += _fitting(asked, left)
     found += (wrong := list(_fold(left, parts)))
     found += _unchanged(left, {one.seq for one in wrong})
@@ -193,6 +180,17 @@ def _pair(log: SessionLog, answers: dict[int, _Answer]) -> Iterator[Fault]:
             yield Fault(one.seq, f"is a second result of the request at {seq}, after {answers[seq].seq}")
         else:
             answers[seq] = _Answer(one.seq, one.headers, result)
+
+
+def _removed(log: SessionLog, answers: Iterable[_Answer]) -> int:
+    """Return the sequence of the close up to which results are being removed; 0 if none are.
+
+    A closed session is removed from its first result on, which therefore no longer is the first of its log.
+    """
+    fence = log.answers[0].entry.headers.get(EXPECT_HEADER, "0") if log.answers else "0"
+    if fence == "0":
+        return 0
+    return max((one.seq for one in answers if isinstance(one.result, Closed) and one.changes), default=0)
 
 
 def _lost_results(log: SessionLog, removed: int, changing: set[int]) -> Iterator[Fault]:
@@ -213,16 +211,10 @@ def _lost_results(log: SessionLog, removed: int, changing: set[int]) -> Iterator
         before, is_begun = one.seq, is_begun or one.seq in changing
 
 
-def _lost(
-    asked: Mapping[int, LoggedRequest], kept: Mapping[int, _Answer], left: Mapping[int, _Answer]
-) -> Iterator[Fault]:
-    """Yield missing requests, and requests whose result is missing.
-
-    `asked` has the requests in the log. `left` has the results in the log, and `kept` those of them whose
-    requests must still exist, both by the request's sequence.
-    """
-    for seq, answer in kept.items():
-        if seq not in asked:
+def _lost(asked: Mapping[int, LoggedRequest], left: Mapping[int, _Answer]) -> Iterator[Fault]:
+    """Yield requests that their results do not have, and requests whose result is missing."""
+    for seq, answer in left.items():
+        if seq not in asked and answer.changes and not isinstance(answer.result, Closed):
             yield Fault(seq, f"is gone: the result at {answer.seq} answers it")
     last = max((seq for seq, one in left.items() if one.is_in_turn), default=0)
     for seq in asked:
@@ -231,15 +223,14 @@ def _lost(
 
 
 def _fitting(asked: Mapping[int, LoggedRequest], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
-    """Yield results whose type does not fit the request, and requests that cannot be decoded."""
+    """Yield results whose type does not fit the request."""
     for seq, answer in answers.items():
         if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):
             continue
         request, result = asked[seq].request, answer.result
-        if request is None:
-            if not _is_json(asked[seq].entry.body):  # JSON may be of a newer version
-                yield Fault(seq, "cannot be read")
-        elif not isinstance(result, _FITTING[type(request)]) or (
+        if request is None:  # of a newer version
+            continue
+        if not isinstance(result, _FITTING[type(request)]) or (
             isinstance(request, Rewind) and request.position != result.position
         ):
             yield Fault(answer.seq, f"does not fit the request at {seq}")
@@ -332,11 +323,3 @@ def _base(packed: bytes) -> Tokens:
         return unpack(tokens)
     except (msgspec.MsgspecError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise _FaultError(f"what the fork took from its parent cannot be read: {error}") from None
-
-
-def _is_json(body: bytes) -> bool:
-    try:
-        msgspec.json.decode(body)
-    except msgspec.MsgspecError:
-        return False
-    return True
