@@ -42,6 +42,7 @@ FORGET = {"type": "close", "id": "c", "forget": True}
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.05)
     monkeypatch.setattr(retention, "_LAST_S", 0.0)
+    monkeypatch.setattr(retention, "_REMOVES_ANSWERED", True)
 
 
 async def bodies(w: Wire, session: str) -> dict[str, list[bytes]]:

@@ -74,6 +74,8 @@ _LAST_S: Final = 900.0
 #: How long an answered request stays: NATS servers sync their files every two minutes, unless configured
 #: otherwise, so by then a power cut cannot lose the result.
 _QUEUED_S: Final = 150.0
+#: Off until all programs that read logs find answered requests in the results.
+_REMOVES_ANSWERED: Final = False
 #: How often to look for answered requests of workers that have ended.
 _OFTEN_S: Final = 3600.0
 _FORGET: Final = b"forget"
@@ -151,12 +153,14 @@ class Retention:
 
         `server` is the server process that has the results.
         """
-        self._answered.extend(_Answered(seq, monotonic(), server) for seq in seqs)
+        if _REMOVES_ANSWERED:
+            self._answered.extend(_Answered(seq, monotonic(), server) for seq in seqs)
 
     async def run(self) -> None:
         """Remove what is due periodically, until cancelled."""
         async with task_group() as tasks:
-            tasks.start_soon(self._run_queue)
+            if _REMOVES_ANSWERED:
+                tasks.start_soon(self._run_queue)
             await self._run_closed()
 
     async def _run_queue(self) -> None:
