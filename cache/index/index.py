@@ -63,8 +63,12 @@ class Index:
         #: since is moved only when its turn comes, so that a use costs nothing here.
         self._due: dict[int, list[Node]] = {}
         for node in self._nodes.values():
+            if (nodes := self._due.get(node.used)) is None:
+                self._due[node.used] = [node]
+            else:
+                nodes.append(node)
+                node.used = nodes[0].used  # one object for all
             node.due = node.used
-            self._due.setdefault(node.used, []).append(node)
         for nodes in self._due.values():
             nodes.sort(key=_BY_START)
         #: A heap of the keys of `_due`.
