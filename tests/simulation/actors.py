@@ -183,7 +183,6 @@ class Plan:
             plan._lean(random)
         if some() < _VISITED and not plan.sync_s:
             plan.num_visitors, plan.num_gates = random.choice((1, 1, 2)), random.choice((1, 2))
-            plan.queued_s = 150.0  # gateways still look for answered requests on `in`
         return plan
 
     def _lean(self, random: Random) -> None:
