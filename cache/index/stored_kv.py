@@ -11,6 +11,7 @@ import os
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import structlog
 
@@ -20,7 +21,7 @@ from cache.disk.io_threads import IoThreads
 from cache.disk.stored_past import StoredPast
 from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, Span
-from cache.names.marks import MARK_BYTES, Marker
+from cache.names.marks import Marker
 from cache.names.policy import FULL
 from cache.names.snapshot import Name, Only
 from cache.names.tokens import Chain, as_tokens
@@ -83,6 +84,8 @@ class StoredKv:
         self._quota = quota
         self._remote = remote
         self._model = model
+        #: What computes the marks of a chain's snapshots.
+        self._markers: WeakKeyDictionary[Chain, Marker] = WeakKeyDictionary()
         #: The prefixes of each policy that was used.
         self._prefixes = {FULL: Prefixes(opened.index, identity, layout)}
         self._threads = IoThreads("restore", _IO_THREADS, release_thread)
@@ -101,7 +104,7 @@ class StoredKv:
         block = prefixes.identity.block_tokens
         self._queue.note_identity(prefixes.digest, block, self._model)
         root = blocks.root(prefixes.digest, tenant)
-        chain = Chain(root, block, policy, Marker(tenant))
+        chain = Chain(root, block, policy, tenant)
         return chain if of is None else of.chains.setdefault(root, chain)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
@@ -275,7 +278,7 @@ class StoredKv:
         if parent is None:
             return True
         resumable = not prefixes.is_stateful or any(tensor.of_state for tensor in tensors)
-        mark = chain.marker.mark(tokens) if chain.marker is not None else bytes(MARK_BYTES)
+        mark = self._markers.setdefault(chain, Marker(chain.tenant)).mark(tokens)
         name = Name(parent, span.start, tokens.packed(span.start), resumable, mark)
         encoded = snapshot_format.encode(name, prefixes.identity, prefixes.layout.ordered(tensors))
         size_bytes = self._folder.codec.size_bytes(encoded.size_bytes)

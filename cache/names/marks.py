@@ -69,10 +69,6 @@ class Marker:
         self._hashed = as_tokens()
         self._hasher = _start(tenant)
 
-    def copy(self) -> Marker:
-        """Return an independent one, for a fork of the session."""
-        return Marker(self._tenant)
-
     def mark(self, tokens: Tokens) -> bytes:
         """Return the mark of a snapshot that ends with these tokens: at the last multiple of `STRIDE`."""
         end, num = len(tokens) - len(tokens) % STRIDE, len(self._hashed)

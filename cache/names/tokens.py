@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from typing import TypeAlias
 
-    from .marks import Marker
-
     _Ids: TypeAlias = "array[int]"
 
 TOKEN_BYTES: Final = 4
@@ -173,22 +171,19 @@ class Tokens(Sequence[int]):
 
 
 class Chain:
-    """The names of the blocks of a growing session under one root. Hashes each block once.
+    """The names of the blocks of a growing session of a `tenant` under one root. Hashes each block once."""
 
-    `marker` computes the marks of its snapshots.
-    """
-
-    def __init__(self, root: bytes, block: int, policy: Policy = FULL, marker: Marker | None = None) -> None:
+    def __init__(self, root: bytes, block: int, policy: Policy = FULL, tenant: str = "") -> None:
         self.root = root
         self.block = block
         self.policy = policy
-        self.marker = marker
+        self.tenant = tenant
         self._named = as_tokens()
         self._names = [root]
 
     def copy(self) -> Chain:
         """Return an independent copy of the chain."""
-        chain = Chain(self.root, self.block, self.policy, self.marker and self.marker.copy())
+        chain = Chain(self.root, self.block, self.policy, self.tenant)
         chain._named, chain._names = self._named, [*self._names]  # of this class
         return chain
 
