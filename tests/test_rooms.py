@@ -60,8 +60,8 @@ NATS = {
 #: says why in a comment at the figure.
 #: Raised since they were first taken: `gateway` and its tests, as each dialect declares its paths and its
 #: form of errors; `protocol`, as options and metrics say there all that flags, pages and exporter need;
-#: `tests/process`, as routing is tried over all states of members; `worker` and its `models`, `device`, `batch`
-#: with their tests, as models see images; `protocol` and `worker/wire`, as one module of each client reads
+#: `tests/process`, as routing is tried over all states of members; `worker`, its `models device batch` and
+#: their tests, as models see images; `protocol` and `worker/wire`, as one module of each client reads
 #: logs, whose requests leave the queue; `tests/protocol_model`, which explores all orders of several workers.
 SIZES = {
     "bench": 3_827,

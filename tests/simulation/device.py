@@ -115,7 +115,7 @@ class Disk(dict["SessionKey", "Tokens"]):
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         for key in [key for key in self if key.tenant == tenant]:
-            if marks.begin(tenant).then(self[key].packed()) is not None:
+            if marks.agrees(tenant, self[key].packed()):
                 del self[key]
         return True
 
