@@ -6,7 +6,6 @@ import json
 from typing import TYPE_CHECKING, Final
 
 import msgspec
-from msgspec.structs import replace
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import LastSequenceError, TurnkeepError
@@ -126,12 +125,10 @@ class Import:
             if line.parts is not None:
                 seq, headers[PARTS_HEADER] = yield from self._parts(line.parts, seq)
             result.pop("asked", None)  # its link, if it has one, is of the other log
-            asked = Asked(stored=line.stored, headers=copied)
-            if len(line.request) <= _PART_BYTES:
-                asked = replace(asked, request=line.request)
-            else:
-                seq, link = yield from self._parts(bytes(line.request), seq)
-                asked = replace(asked, link=link)
+            asked = Asked(stored=line.stored, request=line.request, headers=copied)
+            if len(line.request) > _PART_BYTES:
+                seq, link = yield from self._parts(msgspec.json.encode(asked), seq)
+                asked = Asked(stored=line.stored, link=link)
             result["asked"] = msgspec.Raw(msgspec.json.encode(asked))
             yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
             seq += 1

@@ -87,6 +87,7 @@ _REQUEST: Final[msgspec.json.Decoder[Request]] = msgspec.json.Decoder(Request)
 _RESULT: Final[msgspec.json.Decoder[KnownResult]] = msgspec.json.Decoder(KnownResult)
 _UNKNOWN_RESULT: Final = msgspec.json.Decoder(UnknownResult)
 _ANSWERING: Final = msgspec.json.Decoder(_Answering)
+_LINKED: Final = msgspec.json.Decoder(Asked)
 _CHUNK: Final = msgspec.json.Decoder(Chunk)
 _CONTROL: Final[msgspec.json.Decoder[ControlRequest]] = msgspec.json.Decoder(ControlRequest)
 _SERVE: Final[msgspec.json.Decoder[ServeRequest]] = msgspec.json.Decoder(ServeRequest)
@@ -174,6 +175,13 @@ def decode_asked(body: bytes) -> Asked | None:
     """Decode the field `asked` of a result's body; None if there is none."""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _ANSWERING.decode(body).asked
+    return None
+
+
+def decode_linked(value: bytes | None) -> Asked | None:
+    """Decode what a long request's `link` leads to; None if that is gone or invalid."""
+    with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _LINKED.decode(value or b"")
     return None
 
 

@@ -15,13 +15,13 @@ from msgspec import UNSET, Struct
 from .checkpoints import Link, backwards
 from .errors import InvalidMessageError
 from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
-from .messages import Failed, Generate, Generated, decode_asked, decode_request, decode_result
+from .messages import Failed, Generate, Generated, decode_asked, decode_linked, decode_request, decode_result
 from .subjects import SessionKey
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
-    from .messages import Request, Result
+    from .messages import Asked, Request, Result
     from .stream import LogStream
 
 _T = TypeVar("_T")
@@ -153,7 +153,11 @@ def _joined(
 
 def _request_in(answered: LoggedResult) -> Entry | None:
     """Return the request that a result has, as it was stored; None if there is none, or a link."""
-    asked, result = decode_asked(answered.entry.body), answered.result
+    return _stored(answered, decode_asked(answered.entry.body))
+
+
+def _stored(answered: LoggedResult, asked: Asked | None) -> Entry | None:
+    result = answered.result
     if asked is None or asked.request is UNSET or result is None or result.seq is None:
         return None
     body = bytes(asked.request)
@@ -163,13 +167,12 @@ def _request_in(answered: LoggedResult) -> Entry | None:
 async def _long_requests(stream: LogStream, answers: Iterable[LoggedResult]) -> list[Entry]:
     """Read the requests that are too long for these results, and are stored in other messages."""
     found = []
-    for answered, result in answers:
-        asked = decode_asked(answered.body)
-        if asked is None or not asked.link or result is None or result.seq is None:
-            continue
-        if (body := await _long(stream, answered.key, asked.link)) is not None:
-            found.append(Entry(result.seq, answered.key, "in", asked.stored, body, asked.headers))
-    return found
+    for answered in answers:
+        asked = decode_asked(answered.entry.body)
+        if asked is not None and asked.link:
+            linked = decode_linked(await _long(stream, answered.entry.key, asked.link))
+            found.append(_stored(answered, linked))
+    return [one for one in found if one is not None]
 
 
 async def _read(

@@ -39,7 +39,7 @@ from .pending import asked_at, pending_at
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from turnkeep_client.messages import Change, Request, Result
+    from turnkeep_client.messages import Asked, Change, Request, Result
     from worker.wire.consistent_reads import Entry
 
     from .fold import Fold
@@ -65,12 +65,12 @@ _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 class Parts(NamedTuple):
     """What a result's messages besides itself have; each is None if there is none, or it has left the log.
 
-    `value` is the history that a fork starts with, or the encoded tokens of an input. `request` is the
-    request that the result answers, as it was sent.
+    `value` is the history that a fork starts with, or the encoded tokens of an input. `asked` is the request
+    that the result answers, if it is long.
     """
 
     value: History | str | None = None
-    request: bytes | None = None
+    asked: Asked | None = None
 
 
 _NO_PARTS: Final = Parts()
@@ -290,10 +290,9 @@ class Record:
     def _add_result(self, entry: Entry, result: Result, parts: Parts) -> None:
         """Apply a result, and note that its request is answered."""
         seq, pending = result.seq or 0, None
-        asked = decode_asked(entry.body)
-        body = parts.request if asked is None or asked.request is UNSET else bytes(asked.request)
-        if asked is not None and body is not None:
-            pending = asked_at(seq, asked, body)
+        asked = parts.asked or decode_asked(entry.body)
+        if asked is not None and asked.request is not UNSET:
+            pending = asked_at(seq, asked, bytes(asked.request))
         request = pending.request if pending else None
         self._num_since_checkpoint += 1
         self._last = (pending, result)

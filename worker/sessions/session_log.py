@@ -27,6 +27,7 @@ from turnkeep_client.messages import (
     Generated,
     Opened,
     decode_asked,
+    decode_linked,
     decode_request,
     decode_result,
     encode,
@@ -229,18 +230,22 @@ class SessionLog:
         """Read what is stored besides these results; return it by the result's sequence."""
         found: dict[int, Parts] = {}
         for entry in results:
-            value, request = None, None
-            asked = decode_asked(entry.body)
+            value, asked = None, decode_asked(entry.body)
             if (link := entry.headers.get(PARTS_HEADER)) is not None:
                 packed = await self._attachments.read(Link.parse(link))
                 if packed is not None:
                     opens = _opens(entry)
                     value = self._attachments.base(packed) if opens else packed.decode()
-            if asked is not None and asked.link:
-                request = await self._attachments.read(Link.parse(asked.link))
-            if value is not None or request is not None:
-                found[entry.seq] = Parts(value, request)
+            linked = asked is not None and bool(asked.link)
+            if value is not None or linked:
+                found[entry.seq] = Parts(value, await self._whole(asked) if linked else None)
         return found
+
+    async def _whole(self, asked: Asked | None) -> Asked | None:
+        """Return a request as its result has it, read from the log if it is long; None if it is gone."""
+        if asked is None or not asked.link:
+            return asked
+        return decode_linked(await self._attachments.read(Link.parse(asked.link)))
 
     def take_last(self) -> tuple[Pending, Result] | None:
         """Return the request and the result that was read last, once."""
@@ -349,9 +354,9 @@ class SessionLog:
             result = decode_result(body)
             if asked is None or (result.id, result.seq) != (request_id, at.in_seq):
                 return None
-            sent = asked.request
-            raw = bytes(sent) if sent is not UNSET else await self._attachments.read(Link.parse(asked.link))
-            request = decode_request(raw) if raw is not None else None
+            whole = await self._whole(asked)
+            sent = whole.request if whole else UNSET
+            request = None if sent is UNSET else decode_request(bytes(sent))
             return AnsweredRequest(request, result, body, at)
         return None
 
@@ -496,14 +501,14 @@ class SessionLog:
         """Return a request as its result has it; store a long one first. None for an invalid one."""
         if pending.request is None:
             return None
-        own, most = dict(pending.own_headers), self._services.limits.most_request
-        # Where messages must be short, an answer of a gateway may so lose its note.
-        asked = Asked(stored=pending.stored, headers=own if sum(map(len, own.values())) <= most else {})
-        # A close is short without repeated fields and white space: whoever removes sessions reads no links.
-        body = encode(pending.request) if isinstance(pending.request, Close) else pending.body
-        if len(body) > most:
-            return replace(asked, link=str(await self._attachments.store(body)))
-        return replace(asked, request=msgspec.Raw(body))
+        if isinstance(pending.request, Close):  # short, since whoever removes sessions reads no links
+            return Asked(stored=pending.stored, request=msgspec.Raw(encode(pending.request)))
+        headers, body = dict(pending.own_headers), msgspec.Raw(pending.body)
+        asked = Asked(stored=pending.stored, request=body, headers=headers)
+        if len(pending.body) + sum(map(len, headers.values())) <= self._services.limits.most_request:
+            return asked
+        link = await self._attachments.store(msgspec.json.encode(asked))
+        return Asked(stored=pending.stored, link=str(link))
 
 
 def _opens(entry: Entry) -> bool:

@@ -63,8 +63,9 @@ export interface Appended {
  * Each result has it in the field `asked`, if its request was valid JSON of a known type; `decode_asked` reads
  * it. So the results of a session, in their order, say all that happened in it.
  *
- * `request` is the request as it was sent. A long one is left out, and stored in other messages of the log:
- * `link` names the last of them. `headers` are its headers whose names begin with `Turnkeep-`.
+ * `request` is the request as it was sent, and `headers` are its headers whose names begin with `Turnkeep-`.
+ * If they are long, they are left out: `link` names the last of the messages of the log that together have
+ * this `Asked` as a whole.
  */
 export interface Asked {
   stored: string;

@@ -44,8 +44,9 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   const answeredSeqs = new Set<number>();
   for (const { seq: answered, body, headers } of results) {
     const result = decode<Result & { asked?: Asked }>(body);
-    const request = (await askedBy(wire, key, result?.asked)) ?? requests.get(result?.seq ?? 0);
-    isCopy ||= BEGAN_HEADER in (result?.asked?.headers ?? {});
+    const asked = result?.asked?.link ? await linked(wire, key, result.asked.link) : result?.asked;
+    const request = (asked?.request as Request | undefined) ?? requests.get(result?.seq ?? 0);
+    isCopy ||= BEGAN_HEADER in (asked?.headers ?? {});
     answeredSeqs.add(result?.seq ?? 0);
     if (result?.seq == null || request === undefined || found.has(result.seq)) continue;
     const digest = isChange(result) && headers.has(HISTORY_HEADER) ? headers.get(HISTORY_HEADER) : undefined;
@@ -58,11 +59,10 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   };
 }
 
-/** The request that a result has; undefined if it has none. Long ones are in other messages of the log. */
-async function askedBy(wire: Wire, key: SessionKey, asked: Asked | undefined): Promise<Request | undefined> {
-  if (!asked?.link) return asked?.request as Request | undefined;
+/** Read a long request from the messages of the log that a link leads to; undefined if they are gone. */
+async function linked(wire: Wire, key: SessionKey, last: string): Promise<Asked | undefined> {
   const parts: Uint8Array[] = [];
-  for (let link = asked.link; link !== ""; ) {
+  for (let link = last; link !== ""; ) {
     const { subjects } = wire;
     const body = await wire.get(subjects.logStream, subjects.of(key, "checkpoint"), parseInt(link));
     const message = body && decode<{ part: string; before?: string }>(body);
@@ -70,7 +70,7 @@ async function askedBy(wire: Wire, key: SessionKey, asked: Asked | undefined): P
     parts.unshift(Uint8Array.from(atob(message.part), (char) => char.charCodeAt(0)));
     link = message.before ?? "";
   }
-  return decode<Request>(new Uint8Array(await new Blob(parts as BlobPart[]).arrayBuffer()));
+  return decode<Asked>(new Uint8Array(await new Blob(parts as BlobPart[]).arrayBuffer()));
 }
 
 /** Whether a request with this result changed the session; no answer that was cancelled at once did. */
