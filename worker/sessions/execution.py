@@ -221,8 +221,7 @@ class Execution:
         grammar, warnings = await formats.grammar(tenant, request, prompt, splits=splitter is not None)
         warnings = extended.warnings + warnings
         room = self._limits.answer_bytes - min(len(extended.change.input), self._limits.most_input)
-        room -= min(len(self._pending.body), self._limits.most_request)
-        room -= min(sum(map(len, self._pending.own_headers.values())), self._limits.most_request)
+        room -= min(self._pending.size_bytes, self._limits.most_request)
         tokenizer = formats.tokenizer
         answer = Answer(
             TextStream(tokenizer, request.stop, splitter.is_marker if splitter else None),

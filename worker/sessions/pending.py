@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from anyio import Event
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Asked, Change, Request
     from worker.observe.traces import Phase
 
+#: Bodies that are longer than this are not kept in memory beside the request.
+_LONG: Final = 2**17
+
 
 @dataclass(slots=True, eq=False)
 class Pending:
@@ -33,7 +36,7 @@ class Pending:
     invalid: InvalidMessageError | None
     #: When the log stored the request.
     stored: datetime
-    #: The request as it was sent, and its headers that Turnkeep's clients have set.
+    #: The request as it was sent, empty if it is long; and its headers that Turnkeep's clients have set.
     body: bytes = b""
     own_headers: Mapping[str, str] = field(default_factory=dict)
     received_s: float = field(default_factory=monotonic)
@@ -92,6 +95,11 @@ class Pending:
             return None
         return self.stored.timestamp() + request.deadline_s
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the request and its headers, if it is not long."""
+        return len(self.body) + sum(map(len, self.own_headers.values()))
+
     def waited_s(self, moment_s: float) -> float:
         """Return the seconds from when the log stored the request to `moment_s` of the monotonic clock."""
         return max(time() - self.stored.timestamp() - (monotonic() - moment_s), 0.0)
@@ -112,9 +120,10 @@ def pending_at(entry: Entry) -> Pending:
     try:
         parent, own = trace_headers(entry.headers), _own(entry.headers)
         request = decode_request(entry.body)
-        return Pending(entry.seq, request, None, entry.stored, entry.body, own, parent=parent)
+        body = entry.body if len(entry.body) <= _LONG else b""  # a long one is read again when it is stored
+        return Pending(entry.seq, request, None, entry.stored, body, own, parent=parent)
     except InvalidMessageError as error:
-        return Pending(entry.seq, None, error, entry.stored, entry.body)
+        return Pending(entry.seq, None, error, entry.stored)
 
 
 def asked_at(seq: int, asked: Asked, body: bytes) -> Pending:

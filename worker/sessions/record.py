@@ -37,7 +37,7 @@ from .history import DivergedError, prefilled_by
 from .pending import asked_at, pending_at
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from turnkeep_client.messages import Asked, Change, Request, Result
     from worker.wire.consistent_reads import Entry
@@ -185,10 +185,10 @@ class Record:
         """Whether the request at `seq`, which was not read yet, is known to have a result."""
         return seq in self._answered
 
-    def add_results(self, entries: Sequence[Entry], parts: Mapping[int, Parts] | None = None) -> bool:
+    def add_results(self, entries: Sequence[Entry], parts: Parts = _NO_PARTS) -> bool:
         """Apply results; return whether any of them answers a request that had no result.
 
-        `parts` has what is stored besides a result, by the result's sequence. Ignores entries that no worker
+        `parts` has what is stored besides the result, if there is only one. Ignores entries that no worker
         can have written: those without a valid result, its request or a history digest, and those that
         answer a request which was stored later or already has a result. After the first reading, the results
         are another worker's: then the record is overtaken, and stays as it is.
@@ -207,7 +207,7 @@ class Record:
                 found = True
                 if not self.folded:
                     self.first_out = self.first_out or entry.seq
-                    self._add_result(entry, result, (parts or {}).get(entry.seq, _NO_PARTS))
+                    self._add_result(entry, result, parts)
         self.overtaken = self.overtaken or (found and self.folded)
         return found
 

@@ -48,6 +48,8 @@ from .record import Parts, Record
 from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import Append, Request, Result
     from turnkeep_client.subjects import SessionKey
@@ -177,7 +179,7 @@ class SessionLog:
         rung_seq = self._rung_seq
         if record.diverged is None and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
-            record.add_results(found.results, await self._parts(found.results))
+            await self._apply(record, found.results)
         while await self._add_results(record):
             pass
         record.has_more = True
@@ -197,8 +199,13 @@ class SessionLog:
         """Read the next results, up to the sequence `until`; return whether the log has more of them."""
         entries, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
         results = [entry for entry in entries if entry.seq <= until]
-        record.add_results(results, await self._parts(results))
+        await self._apply(record, results)
         return num_more > 0 and len(results) == len(entries)
+
+    async def _apply(self, record: Record, results: Sequence[Entry]) -> None:
+        """Add results, with what is stored besides them: of one result at a time, as it may be long."""
+        for entry in results:
+            record.add_results([entry], await self._parts(entry))
 
     async def _end_fold(self, record: Record) -> None:
         # Another worker may have removed the session meanwhile: removals begin with the first results.
@@ -226,20 +233,15 @@ class SessionLog:
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)
 
-    async def _parts(self, results: list[Entry]) -> dict[int, Parts]:
-        """Read what is stored besides these results; return it by the result's sequence."""
-        found: dict[int, Parts] = {}
-        for entry in results:
-            value, asked = None, decode_asked(entry.body)
-            if (link := entry.headers.get(PARTS_HEADER)) is not None:
-                packed = await self._attachments.read(Link.parse(link))
-                if packed is not None:
-                    opens = _opens(entry)
-                    value = self._attachments.base(packed) if opens else packed.decode()
-            linked = asked is not None and bool(asked.link)
-            if value is not None or linked:
-                found[entry.seq] = Parts(value, await self._whole(asked) if linked else None)
-        return found
+    async def _parts(self, entry: Entry) -> Parts:
+        """Read what is stored besides a result."""
+        value, asked = None, decode_asked(entry.body)
+        if (link := entry.headers.get(PARTS_HEADER)) is not None:
+            packed = await self._attachments.read(Link.parse(link))
+            if packed is not None:
+                value = self._attachments.base(packed) if _opens(entry) else packed.decode()
+        linked = asked is not None and bool(asked.link)
+        return Parts(value, await self._whole(asked) if linked else None)
 
     async def _whole(self, asked: Asked | None) -> Asked | None:
         """Return a request as its result has it, read from the log if it is long; None if it is gone."""
@@ -503,9 +505,10 @@ class SessionLog:
             return None
         if isinstance(pending.request, Close):  # short, since whoever removes sessions reads no links
             return Asked(stored=pending.stored, request=msgspec.Raw(encode(pending.request)))
-        headers, body = dict(pending.own_headers), msgspec.Raw(pending.body)
-        asked = Asked(stored=pending.stored, request=body, headers=headers)
-        if len(pending.body) + sum(map(len, headers.values())) <= self._services.limits.most_request:
+        headers = dict(pending.own_headers)
+        body = pending.body or await self._services.journal.get(pending.seq) or encode(pending.request)
+        asked = Asked(stored=pending.stored, request=msgspec.Raw(body), headers=headers)
+        if max(len(body), pending.size_bytes) <= self._services.limits.most_request:
             return asked
         link = await self._attachments.store(msgspec.json.encode(asked))
         return Asked(stored=pending.stored, link=str(link))

@@ -24,7 +24,15 @@ from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 
 from .chunks import AnswerChunks
-from .consistent_reads import MAX_BACKOFF_S, TIMEOUT_S, ConsistentReads, Entry, pause_after, single
+from .consistent_reads import (
+    MAX_BACKOFF_S,
+    PAGE_BYTES,
+    TIMEOUT_S,
+    ConsistentReads,
+    Entry,
+    pause_after,
+    single,
+)
 from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
 from .overwriting import overwrite
 from .written import answers
@@ -45,6 +53,10 @@ MESSAGE_TOO_LARGE: Final = 10054
 
 class TooLargeError(Exception):
     """The result is larger than the stream permits."""
+
+
+#: Bytes of a page that is read only for its sequences.
+_QUEUE_BYTES: Final = 2**16
 
 
 class Queue(NamedTuple):
@@ -91,12 +103,15 @@ class Journal:
         """
         return server_id(self._nc)
 
-    async def page(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> tuple[list[Entry], int]:
+    async def page(
+        self, key: SessionKey, kind: Literal["in", "out"], after: int, max_bytes: int = PAGE_BYTES
+    ) -> tuple[list[Entry], int]:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
-        Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
+        Returns a page of up to 256 entries or `max_bytes`, and the number of entries that remain after it.
         """
-        return await self._reads.page(self._subjects.log_stream, self._subjects.of(key, kind), after)
+        subject = self._subjects.of(key, kind)
+        return await self._reads.page(self._subjects.log_stream, subject, after, max_bytes)
 
     @property
     def is_alone(self) -> bool:
@@ -230,13 +245,13 @@ class Journal:
         answered, results = list[int](), set[int]()
         after, more, after_out, more_results = 0, 1, 0, 1
         while more:
-            requests, more = await self.page(key, "in", after)
+            requests, more = await self.page(key, "in", after, _QUEUE_BYTES)
             for entry in requests:
                 if not after:  # the first request: no result is before it
                     after_out = entry.seq
                 after = entry.seq
                 while more_results and after not in results:
-                    page, more_results = await self.page(key, "out", after_out)
+                    page, more_results = await self.page(key, "out", after_out, _QUEUE_BYTES)
                     results |= {answers(one) for one in page}
                     after_out = page[-1].seq if page else after_out
                 if after not in results:
