@@ -295,7 +295,10 @@ def result(
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": num_prefilled}
     told = {"type": "generated", "position": 61, "text": "x", "kv_live_bytes": 0, "seq": seq, **more}
     told |= {"tokens": [5] * num_generated, "usage": usage | {"completion_tokens": num_generated}}
-    asked = {"stored": stored or datetime.now(UTC), "request": {"type": "generate", "id": told["id"], "text": "x"}}
+    asked = {
+        "stored": stored or datetime.now(UTC),
+        "request": {"type": "generate", "id": told["id"], "text": "x"},
+    }
     times = {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}
     return encode(told | {"seconds": times, "asked": asked})
 
