@@ -46,8 +46,8 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     `state` is `waiting` while requests have no result (`running` replaces it if one of them runs); `failed`
     if workers refuse all its requests, since its tokens do not have the digest that the log states;
     `forgotten` if only the close is left in the log. `position` is None if the last result has none. `dead`
-    counts dead letters. Only `measured` sets `size_bytes`, and only `begun` sets the last three fields: the
-    user's first words, the parent and the tags.
+    counts dead letters. `entries` counts no answered requests, since they leave the log. Only `measured` sets
+    `size_bytes`, and only `begun` sets the last three fields: the user's first words, the parent and the tags.
     """
 
     tenant: str
@@ -82,6 +82,8 @@ _AT_ONCE: Final = 32
 #: Most waiting sessions whose workers are asked if they run, and the time limit for all answers.
 _ASKED: Final = 256
 _ASK_S: Final = 1.0
+#: Kinds of entries that leave the log some time after their request was answered.
+_LEAVING: Final = frozenset({"in", "attempt"})
 #: Codes of failures that say in which state a session is.
 _TELLING: Final = frozenset({"history_diverged", "unknown_session"})
 _OUTCOME: Final = msgspec.json.Decoder(_Outcome)
@@ -159,7 +161,7 @@ def _row(
         waiting=len(end.waiting),
         position=outcome.position,
         last=end.last.stored,
-        entries=sum(kinds.values()),
+        entries=sum(num for kind, num in kinds.items() if kind not in _LEAVING) + len(end.waiting),
         dead=kinds.get("dead", 0),
         model=result.model if result else None,
         worker=result.build.get("worker") if result else None,

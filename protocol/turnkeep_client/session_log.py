@@ -298,7 +298,8 @@ async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]
     async for key, one in stream.last(queues, "in"):
         answered = results.get(key)
         last = decoded(decode_result, answered.body) if answered else None
-        if last is None or last.seq != one.seq:  # an answered request may still be in the queue
+        # An answered request may still be in the queue; if it changed the session, no earlier one waits.
+        if last is None or last.seq != one.seq or not is_change(last):
             waiting[key] = await queued(stream, key)
     found = {key: End(results.get(key), waiting.get(key, ())) for key in {**results, **waiting}}
     return {key: one for key, one in found.items() if any(one)}

@@ -288,12 +288,19 @@ async def test_the_session_list_has_pages_first_words_states_costs_search_and_fi
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
-def result(seq: int, num_prefilled: int, num_generated: int, **more: Any) -> bytes:
-    """Return a worker's result of the request `seq`, as it is in the log."""
+def result(
+    seq: int, num_prefilled: int, num_generated: int, *, stored: datetime | None = None, **more: Any
+) -> bytes:
+    """Return a worker's result of the request `seq`, which the log `stored` then, as it is in the log."""
     usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": num_prefilled}
     told = {"type": "generated", "position": 61, "text": "x", "kv_live_bytes": 0, "seq": seq, **more}
     told |= {"tokens": [5] * num_generated, "usage": usage | {"completion_tokens": num_generated}}
-    return encode(told | {"seconds": {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}})
+    asked = {
+        "stored": stored or datetime.now(UTC),
+        "request": {"type": "generate", "id": told["id"], "text": "x"},
+    }
+    times = {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}
+    return encode(told | {"seconds": times, "asked": asked})
 
 
 async def test_session_costs_include_a_new_result_even_if_the_number_of_entries_is_unchanged(
@@ -311,11 +318,11 @@ async def test_session_costs_include_a_new_result_even_if_the_number_of_entries_
     client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
     async with client, opened(client) as page:
         (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
-        assert (row["entries"], cost["generated"]) == (4, 0)
+        assert (row["entries"], cost["generated"]) == (2, 0)
         await js.publish(f"{subject}.commit", result(first.seq, 47, 64, id="a", **cancelled))
         await js.delete_msg(f"{worker.settings.prefix}_log", note.seq)
         (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
-        assert (row["entries"], cost["prefilled"], cost["generated"]) == (4, 47, 64)
+        assert (row["entries"], cost["prefilled"], cost["generated"]) == (2, 47, 64)
     await raw.close()
 
 
@@ -325,9 +332,10 @@ async def test_the_duration_of_an_answer_resumed_after_a_crash_counts_from_its_r
     worker = await local_worker()
     await worker.stop()
     raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.crashed"
+    stored = datetime.now(UTC)
     asked = await raw.jetstream().publish(f"{subject}.in", b'{"type":"generate","id":"r","text":"x"}')
     await asyncio.sleep(0.5)
-    told = result(asked.seq, 1, 60, id="r", finish_reason="length", resumed_tokens=56)
+    told = result(asked.seq, 1, 60, stored=stored, id="r", finish_reason="length", resumed_tokens=56)
     await raw.jetstream().publish(f"{subject}.commit", told)
     await raw.close()
     client = await connect(worker.settings.nats, prefix=worker.settings.prefix)

@@ -18,7 +18,7 @@ from tests.commands.command_runs import Terminal, command, where
 from tests.parts import LocalWorker
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Append, Appended, Model
+from turnkeep_client.messages import Append, Appended, Model, encode, failure
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
@@ -66,11 +66,41 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert (rows["b", "idle"]["position"], rows["b", "idle"]["worker"], rows["b", "idle"]["model"]) == (
         *(1500, "test", "tiny"),
     )
-    assert (rows["default", "idle"]["entries"], rows["default", "waiting"]["waiting"]) == (2, 2)
+    assert (rows["default", "idle"]["entries"], rows["default", "waiting"]["waiting"]) == (1, 2)
     shown = await command("sessions", *where(worker))
     assert "waiting (2)" in shown.stdout
     last = "4 of 4 sessions; 1 ended: --state closed and --state forgotten list them"
     assert shown.stdout.splitlines()[-1] == last
+
+
+async def test_sessions_are_listed_the_same_after_their_answered_requests_have_left_the_log(
+    local_worker: Start,
+) -> None:
+    worker = await filled(local_worker)
+    raw = await nats.connect(worker.settings.nats)
+    before = [await listed(worker), await listed(worker, "--state", "closed")]
+    for subject in ("default.idle", "default.closed", "default.failed", "b.idle"):
+        await raw.jetstream().purge_stream(
+            f"{worker.settings.prefix}_log", subject=f"{worker.settings.prefix}.{subject}.in"
+        )
+    assert [await listed(worker), await listed(worker, "--state", "closed")] == before
+    await raw.close()
+
+
+async def test_a_session_is_waiting_while_a_request_before_a_cancelled_one_has_no_result(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    await worker.stop()
+    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.s"
+    for name in ("a", "b"):
+        body = json.dumps({"type": "append", "id": name, "text": "x"}).encode()
+        ack = await raw.jetstream().publish(f"{subject}.in", body)
+    cancelled = failure("b", "expired", "cancelled before it began", seq=ack.seq, position=0)
+    await raw.jetstream().publish(f"{subject}.commit", encode(cancelled))
+    (row,) = await listed(worker)
+    assert (row["state"], row["waiting"]) == ("waiting", 1)
+    await raw.close()
 
 
 async def test_a_closed_session_is_listed_as_closed_after_a_repeated_or_a_refused_request(

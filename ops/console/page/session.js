@@ -167,7 +167,7 @@ export function session(main, given, about) {
     if (all) models = [...new Set(Object.values(all.workers).filter((one) => one.up).map((one) => one.model))].join(" or ");
     const found = given ? await get(path(name)).catch((error) => { if (isFirst) { tell(head, name); tell(note, error.message); } }) : { row: null, turns: [], more: null };
     if (mine !== turn || !found) return;
-    const isChanged = isFirst || row?.entries !== found.row?.entries;
+    const isChanged = isFirst || row?.last !== found.row?.last;
     if (isChanged && found.row) await seeVariants();
     if (mine !== turn) return;
     row = found.row;
