@@ -94,6 +94,8 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
     assert found_in(requests, results) == []
     for one in requests:
         assert found_in([other for other in requests if other is not one], results) == [], "results have it"
+    bare = [Stored(one.seq, re.sub(rb',"asked":.*', b"}", one.body), one.headers) for one in results]
+    assert "is gone" in {fault.what.partition(":")[0] for fault in found_in([], bare)}
     for one in results[:-1]:
         found = found_in(requests, [other for other in results if other is not one])
         assert one.seq in {fault.seq for fault in found} or found[0].what.startswith("has no result"), one

@@ -861,7 +861,7 @@ async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_devi
 ) -> None:
     """Also if it has evicted the session from its own memory, and if it stores no snapshots."""
     if not has_store:
-        monkeypatch.setattr(device.Worker, "_copies", None)
+        monkeypatch.setattr(device.Worker, "stores", False)
     w = await quiet_wire(idle_timeout_s=idle_timeout_s)
     await w.send("s", append("a"))
     app, key = w.worker.app, SessionKey("default", "s")

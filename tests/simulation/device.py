@@ -305,6 +305,9 @@ def _metrics(built: Parts) -> Metrics:
 class Worker(App):
     """The real worker with a simulated device. Without `leases` it has no record among the workers."""
 
+    #: Whether it stores snapshots.
+    stores = True
+
     def __init__(
         self,
         settings: Settings,
@@ -373,7 +376,8 @@ class Worker(App):
                 await self._members.drain(on=on)
 
     def _build(self, ground: Groundwork, **groups: Any) -> Parts:
-        return Parts(replace(ground, copies=self._disk), self.device_of_hashes, _metrics, **groups)
+        copies = self._disk if self.stores else None
+        return Parts(replace(ground, copies=copies), self.device_of_hashes, _metrics, **groups)
 
     @property
     def leftovers(self) -> dict[str, int]:
