@@ -46,8 +46,8 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     `state` is `waiting` while requests have no result (`running` replaces it if one of them runs); `failed`
     if workers refuse all its requests, since its tokens do not have the digest that the log states;
     `forgotten` if only the close is left in the log. `position` is None if the last result has none. `dead`
-    counts dead letters. `entries` counts no answered requests, since they leave the log. Only `measured` sets
-    `size_bytes`, and only `begun` the last three fields: the first words, the parent and the tags.
+    counts dead letters. `entries` leaves out answered requests, which leave the log. Only `measured` sets
+    `size_bytes`, and only `begun` the last three: the first words, the parent and the tags.
     """
 
     tenant: str
