@@ -38,27 +38,30 @@ from parts import WorkerProcess, free_port, make_endless_model, make_tiny_model 
 from turnkeep_client.checkpoints import CheckpointMessage, Link  # noqa: E402
 from turnkeep_client.client import connect  # noqa: E402
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError  # noqa: E402
-from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER  # noqa: E402
+from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER  # noqa: E402
 from turnkeep_client.messages import (  # noqa: E402
+    Asked,
     Close,
     Closed,
     Failed,
     Generated,
     Open,
     Opened,
-    Request,
+    decode_asked,
     decode_chunk,
+    decode_linked,
     decode_request,
     decode_result,
 )
 from turnkeep_client.nats_client import Nats  # noqa: E402
+from turnkeep_client.session_log import decoded  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.process.constants import CONSTANTS  # noqa: E402
 from worker.sessions.attachments import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
 from worker.sessions.history import History  # noqa: E402
-from worker.sessions.record import Record  # noqa: E402
+from worker.sessions.record import Parts, Record  # noqa: E402
 from worker.wire.consistent_reads import Entry  # noqa: E402
 
 if TYPE_CHECKING:
@@ -287,9 +290,8 @@ def judge(
     Skips `out` entries without a worker's header, which the harness has forged.
     """
     verdict = Verdict()
-    asked: dict[SessionKey, list[Entry]] = defaultdict(list)
+    asked: dict[SessionKey, dict[int, Entry]] = defaultdict(dict)
     told: dict[SessionKey, list[Entry]] = defaultdict(list)
-    requests: dict[int, bytes] = {}
     checkpoints: dict[int, bytes] = {}
     for one in stored:
         try:
@@ -297,30 +299,30 @@ def judge(
         except InvalidMessageError:
             continue
         if kind == "in":
-            requests[one.seq] = one.body
-            asked[key].append(_entry(one, kind))
+            asked[key][one.seq] = _entry(one, kind)
         elif kind == "out" and MODEL_HEADER in one.headers:
             told[key].append(_entry(one, kind))
         elif kind == "checkpoint":
             checkpoints[one.seq] = one.body
-    forgotten = {key: _forgotten(asked[key], told[key]) for key in asked.keys() | told.keys()}
+    linked = {entry.seq: _asked(entry, checkpoints) for entries in told.values() for entry in entries}
+    for key, entries in told.items():
+        _add_answered(verdict, key, asked[key], entries, linked)
+    queues = {key: [entries[seq] for seq in sorted(entries)] for key, entries in asked.items()}
+    forgotten = {key: _forgotten(queue, told[key]) for key, queue in queues.items()}
     for seq, (key, body) in (acked or {}).items():
-        if requests.get(seq) != body and seq >= forgotten.get(key, 0):
+        request = asked[key].get(seq)
+        if (request is None or not _is_same(request.body, body)) and seq >= forgotten.get(key, 0):
             verdict.blame("lost", f"{key} {seq} was acknowledged")
     tokenizer = Tokenizer.from_folder(model) if model else None
     fold = Fold(tokenizer) if tokenizer else None
     for key, before in forgotten.items():
-        _judge_session(verdict, key, asked[key], told[key], heard, before)
+        _judge_session(verdict, key, queues[key], told[key], heard, before)
         if fold is not None and tokenizer is not None:
+            values = {entry.seq: _value(entry, checkpoints, tokenizer) for entry in told[key]}
+            _judge_bases(verdict, key, asked[key], told, values, forgotten)
             record = Record(fold)
-            record.add_results(told[key])
-            parts = {
-                one.seq: _part(link, checkpoints, decode_request(one.body), tokenizer)
-                for one in asked[key]
-                if (link := record.parts_of(one.seq)) is not None
-            }
-            _judge_bases(verdict, key, asked[key], told, parts, forgotten)
-            record.add_requests(asked[key], parts)
+            for entry in told[key]:
+                record.add_results([entry], Parts(values[entry.seq], linked[entry.seq]))
             record.end_fold()
             if record.diverged or record.num_foreign:
                 verdict.blame(
@@ -329,46 +331,82 @@ def judge(
     return verdict
 
 
-def _part(
-    text: str, checkpoints: Mapping[int, bytes], request: Request, tokenizer: Tokenizer
-) -> History | str | None:
-    """Read a chain of checkpoints: the state that a fork has copied from its parent, or a long input."""
-    parts: list[bytes] = []
-    link = Link.parse(text)
-    while link is not None:
-        message = CheckpointMessage.unpack(checkpoints.get(link.seq, b""), link)
-        parts.append(message.part if message else b"")
-        link = Link.parse(message.before) if message else None
-    packed = b"".join(reversed(parts))
-    if not isinstance(request, Open):
+def _add_answered(
+    verdict: Verdict,
+    key: SessionKey,
+    asked: dict[int, Entry],
+    told: Iterable[Entry],
+    linked: Mapping[int, Asked | None],
+) -> None:
+    """Add to the queue's requests those that have left it, as their results have them; compare the others."""
+    for entry in told:
+        seq, whole = decode_result(entry.body).seq or 0, linked[entry.seq]
+        if whole is None or whole.request is msgspec.UNSET:
+            continue
+        body = bytes(whole.request)
+        if seq not in asked:
+            asked[seq] = Entry(seq, "in", whole.stored, body, whole.headers)
+        elif not _is_same(asked[seq].body, body):
+            verdict.blame("contradicting", f"{key} {entry.seq} has another request: {body[:200]!r}")
+
+
+def _is_same(one: bytes, other: bytes) -> bool:
+    """Whether two bodies are the same request; a result has a `close` in other bytes than were sent."""
+    return one == other or decoded(decode_request, one) == decoded(decode_request, other) is not None
+
+
+def _asked(entry: Entry, checkpoints: Mapping[int, bytes]) -> Asked | None:
+    """Return the request that a result has, as a whole; None if it has none, or the log has lost it."""
+    asked = decode_asked(entry.body)
+    return decode_linked(_linked(asked.link, checkpoints)) if asked and asked.link else asked
+
+
+def _value(entry: Entry, checkpoints: Mapping[int, bytes], tokenizer: Tokenizer) -> History | str | None:
+    """Return what is stored besides a result: the state that a fork has copied, or a long input."""
+    packed = _linked(entry.headers.get(PARTS_HEADER, ""), checkpoints)
+    if packed is None:
+        return None
+    if not isinstance(decode_result(entry.body), Opened):
         return packed.decode()
     found = Checkpoint.unpack(packed, tokenizer)
     return found.history if found else None
 
 
+def _linked(text: str, checkpoints: Mapping[int, bytes]) -> bytes | None:
+    """Read a chain of checkpoints; None if there is none, or a part of it is gone or changed."""
+    parts: list[bytes] = []
+    link = Link.parse(text)
+    while link is not None:
+        message = CheckpointMessage.unpack(checkpoints.get(link.seq, b""), link)
+        if message is None:
+            return None
+        parts.append(message.part)
+        link = Link.parse(message.before)
+    return b"".join(reversed(parts)) if parts else None
+
+
 def _judge_bases(
     verdict: Verdict,
     key: SessionKey,
-    asked: Iterable[Entry],
+    asked: Mapping[int, Entry],
     told: Mapping[SessionKey, list[Entry]],
-    parts: Mapping[int, History | str | None],
+    values: Mapping[int, History | str | None],
     forgotten: Mapping[SessionKey, int],
 ) -> None:
     """Check the state that each fork has copied: its length, and for a fork of the parent's end the digest.
 
     The digest must be one that an earlier result of the parent has.
     """
-    bodies = {entry.seq: entry.body for entry in asked}
     for entry in told[key]:
         opened = decode_result(entry.body)
         if not isinstance(opened, Opened) or opened.parent is None or opened.repeat_of is not None:
             continue
-        parent, base = SessionKey(key.tenant, opened.parent.session), parts.get(opened.seq or 0)
+        parent, base = SessionKey(key.tenant, opened.parent.session), values[entry.seq]
         verdict.outcomes["forked"] += 1
         if not isinstance(base, History) or base.position != opened.position:
             verdict.blame("contradicting", f"{key} {entry.seq} has no base of {opened.position} tokens")
         elif not forgotten.get(parent):
-            request = decode_request(bodies[opened.seq or 0])
+            request = decode_request(asked[opened.seq or 0].body)
             digests = {one.headers.get(HISTORY_HEADER) for one in told[parent] if one.seq < entry.seq}
             at_end = isinstance(request, Open) and request.from_ and request.from_.position is None
             if at_end and base.digest() not in digests:
@@ -409,6 +447,9 @@ def _judge_session(
         results[decode_result(entry.body).seq or 0].append(entry)
     verdict.requests += len(asked)
     for seq in results.keys() - {entry.seq for entry in asked}:
+        first_result = decode_result(results[seq][0].body)
+        if isinstance(first_result, Failed) and first_result.code == "invalid_request":
+            continue  # such a result does not have its request, which has left the queue
         verdict.blame("contradicting", f"{key} has a result for {seq}, which is no request of it")
     first: dict[str, tuple[Any, Any]] = {}
     for entry in asked:

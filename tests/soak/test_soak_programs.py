@@ -117,6 +117,10 @@ def asked(seq: int, text: str = "a") -> SimpleNamespace:
     return stored(seq, "in", type="append", id="r1", text=text)
 
 
+def having(text: str) -> dict[str, Any]:
+    return {"stored": "2025-01-01T00:00:00Z", "request": json.loads(asked(1, text).body)}
+
+
 def told(seq: int, of: int, position: int = 1, **more: Any) -> SimpleNamespace:
     counts = {"tokens": 0, "cached_tokens": 0, "prefilled_tokens": 0, "kv_live_bytes": 0, "seconds": 0.1}
     return stored(seq, "out", type="appended", id="r1", seq=of, position=position, **counts, **more)
@@ -131,6 +135,7 @@ def told(seq: int, of: int, position: int = 1, **more: Any) -> SimpleNamespace:
         ([asked(1), told(2, 1), told(3, 9)], {}, "contradicting"),
         ([asked(1), told(2, 1), asked(3), told(4, 3, 2, repeat_of=1)], {}, "contradicting"),
         ([asked(1), told(2, 1), asked(3, "b"), told(4, 3)], {}, "contradicting"),
+        ([asked(1), told(2, 1, asked=having("b"))], {}, "contradicting"),
         (
             [
                 asked(1),
@@ -145,6 +150,11 @@ def test_the_oracle_finds_each_kind_of_fault_in_a_log(
     log: list[Any], acked: dict[int, Any], fault: str
 ) -> None:
     assert judge(log, acked).faults.most_common(1) == [(fault, 1)]
+
+
+def test_a_request_that_only_its_result_still_has_is_not_lost() -> None:
+    verdict = judge([told(2, 1, asked=having("a"))], {1: (KEY, asked(1).body)})
+    assert (verdict.requests, verdict.answered, verdict.faults.total()) == (1, 1, 0)
 
 
 def test_the_oracle_counts_received_results_and_chunks_that_contradict_the_log() -> None:
