@@ -42,6 +42,7 @@ FORGET = {"type": "close", "id": "c", "forget": True}
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.05)
     monkeypatch.setattr(retention, "_LAST_S", 0.0)
+    monkeypatch.setattr(retention, "_FILLING", 0.0)
 
 
 async def bodies(w: Wire, session: str) -> dict[str, list[bytes]]:
@@ -1006,30 +1007,28 @@ async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended
     await until_queued(await quiet_wire(), "s", [])
 
 
-async def test_a_request_stays_if_the_server_has_restarted_since_its_result_was_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_request_stays_if_the_server_has_restarted_since_its_result_was_read() -> None:
     """The server may have lost the result, and another entry may have the request's sequence."""
-    monkeypatch.setattr(retention, "_QUEUED_S", 0.0)
     deleted: list[int] = []
+    found = [[1, 2], [5]]
 
-    class Log:
-        server = "one"
+    async def delete(seq: int) -> None:
+        deleted.append(seq)
 
-        async def queues(self) -> list[Queue]:
-            return []
+    async def queues() -> list[Queue]:
+        return [Queue(SessionKey("t", "s"), found.pop(0), is_waiting=True)]
 
-        async def delete(self, seq: int) -> None:
-            deleted.append(seq)
-
-    log: Any = Log()
+    log: Any = SimpleNamespace(server="one", queues=queues, delete=delete)
     kept = Retention(log, closed_ttl_s=None, max_bytes=2**30)
-    kept.note_answered([1, 2], server="one")
+    kept.num_bytes = 1
     await kept.remove_answered()
-    kept.note_answered([3], server="one")
     log.server = "two"
+    await asyncio.sleep(151)
     await kept.remove_answered()
-    assert deleted == [1, 2]
+    assert not deleted
+    await asyncio.sleep(151)
+    await kept.remove_answered()
+    assert deleted == [5]
 
 
 async def test_an_answered_request_stays_until_the_servers_files_are_sure_to_have_its_result() -> None:
@@ -1043,6 +1042,7 @@ async def test_an_answered_request_stays_until_the_servers_files_are_sure_to_hav
 
     log: Any = SimpleNamespace(server="one", queues=queues, delete=delete)
     kept = Retention(log, closed_ttl_s=None, max_bytes=2**30)
+    kept.num_bytes = 1
     await kept.remove_answered()
     await asyncio.sleep(149)
     await kept.remove_answered()
@@ -1050,3 +1050,20 @@ async def test_an_answered_request_stays_until_the_servers_files_are_sure_to_hav
     await asyncio.sleep(2)
     await kept.remove_answered()
     assert deleted == [1]
+
+
+async def test_answered_requests_stay_while_the_log_is_less_than_half_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retention, "_FILLING", 0.5)
+    looked: list[bool] = []
+
+    async def queues() -> list[Queue]:
+        looked.append(True)
+        return []
+
+    log: Any = SimpleNamespace(server="one", queues=queues)
+    kept = Retention(log, closed_ttl_s=None, max_bytes=8)
+    for kept.num_bytes in (0, 4, 5):
+        await kept.remove_answered()
+    assert looked == [True]

@@ -182,6 +182,7 @@ def patched(history: History) -> Iterator[None]:
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
             (retention, "_PERIOD_S", 1.0),
+            (retention, "_FILLING", 0.0),
             (retention, "_QUEUED_S", plan.queued_s),
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),

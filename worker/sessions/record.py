@@ -117,7 +117,6 @@ class Record:
         self._lost_out = 0  # the first result that the log has lost
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
         self._answered: set[int] = set()  # requests behind `in_seq` that have a result
-        self._stored: list[int] = []  # requests that were answered here, and not taken by `take_settled`
         self._last_position = 0  # from the last result that changed the history
         self._checkpoint_seq = 0  # the request of the checkpoint that the record started from
         self._num_since_checkpoint = 0  # results since the last checkpoint
@@ -173,13 +172,6 @@ class Record:
         """Return the result that was read last, once, and its request; None if it does not have that."""
         last, self._last = self._last, None
         return last
-
-    def take_settled(self) -> list[int]:
-        """Return, once, the requests that were answered here and behind no request without a result."""
-        end = self.pending[0].seq if self.pending else self.in_seq + 1
-        settled = sorted(seq for seq in self._stored if seq < end)
-        self._stored = [seq for seq in self._stored if seq >= end]
-        return settled
 
     def has_result(self, seq: int) -> bool:
         """Whether the request at `seq`, which was not read yet, is known to have a result."""
@@ -265,7 +257,6 @@ class Record:
             self.pending.remove(pending)
         else:
             self._answered.add(pending.seq)
-        self._stored.append(pending.seq)
         self.out_seq = self._last_out = out_seq
         before, self.history = self.history, history
         self._note_branch(before, pending.request, result, pending.change)

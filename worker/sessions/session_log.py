@@ -412,7 +412,6 @@ class SessionLog:
                 outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
             outcome, out_seq = await self._store(pending, outcome)
             record.committed(pending, outcome.result, out_seq, outcome.history)
-            self._services.retention.note_answered(record.take_settled(), server=self.server)
             pending.done.set()
             if not is_withdrawal and not isinstance(outcome.result, Failed):
                 record.proven_seq = pending.seq

@@ -14,8 +14,9 @@ from nats.js.errors import APIError
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
-#: JetStream's error code if a delete finds no message; a read raises `NotFoundError`, with another code.
-_NO_MESSAGE: Final = 10057
+#: JetStream's error codes if a delete finds no message, the second one if its file has other messages. A read
+#: raises `NotFoundError`, with another code.
+_NO_MESSAGE: Final = (10057, 10043)
 
 
 async def overwrite(js: JetStreamContext, stream: str, seq: int) -> None:
@@ -23,5 +24,5 @@ async def overwrite(js: JetStreamContext, stream: str, seq: int) -> None:
     try:
         await js.delete_msg(stream, seq)  # nats-py leaves out `no_erase`
     except APIError as error:
-        if error.err_code != _NO_MESSAGE:
+        if error.err_code not in _NO_MESSAGE:
             raise

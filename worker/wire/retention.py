@@ -1,9 +1,9 @@
 """Removes from the log what it need not keep: answered requests, and sessions.
 
-A result has its request, so a request leaves `in` once the result is safely stored. It is overwritten like
-the entries of forgotten sessions: the session may be forgotten later, and a server overwrites nothing that it
-has removed before. Requests leave in their order, so the first one that a session has on `in` may only be
-followed by newer ones, and the delivery of a waiting request stays valid.
+A result has its request, so while the log is filling, requests leave `in` once their results are safely
+stored. They are overwritten like the entries of forgotten sessions: the session may be forgotten later, and a
+server overwrites nothing that it has removed before. Requests leave in their order, so the first one that a
+session has on `in` may only be followed by newer ones, and the delivery of a waiting request stays valid.
 
 Closed sessions leave after a time, or if the log is full; forgotten ones at once.
 
@@ -53,7 +53,7 @@ from .intake import session_of
 from .written import answers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from turnkeep_client.subjects import SessionKey
 
@@ -74,8 +74,9 @@ _LAST_S: Final = 900.0
 #: How long an answered request stays: NATS servers sync their files every two minutes, unless configured
 #: otherwise, so by then a power cut cannot lose the result.
 _QUEUED_S: Final = 150.0
-#: How often to look for answered requests of workers that have ended.
-_OFTEN_S: Final = 3600.0
+#: Above this share of the log's limit answered requests leave it. Not always: each removal overwrites, for
+#: which the server rewrites a file of up to 8 MB.
+_FILLING: Final = 0.5
 _FORGET: Final = b"forget"
 
 
@@ -89,14 +90,6 @@ class _Closing(NamedTuple):
 
 def _age_s(note: Entry) -> float:
     return time() - note.stored.timestamp()
-
-
-class _Answered(NamedTuple):
-    """An answered request, when the worker knew that, and from which server process."""
-
-    seq: int
-    known_s: float
-    server: str
 
 
 class Retention:
@@ -119,8 +112,9 @@ class Retention:
         self._ttl_s = closed_ttl_s
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        self._answered: deque[_Answered] = deque()
-        self._looked_at, self._looked_s = "", 0.0  # where and when this worker last looked for others
+        #: Requests that are to leave, and the server process and time at which their results were read.
+        self._answered: deque[int] = deque()
+        self._known_at, self._known_s = "", 0.0
         self._seen_seq = 0  # notes up to this sequence were handled, or are not due yet
         self._forgotten: set[int] = set()  # later notes that were handled
         self._stripped: set[int] = set()  # notes of sessions of which only the close is left
@@ -146,13 +140,6 @@ class Retention:
         """Look for sessions to remove now: the result of a close that forgets one was stored."""
         self._woken.set()
 
-    def note_answered(self, seqs: Iterable[int], *, server: str) -> None:
-        """Note requests that have results, as have all earlier ones of their sessions: they are to go.
-
-        `server` is the server process that has the results.
-        """
-        self._answered.extend(_Answered(seq, monotonic(), server) for seq in seqs)
-
     async def run(self) -> None:
         """Remove what is due periodically, until cancelled."""
         async with task_group() as tasks:
@@ -168,19 +155,21 @@ class Retention:
             await sleep(_PERIOD_S)
 
     async def remove_answered(self) -> None:
-        """Remove the requests whose results the server's files are sure to have, and overwrite them.
+        """While the log is filling, remove the requests whose results the server's files are sure to have.
 
-        A restarted server may have lost results, and used their sequences again: then look which requests
-        have results.
+        A restarted server may have lost results, and used their sequences again: then look anew.
         """
         server = self._journal.server
-        if self._is_first() and (server != self._looked_at or monotonic() > self._looked_s + _OFTEN_S):
-            for queue in await self._journal.queues():
-                self.note_answered(queue.answered, server=server)
-            self._looked_at, self._looked_s = server, monotonic()
-        while self._answered and self._answered[0].known_s <= monotonic() - _QUEUED_S:
-            if self._answered[0].server == self._journal.server:
-                await self._journal.delete(self._answered[0].seq)
+        if server != self._known_at:
+            self._answered.clear()
+        is_filling = self.num_bytes > _FILLING * self.max_bytes
+        if not self._answered and is_filling and self._is_first():
+            self._answered.extend([seq for queue in await self._journal.queues() for seq in queue.answered])
+            self._known_at, self._known_s = server, monotonic()
+        while self._answered and self._known_s <= monotonic() - _QUEUED_S:
+            if self._journal.server != self._known_at:
+                return
+            await self._journal.delete(self._answered[0])
             self._answered.popleft()
 
     async def _run_closed(self) -> None:
