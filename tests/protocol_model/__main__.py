@@ -30,6 +30,7 @@ FULL: Final = (
     ("GF", _ONE_FAULT._replace(num_workers=2, num_faults=0, num_losses=1)),
     ("GFG", _ONE_FAULT._replace(num_workers=2, num_faults=0, num_losses=1)),
     ("AA", _ONE_FAULT._replace(num_workers=2, num_losses=1)),
+    ("G", Rules(num_workers=2)),
 )
 
 

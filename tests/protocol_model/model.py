@@ -22,10 +22,11 @@ process that stored it has synced its files since. Age alone does not say that: 
 started again may not have synced what it found. `synced` is the least part of the log that must be safe for
 the removals so far; everything behind it may be lost.
 
-**Not modelled:** time (the end of a worker is noticed before it is back), the contents of tokens (a token is
-the worker that drew it), several chunks, lagging replicas, lost acks, refused chunks, checkpoints, forks and
-shared KV, cancels out of order, counted attempts, limits of sessions, `ctl` and `ask`, pings, expired
-sessions: a close that forgets, and its result, stay, as no worker is stalled for fifteen minutes.
+**Not modelled:** time (the end of a worker is noticed before it is back, also by those that were paused: they
+notice it when they go on), the contents of tokens (a token is the worker that drew it), several chunks,
+lagging replicas, lost acks, refused chunks, checkpoints, forks and shared KV, cancels out of order, counted
+attempts, limits of sessions, `ctl` and `ask`, pings, expired sessions: the result of a close that forgets
+stays, as no worker is stalled for fifteen minutes.
 """
 
 from __future__ import annotations
@@ -260,12 +261,23 @@ class Model(NamedTuple):
             case "notice", w if shared.workers[w].status != UP and self._is_lost(shared, session):
                 # Those that are left take over what nobody has (`_take_unanswered`).
                 yield from [self._ring(session, v) for v in self.owners(shared, session)] or [session]
-            case "restart", w if self._is_lost(shared, session) and w in self.owners(shared, session):
+            case (("resume" | "restart"), w) if self._finds_lost(label[0], w, shared, session):
                 yield self._ring(session, w)
             case ("lose",):
                 yield from self._lost(session)
             case _:
                 yield session
+
+    def _finds_lost(self, step: str, w: int, shared: Shared, session: Session) -> bool:
+        """Whether a worker that is back takes what nobody has.
+
+        One that was paused does so for the ends that it missed: it notices them now, as if they were new.
+        """
+        is_told = step == "restart" or (
+            self.rules.has("a worker that was paused notices ends")
+            and any(one.status != UP for one in shared.workers)
+        )
+        return is_told and self._is_lost(shared, session) and w in self.owners(shared, session)
 
     def _is_lost(self, shared: Shared, session: Session) -> bool:
         """Whether the queue has a request without a result, and no worker that answers is at work on it."""
@@ -554,12 +566,12 @@ class Model(NamedTuple):
             if (
                 entry.kind == "out"
                 and self.kind(entry.request) == "F"
-                and not (entry.is_gone or entry.repeats)
+                and not (entry.is_gone or entry.repeats or entry.fails)
             ):
                 yield from self._forget(session, at)
         for at, entry in enumerate(log):
-            if entry.kind != "in" or entry.is_gone or self.kind(entry.request) == "F":
-                continue  # a close stays beside its result, by which a removal is continued
+            if entry.kind != "in" or entry.is_gone:
+                continue
             outs = [seq for seq, one in _outs(log) if one.request == entry.request]
             if not outs and has("a request leaves the queue after its result"):
                 continue

@@ -20,7 +20,7 @@ from tests.simulation import world as simulated_world
 from tests.simulation.actors import EXPECT_HEADER, SUBJECTS
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
-from turnkeep_client.messages import Close, Closed, Generate, decode_chunk, decode_request, decode_result
+from turnkeep_client.messages import Close, Generate, decode_chunk, decode_request, decode_result
 from worker.process.setting_kinds import Tenants
 from worker.sessions.record import changes_nothing
 
@@ -163,7 +163,6 @@ class Replay:
 
     def run(self) -> None:
         """Follow all events. Raises `NotAStepError`."""
-        closed = self._closes()
         for at, event in enumerate(self._events):
             if event.kind == "restarted":
                 self._life += 1
@@ -179,23 +178,10 @@ class Replay:
             if key not in self._sessions:
                 self._sessions[key] = _Session(len(self._workers), self._life)
             try:
-                done = self._sessions[key].follow(
-                    event, kind, name or "", self._workers.get(event.worker), event.message in closed
-                )
+                done = self._sessions[key].follow(event, kind, name or "", self._workers.get(event.worker))
             except NotAStepError as error:
                 raise NotAStepError(f"event {at}, {key}, {event}: {error}") from None
             self.counts[done] += 1
-
-    def _closes(self) -> set[Message]:
-        """Return the requests that have closed a session."""
-        stored = [one.message for one in self._events if one.kind == "stored" and one.message]
-        found = set()
-        for message in stored:
-            if message.subject.endswith(".out") and isinstance(result := decode_result(message.data), Closed):
-                subject = f"{message.subject[:-4]}.in"
-                asked = [one for one in stored if (one.seq, one.subject) == (result.seq, subject)]
-                found |= set(asked) if result.repeat_of is None else set()
-        return found
 
 
 class _Session:
@@ -211,17 +197,18 @@ class _Session:
         self._requests: dict[int, int] = {}  # by sequence
         self._chunks: list[list[Message]] = []  # by request
 
-    def follow(self, event: Event, kind: str, name: str, w: int | None, closes: bool) -> str:
+    def follow(self, event: Event, kind: str, name: str, w: int | None) -> str:
         message = event.message
         assert message is not None
         if event.kind == "removed":
             return self._removed(message, kind)
         if kind == "in":
-            self._asked(message, closes=closes)
+            self._asked(message)
         elif kind == "out" and w is not None:
+            self._closed_all()  # what other workers may have read before
             self._answered(message, w)
         elif kind == "closed" and w is not None:
-            self._take(w, "note")
+            self._noted(w)
             self._seqs.append(message.seq)
         elif kind in ("tok", "chunk") and w is not None and ENDED_HEADER not in message.headers:
             self._published(message, w)
@@ -229,10 +216,10 @@ class _Session:
             return "other"
         return kind
 
-    def _asked(self, message: Message, *, closes: bool) -> None:
+    def _asked(self, message: Message) -> None:
         request = decode_request(message.data)
         letter = "G" if isinstance(request, Generate) else "A"
-        if closes and isinstance(request, Close):
+        if isinstance(request, Close):  # it may be begun and noted, and fail: cancelled at another worker
             letter = "F" if request.forget else "C"
         number = len(self._model.program)
         one_id = self._ids.setdefault(request.id, len(self._ids))
@@ -278,6 +265,24 @@ class _Session:
         seq = len(self._now.log)
         done = {one._replace(known=seq) for one in knowing}
         self._maybe[w] = done | {Memory("fresh", self._shared.life, seq, one.history) for one in knowing}
+
+    def _noted(self, w: int) -> None:
+        """Store a note of a close: a first one, or the same again, as its ack was lost."""
+        self._close(w)
+        noted = {
+            one
+            for one in self._maybe[w]
+            if one and one.phase == "noted" and self._model.kind(one.request) in "FC"
+        }
+        if any(label[0] == "note" for memory in self._maybe[w] for label, _ in self._steps(w, memory)):
+            self._take(w, "note")
+            self._maybe[w] |= noted
+            return
+        if not noted:
+            raise NotAStepError(f"worker {w} cannot note a close")
+        self._maybe[w] = noted
+        entry = Entry("note", next(iter(noted)).request, by=frozenset())
+        self._now = self._now._replace(log=(*self._now.log, entry))
 
     def _published(self, message: Message, w: int) -> None:
         if message.data:

@@ -26,10 +26,10 @@ POWER_CUT = CALM._replace(num_losses=1)
 @pytest.mark.parametrize(
     ("program", "rules"),
     [
-        ("G", CRASH._replace(num_faults=2, num_losses=1, num_drains=1, num_ends=1)),
+        ("G", CRASH._replace(num_faults=2, num_losses=1)),
+        ("G", CRASH._replace(num_drains=1, num_ends=1)),
         ("AA", CRASH._replace(num_drains=1)),
         ("GF", POWER_CUT),
-        ("GFG", POWER_CUT),
         ("GR", CRASH._replace(num_workers=3, reads_at_once=True)),
         ("AF", POWER_CUT._replace(queue_first=False)),
     ],
@@ -69,6 +69,12 @@ def test_what_the_model_forgets_of_stale_workers_changes_no_verdict() -> None:
         ("an end without tokens is sealed", "G", CRASH._replace(num_ends=1), "and published"),
         ("a restart of the server is noticed", "AA", POWER_CUT, "was never asked"),
         ("undelivered requests are found", "A", POWER_CUT, "has no result"),
+        (
+            "a worker that was paused notices ends",
+            "A",
+            AT_ONCE._replace(num_faults=2, num_losses=1),
+            "has no result",
+        ),
         ("a removed request has a safe result", "A", POWER_CUT, "neither queue nor results"),
         (
             "a restart makes no result safe",
@@ -98,7 +104,13 @@ def test_each_step_of_the_simulation_is_a_step_of_the_model() -> None:
     command = [sys.executable, "-P", "-m", "tests.protocol_model", "--replay", "40", "--histories", "15"]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protocol")])}
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True, timeout=600, check=False
+        command,
+        cwd=ROOT,
+        env=os.environ | paths | {"PYTHONHASHSEED": "0"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for kind in ("in", "out", "tok", "closed", "remove in", "remove out", "restarts of the server"):
