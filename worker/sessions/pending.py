@@ -123,7 +123,9 @@ def pending_at(entry: Entry) -> Pending:
         body = entry.body if len(entry.body) <= _LONG else b""  # a long one is read again when it is stored
         return Pending(entry.seq, request, None, entry.stored, body, own, parent=parent)
     except InvalidMessageError as error:
-        return Pending(entry.seq, None, error, entry.stored)
+        # Its frames have the body, and in a circle the request: they would wait for the garbage collector.
+        error.__cause__ = error.__context__ = None
+        return Pending(entry.seq, None, error.with_traceback(None), entry.stored)
 
 
 def asked_at(seq: int, asked: Asked, body: bytes) -> Pending:
