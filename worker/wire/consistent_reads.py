@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 _BATCH: Final = 256
-PAGE_BYTES: Final = 2 * 2**20
+_BATCH_BYTES: Final = 2 * 2**20
 TIMEOUT_S: Final = 5.0
 MAX_BACKOFF_S: Final = 5.0
 #: How long a look-up of whether a stream has replicas stays valid.
@@ -58,17 +58,12 @@ class ConsistentReads:
         self._gets = DirectGets(nc, timeout_s=TIMEOUT_S)
         self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: (valid until, has replicas)
 
-    async def page(
-        self, stream: str, subject: str, after: int, max_bytes: int = PAGE_BYTES
-    ) -> tuple[list[Entry], int]:
-        """Read a subject's next messages after the sequence `after`, and count the remaining ones.
-
-        Reads at least one, and no more than about `max_bytes`.
-        """
+    async def page(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
+        """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
         pause_s = RACE_S
         while True:
             last_seq = await self.last_seq(stream, subject) if await self._is_replicated(stream) else None
-            entries, num_more = await self._direct_batch(stream, subject, after, max_bytes)
+            entries, num_more = await self._direct_batch(stream, subject, after)
             is_behind = last_seq is not None and not num_more and last_seq > max(after, _end(entries))
             # A replica may also return removed entries: removals begin with the first entries.
             is_removed = last_seq is not None and entries and not await self.get(stream, entries[0].seq)
@@ -128,11 +123,9 @@ class ConsistentReads:
                 after = entry.seq
                 yield entry
 
-    async def _direct_batch(
-        self, stream: str, subject: str, after: int, max_bytes: int
-    ) -> tuple[list[Entry], int]:
+    async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
         """Read a page by a direct get, retrying until it succeeds. The answering replica may lag behind."""
-        request = {"seq": after + 1, "batch": _BATCH, "max_bytes": max_bytes, "next_by_subj": subject}
+        request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         while True:
             try:
                 messages, num_more = await self._gets.read(stream, request)

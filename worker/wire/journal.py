@@ -26,7 +26,6 @@ from turnkeep_client.subjects import REFUSED, SessionKey, check_id
 from .chunks import AnswerChunks
 from .consistent_reads import (
     MAX_BACKOFF_S,
-    PAGE_BYTES,
     TIMEOUT_S,
     ConsistentReads,
     Entry,
@@ -53,10 +52,6 @@ MESSAGE_TOO_LARGE: Final = 10054
 
 class TooLargeError(Exception):
     """The result is larger than the stream permits."""
-
-
-#: Bytes of a page that is read only for its sequences.
-_QUEUE_BYTES: Final = 2**16
 
 
 class Queue(NamedTuple):
@@ -103,15 +98,12 @@ class Journal:
         """
         return server_id(self._nc)
 
-    async def page(
-        self, key: SessionKey, kind: Literal["in", "out"], after: int, max_bytes: int = PAGE_BYTES
-    ) -> tuple[list[Entry], int]:
+    async def page(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> tuple[list[Entry], int]:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
-        Returns a page of up to 256 entries or `max_bytes`, and the number of entries that remain after it.
+        Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
         """
-        subject = self._subjects.of(key, kind)
-        return await self._reads.page(self._subjects.log_stream, subject, after, max_bytes)
+        return await self._reads.page(self._subjects.log_stream, self._subjects.of(key, kind), after)
 
     @property
     def is_alone(self) -> bool:
@@ -245,13 +237,13 @@ class Journal:
         answered, results = list[int](), set[int]()
         after, more, after_out, more_results = 0, 1, 0, 1
         while more:
-            requests, more = await self.page(key, "in", after, _QUEUE_BYTES)
+            requests, more = await self.page(key, "in", after)
             for entry in requests:
                 if not after:  # the first request: no result is before it
                     after_out = entry.seq
                 after = entry.seq
                 while more_results and after not in results:
-                    page, more_results = await self.page(key, "out", after_out, _QUEUE_BYTES)
+                    page, more_results = await self.page(key, "out", after_out)
                     results |= {answers(one) for one in page}
                     after_out = page[-1].seq if page else after_out
                 if after not in results:
