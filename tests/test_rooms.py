@@ -70,7 +70,7 @@ SIZES = {
     "gateway": 7_223,
     "ops": 5_367,
     "protocol": 6_314,
-    "tests": 80_328,
+    "tests": 80_329,
     "tests/bench": 1_107,
     "tests/cache": 8_406,
     "tests/commands": 3_225,
@@ -79,7 +79,7 @@ SIZES = {
     "tests/gateway": 6_991,
     "tests/model": 6_235,
     "tests/ops": 6_421,
-    "tests/packaging": 880,
+    "tests/packaging": 881,
     "tests/process": 5_973,
     "tests/protocol": 3_808,
     "tests/protocol_model": 1_570,
@@ -87,7 +87,7 @@ SIZES = {
     "tests/simulation": 4_991,
     "tests/soak": 2_637,
     "words": 26_920,
-    "worker": 32_993,
+    "worker": 32_978,
     "worker/batch": 4_378,
     "worker/cluster": 1_515,
     "worker/device": 3_281,
@@ -97,7 +97,7 @@ SIZES = {
     "worker/process": 1_912,
     "worker/sessions": 4_812,
     "worker/text": 2_564,
-    "worker/wire": 3_668,
+    "worker/wire": 3_653,
 }
 
 #: The packages of the gateway that translate an HTTP API to the common form in `turn`.

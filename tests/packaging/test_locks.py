@@ -141,6 +141,6 @@ def test_tests_that_need_a_registry_are_skipped_with_a_reason_if_it_does_not_ans
     )
     assert done.returncode == 0, done.stdout
     assert re.search(
-        r"^SKIPPED \[30\] .*: the registry does not answer uv: .*127\.0\.0\.1", done.stdout, re.MULTILINE
+        r"^SKIPPED \[36\] .*: the registry does not answer uv: .*127\.0\.0\.1", done.stdout, re.MULTILINE
     )
     assert "passed" not in done.stdout.splitlines()[-1]
