@@ -162,7 +162,7 @@ async def test_the_example_agent_continues_after_a_kill_and_no_answer_is_generat
 
 
 def kill_server(process: WorkerProcess) -> None:
-    # The client shows what it had before the last kill: the server may not be back, or not have said its port.
+    # The client shows what it had before the last kill: the server may not be back yet.
     with suppress(ProcessLookupError, ValueError):
         os.kill(process.server_pid, signal.SIGKILL)
 
