@@ -252,7 +252,8 @@ class Client:
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.
 
-        Raises `NoWorkerError` if the log cannot be read, or no worker has ever created it.
+        Answered requests may have left the log: their results have them (`asked`). Raises
+        `NoWorkerError` if the log cannot be read, or no worker has ever created it.
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
         subjects = self._wire.subjects

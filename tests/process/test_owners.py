@@ -126,14 +126,18 @@ async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_toke
     assert all(one.prefilled_tokens <= 65 + 32 for one in appended)
 
 
+async def until_at_work(workers: list[Any], key: SessionKey) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 async def test_a_worker_learns_whether_another_one_has_requests_of_a_session(cluster: Start) -> None:
     workers = [await cluster("first"), await cluster("second")]
     generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
     await generation.send()
     key = SessionKey("default", "s")
-    async with asyncio.timeout(PATIENCE_S):
-        while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_at_work(workers, key)
     assert sorted([await one.app._parts.owners.num_busy(key) for one in workers]) == [0, 1]
     await generation.cancel()
     await generation
@@ -157,9 +161,7 @@ async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_f
     generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
     await generation.send()
     key = SessionKey("default", "s")
-    async with asyncio.timeout(PATIENCE_S):
-        while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until_at_work(workers, key)
     (idle,) = (one.app._parts.owners for one in workers if key not in one.app._parts.intake.at_work)
     assert await asyncio.gather(idle.num_busy(key), idle.is_elsewhere(key)) == [1, True]
     await generation.cancel()
