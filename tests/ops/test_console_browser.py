@@ -339,6 +339,7 @@ async def test_the_page_models_shows_which_models_fit_and_downloads_one(
         browser.open(f"{url}/?token={TOKEN}")
         browser.run("window.fetch_ = window.fetch; window.fetch = () => new Promise(() => {})")
         browser.click("Models")
+        browser.wait_for("document.querySelector('main').innerText.startsWith('Models')")
         assert browser.text("main").split("\n") == ["Models", "", "Loading the list of models ..."]
         browser.run("window.fetch = window.fetch_; location.hash = '#/'")
         browser.click("Models")
