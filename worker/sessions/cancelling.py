@@ -8,7 +8,7 @@ from turnkeep_client.messages import Cancelled, Failed, Generated, failure
 from worker.wire.fence import FencedError
 
 if TYPE_CHECKING:
-    from .pending import Pending
+    from .pending import PendingRequest
     from .session import Session
     from .session_log import AnsweredRequest
 
@@ -48,7 +48,7 @@ async def cancel(session: Session, request_id: str) -> Cancelled | Failed:
             return Cancelled(id=request_id, was=was)
 
 
-async def _is_begun(session: Session, pending: Pending) -> bool:
+async def _is_begun(session: Session, pending: PendingRequest) -> bool:
     """Return whether the request was started, here or by a worker that died.
 
     If it was, its published tokens stay. Only the first pending request can have been started, unless the

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey, Subjects
 
     from .embedding import Embedder
-    from .history import History
+    from .history import TokenHistory
     from .services import Services
     from .session import Session
     from .sessions import Sessions
@@ -110,7 +110,7 @@ class Control:
             None, "unknown_session", "there is no such session; an append or a generate starts one"
         )
 
-    async def _count(self, tenant: str, history: History, request: CountRequest) -> Counted | Failed:
+    async def _count(self, tenant: str, history: TokenHistory, request: CountRequest) -> Counted | Failed:
         """Count the tokens that a generate would add; a closed or unknown session counts as a new one."""
         if history.closed or not history.exists:
             history = self._fold.begin(datetime.now(UTC))
@@ -158,7 +158,7 @@ class Control:
             worker=self._metrics(),
         )
 
-    def _snapshot(self, key: SessionKey, history: History) -> str | UnsetType:
+    def _snapshot(self, key: SessionKey, history: TokenHistory) -> str | UnsetType:
         """Return the digest of the longest stored snapshot of a session's tokens; UNSET if there is none."""
         if self._store is None or self._engine.refusal(history.policy) is not None:
             return UNSET

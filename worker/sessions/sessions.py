@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import ForkPoint, Parent
     from worker.wire.intake import Delivery
 
-    from .history import History
+    from .history import TokenHistory
     from .services import Services
 
 log = structlog.get_logger()
@@ -154,7 +154,7 @@ class Sessions:
         session.used_s = monotonic()
         return session
 
-    async def _parent(self, key: SessionKey, of: ForkPoint) -> History:
+    async def _parent(self, key: SessionKey, of: ForkPoint) -> TokenHistory:
         """Return the whole history of the session that `key` is forked from. Raises `RefusedError`."""
         if of.session == key.session:
             raise RefusedError("invalid_request", "a session cannot be forked from itself")
