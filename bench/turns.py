@@ -41,7 +41,10 @@ class TimedTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[float | None, int]:
-        """Level and block: turns of different cases with the same place are compared."""
+        """The turn's level on the x axis, None without one, and its block (repetition) of the run.
+
+        Cases are compared by turns of the same place, since a machine's speed changes between blocks.
+        """
         return self.x, self.block
 
     @property

@@ -45,7 +45,10 @@ class BoundaryPosition(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class IndexedSession:
-    """A gateway's session. Only this module writes the fields."""
+    """A session that the gateway has made: where it ends, its last use, its boundaries and its requests.
+
+    Only this module writes the fields.
+    """
 
     name: str
     position: int | None  # None if unknown

@@ -51,8 +51,9 @@ class PrefixMatch(NamedTuple):
 class KnownPrefix(NamedTuple):
     """The stored and queued prefix of some tokens.
 
-    `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
-    boundary. `nodes` are the snapshots that a session needs to resume at the last one.
+    Its end, `edges[-1]`, may be within a block, which is then stored as several pieces: `edges` are the
+    positions between which they lie, from the block's start on. `nodes` are the snapshots from which a
+    session resumes at that end.
     """
 
     edges: tuple[int, ...]

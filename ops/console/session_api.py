@@ -127,7 +127,10 @@ class SessionApi:
         return as_json(variants(name, await begun(self._client, order(rows, "last")[:_READ])))
 
     async def _tree(self, request: Request) -> Response:
-        """Return a session's tree of forks among the most recently active sessions; null if there is none."""
+        """Return the tree of forks that a session is in, built from the most recently active sessions.
+
+        Null if the session is not among these.
+        """
         name = request.path_params["name"]
         rows = order(await list_sessions(self._client, self._client.tenant), "last")[:_READ]
         try:

@@ -30,7 +30,7 @@ from turnkeep_client.messages import Append, Close, Closed, Generate, Message, O
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, record
 from worker.sessions.attachments import _Body
-from worker.sessions.session import Session
+from worker.sessions.session import ServedSession
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.written import answers
 
@@ -82,7 +82,7 @@ async def converse(world: World, turns: range) -> None:
         await stored(world)
 
 
-async def opened(world: World) -> Session:
+async def opened(world: World) -> ServedSession:
     """Open the session a second time from the log, as another worker would."""
     return await world.refolded()
 
@@ -96,7 +96,7 @@ def is_first(checkpoint: StoredMessage) -> bool:
     return "before" not in json.loads(checkpoint.body)
 
 
-def resumed_at(session: Session) -> int:
+def resumed_at(session: ServedSession) -> int:
     return session.log.record._checkpoint_seq
 
 
@@ -110,7 +110,7 @@ def without_checkpoints(world: World) -> World:
     return other
 
 
-async def whole(world: World) -> Session:
+async def whole(world: World) -> ServedSession:
     """Open the session from its whole log, without checkpoints."""
     return await without_checkpoints(world).refolded()
 

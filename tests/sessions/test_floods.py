@@ -20,8 +20,8 @@ from worker.process.setting_kinds import TenantLimits
 from worker.sessions.fold import Fold
 from worker.sessions.history import TokenHistory
 from worker.sessions.record import Record
-from worker.sessions.session import Session
-from worker.sessions.session_log import SessionLog
+from worker.sessions.session import ServedSession
+from worker.sessions.session_log import FencedLog
 from worker.wire import consistent_reads, intake
 
 pytestmark = pytest.mark.simulated
@@ -109,14 +109,14 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would read all sessions of a flood, and answer none."""
-    fold, folded = SessionLog._read_log, 0
+    fold, folded = FencedLog._read_log, 0
 
-    async def counted(log: SessionLog, record: Record) -> None:
+    async def counted(log: FencedLog, record: Record) -> None:
         nonlocal folded
         folded += 1
         await fold(log, record)
 
-    monkeypatch.setattr(SessionLog, "_read_log", counted)
+    monkeypatch.setattr(FencedLog, "_read_log", counted)
     one = await wire(max_batch=1)
     for n in range(NUM_FLOOD):
         await one.publish(f"s{n}", generate("r", **LONG))
@@ -288,16 +288,16 @@ async def test_a_waiting_request_that_the_worker_has_not_read_yet_can_be_cancell
 async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, look, waiting = asyncio.Event(), Session.refresh, 0
+    go_on, look, waiting = asyncio.Event(), ServedSession.refresh, 0
 
-    async def waits(session: Session, **how: bool) -> None:
+    async def waits(session: ServedSession, **how: bool) -> None:
         nonlocal waiting
         waiting += 1
         if session.key.tenant == "loud":
             await go_on.wait()
         await look(session, **how)
 
-    monkeypatch.setattr(Session, "refresh", waits)
+    monkeypatch.setattr(ServedSession, "refresh", waits)
     monkeypatch.setattr(endpoints, "_MAX_OPEN", 4)
     one = await wire()
     info = {"type": "info"}
@@ -314,13 +314,13 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart the worker reads the log of each of these sessions, a few at a time."""
-    one, fold, num_answered = await wire(), SessionLog._read_log, 0
+    one, fold, num_answered = await wire(), FencedLog._read_log, 0
     for n in range(NUM_FLOOD):
         await one.send(f"s{n}", append("r"), tenant="loud")
     await one.send("s", append("warm"), tenant="quiet")
     await one.worker.stop()
 
-    async def slow(log: SessionLog, record: Record) -> None:
+    async def slow(log: FencedLog, record: Record) -> None:
         await asyncio.sleep(0.5)
         await fold(log, record)
 
@@ -329,7 +329,7 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
         assert (await two.control(f"s{number}", {"type": "info"}, tenant="loud"))["position"] == 5
         num_answered += 1
 
-    monkeypatch.setattr(SessionLog, "_read_log", slow)
+    monkeypatch.setattr(FencedLog, "_read_log", slow)
     two = await wire()
     asked = [asyncio.create_task(ask(n)) for n in range(NUM_FLOOD)]
     await asyncio.sleep(0.1)

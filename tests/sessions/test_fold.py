@@ -55,7 +55,7 @@ from worker.sessions.formats import Formats
 from worker.sessions.history import TokenHistory
 from worker.sessions.limits import RequestLimits
 from worker.sessions.services import Services
-from worker.sessions.session import Session
+from worker.sessions.session import ServedSession
 from worker.sessions.shares import Shares
 from worker.wire.chunks import PublishedChunks
 from worker.wire.consistent_reads import StoredMessage
@@ -308,7 +308,7 @@ class World:
             build="",
             **parts,
         )
-        self.session = Session(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
+        self.session = ServedSession(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
 
     async def _release(self, _: SessionKey) -> None:
         self.num_released += 1
@@ -336,7 +336,7 @@ class World:
         bodies = [entry.body for entry in self.log.entries if entry.kind == "out"]
         return [decode_result(body) for body in bodies if body != NO_RESULT]
 
-    async def refolded(self) -> Session:
+    async def refolded(self) -> ServedSession:
         """Return the session as read from its log, up to the first request without a result.
 
         The default policy there is one that no session here has, so that the log must name the policy.

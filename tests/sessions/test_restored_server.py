@@ -22,7 +22,7 @@ from turnkeep_client.messages import decode_result
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.app import WorkerError
 from worker.process.concurrency import background
-from worker.sessions.session_log import SessionLog
+from worker.sessions.session_log import FencedLog
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
@@ -139,16 +139,16 @@ async def test_a_request_whose_result_the_server_loses_before_the_ack_is_answere
 ) -> None:
     """Otherwise the worker's late acknowledgement would leave the request without a result."""
     asked = await with_a_request(quiet_wire)
-    survived, lost = SessionLog.survived, list[SessionLog]()
+    survived, lost = FencedLog.survived, list[FencedLog]()
 
-    async def loses(log: SessionLog) -> None:
+    async def loses(log: FencedLog) -> None:
         await survived(log)
         if not lost and server.jetstream.streams["turnkeep_log"].matching("turnkeep.default.s.out"):
             lost.append(log)
             lose(server, asked)
             await asyncio.sleep(3.0)
 
-    monkeypatch.setattr(SessionLog, "survived", loses)
+    monkeypatch.setattr(FencedLog, "survived", loses)
     monkeypatch.setattr(UndeliveredRequests, "_look", overlooks)
     await quiet_wire()
     async with asyncio.timeout(20):

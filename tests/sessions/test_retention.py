@@ -24,7 +24,7 @@ from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encod
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.giving_up import Doubt
-from worker.sessions.session import Session
+from worker.sessions.session import ServedSession
 from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import StoredMessage
@@ -641,14 +641,14 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
     held = w.worker.app._parts.sessions
-    there, go_on, look = asyncio.Event(), asyncio.Event(), Session.refresh
+    there, go_on, look = asyncio.Event(), asyncio.Event(), ServedSession.refresh
 
-    async def waits(session: Session) -> None:
+    async def waits(session: ServedSession) -> None:
         there.set()
         await go_on.wait()
         await look(session)
 
-    monkeypatch.setattr(Session, "refresh", waits)
+    monkeypatch.setattr(ServedSession, "refresh", waits)
     asked = asyncio.create_task(w.control("s", {"type": "info"}))
     await there.wait()
     await w.send("other", append("a"))

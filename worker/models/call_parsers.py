@@ -252,7 +252,10 @@ def parse_bare_python(text: str, is_ended: bool) -> tuple[list[WrittenCall], int
 
 
 def either(*parsers: Parser) -> Parser:
-    """Return a parser that gives the result of the first of `parsers` that raises no `ValueError`."""
+    """Return a parser that tries `parsers` in order, for models that write calls in several formats.
+
+    It returns what the first one returns that raises no `ValueError`; if all raise, it raises the last error.
+    """
 
     def parse(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
         for one in parsers[:-1]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .embedding import Embedder
     from .history import TokenHistory
     from .services import Services
-    from .session import Session
+    from .session import ServedSession
     from .sessions import Sessions
 
 
@@ -84,7 +84,7 @@ class Control:
             return await self._answer(session, request)
 
     async def _answer(
-        self, session: Session, request: InfoRequest | CancelRequest | CountRequest
+        self, session: ServedSession, request: InfoRequest | CancelRequest | CountRequest
     ) -> ControlReply:
         key = session.key
         if isinstance(request, CancelRequest):
@@ -124,7 +124,7 @@ class Control:
             tokens=position - extended.kept, position=position, rewritten_from=extended.rewritten_from
         )
 
-    async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
+    async def _info(self, session: ServedSession, request: InfoRequest) -> SessionInfo:
         # Both may change during an await.
         history, num_answered = session.history, len(session.log.record.answered_ids)
         if history.closed:  # waiting requests belong to the next session of this name
@@ -167,7 +167,7 @@ class Control:
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
 
 
-async def _waiting(session: Session, skip: int, limit: int) -> tuple[list[str], int]:
+async def _waiting(session: ServedSession, skip: int, limit: int) -> tuple[list[str], int]:
     """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
 
     The active request does not wait. The number may include cancelled requests that were not read yet.

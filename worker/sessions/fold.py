@@ -34,7 +34,7 @@ from turnkeep_client.messages import (
 )
 from worker.process.rotation import Rotation
 from worker.text.harmony import FINAL
-from worker.text.templates import Addition, Conversation, TemplateError, TextMessage
+from worker.text.templates import Addition, Conversation, MessageRecord, TemplateError
 
 from .history import DivergedError, ExtendedHistory, RefusedError, TokenHistory, digests_of, recorded, spoken
 
@@ -303,15 +303,15 @@ class Fold:
 
     def _said(
         self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
-    ) -> list[TextMessage]:
+    ) -> list[MessageRecord]:
         """Convert a request's messages to forms that the template renders; count the changes in `noted`."""
         messages = conversation.with_call_indices([one.as_sent() for one in request.messages or ()])
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
         trusted = request.special_tokens is True
-        return [TextMessage(one, trusted, call_index=one.pop("call_index", None)) for one in adapted]
+        return [MessageRecord(one, trusted, call_index=one.pop("call_index", None)) for one in adapted]
 
-    def _answer_said(self, answer: Message) -> list[TextMessage]:
-        return [TextMessage(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
+    def _answer_said(self, answer: Message) -> list[MessageRecord]:
+        return [MessageRecord(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
 
     def _check_model(self, history: TokenHistory) -> None:
         """Raise `RefusedError` if another model answered the session, and this one may not take it over."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from .pending import PendingRequest
     from .services import Services
-    from .session_log import SessionLog
+    from .session_log import FencedLog
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ class Doubt:
     While the log has no doubt in the session, no note is read; one is stored only if an attempt is stopped.
     """
 
-    def __init__(self, session_log: SessionLog, services: Services) -> None:
+    def __init__(self, session_log: FencedLog, services: Services) -> None:
         self._log = session_log
         self._services = services
         self._begun_seq = 0  # the request that this worker has begun last, and survived until now

@@ -43,7 +43,7 @@ log = structlog.get_logger()
 
 
 class Outcome(NamedTuple):
-    """What a request comes to: its result and the history after it, both not stored yet.
+    """The outcome of a request: its result and the history after it; the log has neither yet.
 
     `held` is the unpublished end of an answer that was ended early. If the request repeats an answered id,
     `first` is the body of that id's first result.

@@ -26,7 +26,7 @@ from .execution import Execution
 from .giving_up import Doubt
 from .history import RefusedError
 from .results import Outcome, count_result, failed, is_close, withdrawn
-from .session_log import SessionLog
+from .session_log import FencedLog
 from .streaming import unpublished
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ log = structlog.get_logger()
 _LOOK_S: Final = 1.0
 
 
-class Session:
+class ServedSession:
     """One session: reads its log, and answers its requests in order. Event loop only.
 
     `run` may be called by one task at a time, all other methods at any time.
@@ -61,7 +61,7 @@ class Session:
         self,
         key: SessionKey,
         services: Services,
-        wake: Callable[[Session], None],
+        wake: Callable[[ServedSession], None],
         parent: Callable[[SessionKey, ForkPoint], Awaitable[TokenHistory]],
         num_shared: Callable[[SessionKey, Tokens, Parent | None], Awaitable[int]],
     ) -> None:
@@ -75,7 +75,7 @@ class Session:
         self._num_shared = num_shared
         self.services = services
         self._wake = wake
-        self.log = SessionLog(key, services)
+        self.log = FencedLog(key, services)
         self._doubt = Doubt(self.log, services)
         self._doubted_seq = 0  # a request that this worker would refuse, but another has begun
         self.active: PendingRequest | None = None
@@ -358,7 +358,7 @@ class Session:
         """Store a result and the history after it, then wake all tasks that wait for the result.
 
         Without an `outcome`, stores that the request was cancelled while it waited. Raises what
-        `SessionLog.commit` raises. Returns False if that has stored nothing.
+        `FencedLog.commit` raises. Returns False if that has stored nothing.
         """
         result = await self.log.commit(pending, outcome, waits=waits)
         if result is None:

@@ -1,7 +1,7 @@
 """One session's log: reads it forward into a `Record`, and stores results directly after the last known one.
 
-Belongs to a `Session`, which says when to read and what to store. Knows nothing of how requests are carried
-out, nor of other sessions.
+Belongs to a `ServedSession`, which says when to read and what to store. Knows nothing of how requests are
+carried out, nor of other sessions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class AnsweredRequest(NamedTuple):
     at: AnsweredAt
 
 
-class SessionLog:
+class FencedLog:
     """Reads and extends one session's log. Event loop only; reads and commits exclude each other.
 
     `record` is the state read so far. After a `FencedError` it is stale: `reset` it, then read the log again.
@@ -274,10 +274,11 @@ class SessionLog:
         return self.record
 
     async def all_tokens(self) -> list[Tokens]:
-        """Return all tokens that the session has had, and that may have KV; the present ones are the last.
+        """Return every token sequence of the session that may have KV, to erase it; the present one is last.
 
-        Reads the log from its beginning if not all of them begin the present ones. If the session may have
-        crashed a worker, requests that changed nothing are not tokenised again.
+        A rewind, or a template that changes earlier text, leaves tokens that do not begin the present ones:
+        then the log is read from its beginning. Requests that changed nothing may have KV too, so they are
+        tokenised again, except if the session may have crashed a worker.
         """
         present = self.record.history.tokens
         found: list[Tokens] = []

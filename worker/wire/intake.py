@@ -346,7 +346,11 @@ class Intake:
         return max(most - self._tenants[tenant], 0)
 
     def returns_again(self, key: SessionKey, message: Msg) -> bool:
-        """Whether to return a request again, for lack of room, without looking up its session's owner."""
+        """Whether to return a redelivered request to the server once more, without asking for its owner.
+
+        True if this worker has returned it before and still has no anchor free for the tenant: a backlog
+        that the server delivers again and again would else cost a look-up of the owner each time.
+        """
         return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
 
     def note_unbegun(self, requests: Mapping[int, SessionKey]) -> None:

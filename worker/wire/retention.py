@@ -103,8 +103,9 @@ class Retention:
         max_bytes: int,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Without `closed_ttl_s` closed sessions stay until the log is nearly full.
+        """`max_bytes` is the log's size limit in the server; near it, closed sessions are removed early.
 
+        Without `closed_ttl_s` they stay until then; else until that many seconds after their close.
         `is_first` says whether this worker, and no other one of the prefix, removes them.
         """
         self._is_first = is_first
