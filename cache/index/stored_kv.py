@@ -235,7 +235,7 @@ class StoredKv:
             if match.num_tokens < span.end:
                 self.release(match)
                 return None
-            part = await self.load(match, only=Only(reach, (span,)))
+            part = await self.load(match, only=KvPart(reach, (span,)))
             if part is None:
                 return None
             found |= part.tensors
