@@ -113,24 +113,6 @@ async def test_an_embedding_model_says_what_it_is_and_refuses_to_answer(served: 
         assert (await http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"input": []}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": {"a": 1}}, "input"),
-        ({"input": ["a"] * 2049}, "input"),
-        ({"input": "a", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "a", "dimensions": 10**6}, "dimensions"),
-    ],
-)
-async def test_an_invalid_embedding_request_is_refused_with_the_field_at_fault(
-    served: Any, body: Any, param: str | None
-) -> None:
-    answer = await posted(served, "/v1/embeddings", **body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 async def test_a_list_whose_client_has_disconnected_is_not_embedded_any_further(
     local_worker: Start, door: Start, embedding_model: Path
 ) -> None:

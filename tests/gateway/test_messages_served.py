@@ -142,39 +142,6 @@ async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     assert len(served.index.sessions) == 2
 
 
-async def test_errors_of_the_messages_api_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
-    for sent, says in [
-        (body(user([7])), "with a type"),
-        (body(user([{"type": "text"}])), "must have a text"),
-        (body(user([{"type": "tool_result", "content": 7}])), "Expected `str | array | null`"),
-        (body({"role": "tool", "content": "a"}), "role"),
-        (body(user("a"), assistant("b ")), "trailing whitespace"),
-        (body(), "empty"),
-        (body(user("a"), tool_choice={"type": "any"}), "tools"),
-        (body(user("a"), tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "tool_choice"),
-        (body(user("a"), tools=[{"type": "function", "function": {"name": "x"}}]), "input_schema"),
-        (body(user("a"), mcp_servers=[{"url": "x"}]), "mcp_servers"),
-        (body(user("a"), thinking={"type": "enabled"}), "budget_tokens"),
-        (body(user("a"), max_tokens=-2), "max_tokens"),
-        ({"messages": 1}, "messages"),
-    ]:
-        for path in (PATH, f"{PATH}/count_tokens"):
-            answer = await http.post(path, json=sent)
-            error = answer.json()["error"]
-            assert (answer.status_code, answer.json()["type"]) == (400, "error"), sent
-            assert error.keys() == {"type", "message"}
-            assert (error["type"], says in error["message"]) == ("invalid_request_error", True), error
-    answer = await http.get(PATH)
-    assert (answer.status_code, answer.json()["type"]) == (405, "error")
-    for stream in (False, True):
-        answer = await http.post(PATH, json=body(user("word " * 500), stream=stream))
-        assert answer.status_code == 400
-        found = answer.json()["error"]
-        assert found["type"] == "invalid_request_error"
-        head, _, tail = found["message"].partition(" tokens > ")
-        assert (head.removeprefix("prompt is too long: ").isdigit(), tail) == (True, "2048 maximum")
-
-
 def test_anthropic_messages_are_read_into_system_user_assistant_and_tool_messages() -> None:
     turn = read(
         user("Weather?"),

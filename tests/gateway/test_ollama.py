@@ -218,14 +218,3 @@ def test_options_beside_the_field_options_count_too_as_vercels_provider_sends_th
     assert (options["max_tokens"], options["temperature"], options["top_p"]) == (3, 1, 0.5)
     assert read(max_tokens=4, seed=5).options["seed"] == 5
     assert not read(max_output_tokens=3).warnings
-
-
-async def test_what_continues_or_renders_a_prompt_in_another_way_is_refused_and_not_dropped(
-    http: httpx2.AsyncClient,
-) -> None:
-    body = {"model": "m", "prompt": "Once", "stream": False, "options": {"num_predict": 1}}
-    for name, value in (("context", [1, 2]), ("template", "{{ .Prompt }}")):
-        refused = await http.post("/api/generate", json={**body, name: value})
-        assert (refused.status_code, name in refused.json()["error"]) == (400, True)
-    for name, none in (("context", []), ("context", None), ("template", "")):
-        assert (await http.post("/api/generate", json={**body, name: none})).status_code == 200
