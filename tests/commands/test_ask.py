@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 from command_runs import WAIT_S, Terminal, command, environment, outside, turnkeep, where
-from msgspec import UNSET
 
 from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT, LocalWorker, WorkerProcess
@@ -158,19 +156,6 @@ async def test_an_answer_is_cancelled_when_the_reader_of_the_pipe_closes_it(
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
-async def test_an_answer_without_max_tokens_is_as_long_as_the_context_allows(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_context=200)
-    done = await asyncio.to_thread(turnkeep, "ask", "hello", "--session", "s", *where(worker))
-    usage = (await answered(worker.client)).usage
-    assert usage.prompt_tokens + usage.completion_tokens == 200
-    num = usage.completion_tokens
-    assert done.stderr == (
-        f"turnkeep: ended at {num} tokens: no more fit into the context, the worker's memory or one result\n"
-    )
-
-
 async def test_ask_json_prints_the_usage_the_finish_reason_and_the_timings(
     local_worker: Callable[..., Any],
 ) -> None:
@@ -181,22 +166,6 @@ async def test_ask_json_prints_the_usage_the_finish_reason_and_the_timings(
     result = json.loads(done.stdout)
     assert (result["finish_reason"], result["usage"]["completion_tokens"]) == ("length", 4)
     assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
-
-
-async def test_options_that_are_not_given_default_to_the_model_s_generation_config(
-    local_worker: Callable[..., Any], endless_model: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(endless_model, tmp_path / "model")
-    own = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": "much"}
-    (folder / "generation_config.json").write_text(json.dumps(own))
-    worker = await local_worker(model=str(folder))
-    for name in ("ask", "chat"):
-        options = ("--session", "s", "--max-tokens", 4, "--top-p", 0.5, *where(worker))
-        done = await asyncio.to_thread(turnkeep, name, *options, text="hello\n")
-        assert done.returncode == 0
-        assert "nded at max_tokens (4): the answer is cut\n" in done.stderr
-        request = await asked(worker.client)
-        assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 20, 0.5, UNSET)
 
 
 @pytest.mark.parametrize("columns", [40, 80])
@@ -312,26 +281,6 @@ async def test_an_answer_under_nohup_continues_after_a_hangup_signal(
     assert (await answered(worker.client)).finish_reason == "length"
 
 
-async def test_sigterm_during_ask_restores_the_terminal_and_closes_the_session(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-
-    def run() -> tuple[int, bool]:
-        with Terminal("ask", "hello", "--max-tokens", 50_000, *where(worker)) as terminal:
-            terminal.wait_for(".")
-            terminal.process.terminate()
-            return terminal.end(), terminal.echoes
-
-    assert await asyncio.to_thread(run) == (143, True)
-    async with asyncio.timeout(60):
-        while not all(one.is_closed for one in await worker.client.sessions()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    closed = decode_result((await worker.client.log())[-1].body)
-    assert isinstance(closed, Closed)
-    assert closed.position < TINY_CONTEXT, "nobody reads the answer, so it was stopped"
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("is_begun", [True, False])
 async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the_next_worker(
@@ -429,25 +378,6 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
         worker.go_on()
         await client.session("s").append(text="behind it", timeout_s=60)
         assert (await answered(client)).finish_reason == "length"
-
-
-@pytest.mark.process
-async def test_ask_reports_a_lost_nats_server_and_ctrl_c_ends_it(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path
-) -> None:
-    worker = worker_process(model=endless_model)
-    worker.start()
-    await (await worker.client()).close()
-
-    def run() -> int:
-        with Terminal("ask", "hello", "--max-tokens", 900, "--nats", worker.url) as terminal:
-            terminal.wait_for(r"\w")
-            worker.stop()  # and its server
-            terminal.wait_for("no connection to NATS")
-            terminal.type("\x03")
-            return terminal.end()
-
-    assert await asyncio.to_thread(run) == 130
 
 
 @pytest.mark.process

@@ -143,39 +143,6 @@ async def test_a_changed_message_forks_the_conversation_before_it_and_the_origin
     assert other not in {session, fork}
 
 
-async def test_equal_concurrent_requests_get_separate_sessions_and_answers(begin: Any) -> None:
-    worker, door = await begin()
-    first, _, _ = await ask(door, [SYSTEM, user("One?")])
-    messages = [SYSTEM, user("One?"), assistant(first.choices[0].message.content), user("Two?")]
-    answers = await asyncio.gather(*(ask(door, messages) for _ in range(5)))
-    assert sorted(how for _, _, how in answers) == ["continued", *["forked"] * 4]
-    assert len({where for _, where, _ in answers}) == 5
-    texts = {answer.choices[0].message.content for answer, _, _ in answers}
-    assert len(texts) > 1, "each is sampled anew"
-    for answer, where, _ in answers:
-        on = [*messages, assistant(answer.choices[0].message.content), user("Three?")]
-        _, found, how = await ask(door, on)
-        if how == "continued":
-            assert (await worker.client.session(found).info()).position > answer.usage.total_tokens
-        assert how == "forked" or found == where
-
-
-async def test_concurrent_requests_with_one_system_prompt_prefill_it_once(begin: Any) -> None:
-    """Like subagents, which have the same system prompt and the same session header, but different tasks."""
-    _, door = await begin()
-    system = {"role": "system", "content": "Be brief. " * 100}
-    answers = await asyncio.gather(
-        *(
-            ask(door, [system, user(f"Task {number}?")], extra_headers={"x-session-id": "1"})
-            for number in range(5)
-        )
-    )
-    assert len({session for _, session, _ in answers}) == 5
-    usages = [answer.usage for answer, _, _ in answers]
-    prefilled = sum(one.prompt_tokens - one.prompt_tokens_details.cached_tokens for one in usages)
-    assert 1000 < usages[0].prompt_tokens < prefilled < 1000 + 5 * 100
-
-
 async def test_a_session_that_another_gateway_continued_is_forked(begin: Any, door: Start) -> None:
     worker, one = await begin()
     first, session, _ = await ask(one, [user("One?")])
@@ -209,24 +176,6 @@ async def test_a_restarted_gateway_finds_forks_and_repeats_a_possibly_undelivere
         on = [*messages, user(asked), assistant(answer.choices[0].message.content), user("Three?")]
         _, there, how = await ask(other, on)
         assert (there, how) == (where, "continued")
-
-
-async def test_several_answers_that_a_restarted_gateway_repeats_have_their_first_id(
-    begin: Any, door: Start
-) -> None:
-    worker, one = await begin()
-    asked = {"model": "m", "messages": [user("Two?")], "n": 2, "max_tokens": 5, "logit_bias": LETTERS}
-    found = []
-    for gateway in (one, await door(worker.settings.nats, worker.settings.prefix)):
-        stream = await gateway.openai.chat.completions.create(**asked, stream=True)
-        texts, ids = ["", ""], set[str]()
-        async for chunk in stream:
-            ids.add(chunk.id)
-            for choice in chunk.choices:
-                texts[choice.index] += choice.delta.content or ""
-        found.append((texts, ids))
-    assert found[0] == found[1]
-    assert len(found[0][1]) == 1
 
 
 async def test_conversations_that_branch_concurrently_get_the_answers_to_their_own_messages(

@@ -538,22 +538,6 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
     assert answer.headers["x-turnkeep-session"].endswith(" continued")
 
 
-async def test_a_durable_stream_that_its_client_has_left_is_not_followed_any_further(
-    served: Any, http: httpx2.AsyncClient
-) -> None:
-    running = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
-    tasks = served.gateway.connections._conversations["default", ""]._tasks
-    for _ in range(3):
-        path = f"/v1/responses/{running.id}/stream"
-        async with http.stream("GET", path, params={"live": "sse"}) as answer:
-            await anext(answer.aiter_text())
-    async with asyncio.timeout(5):
-        while any(one.get_coro().__name__ == "_follow" for one in tasks):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert (await served.openai.responses.retrieve(running.id)).status == "in_progress"
-    await served.openai.responses.cancel(running.id)
-
-
 async def test_an_answer_that_took_longer_than_conversations_may_be_idle_can_be_retrieved_after_its_end(
     worker: Any, door: Start
 ) -> None:

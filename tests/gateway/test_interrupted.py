@@ -209,22 +209,6 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
     await until(lambda: not served.index.sessions)
 
 
-async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_close(
-    local_worker: Start, door: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.4)
-    js = worker.app._nc.jetstream()
-    log = (await js.stream_info(worker.client.subjects.log_stream)).config
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
-        await js.update_stream(log.evolve(max_bytes=1))
-    (name,) = served.index.sessions
-    await asyncio.sleep(1)
-    await js.update_stream(log)
-    await forgotten(worker.client, name)
-
-
 async def test_a_conversation_that_a_full_log_could_not_fork_is_forked_later_and_removed_when_idle(
     local_worker: Start, door: Start, endless_model: Path
 ) -> None:
@@ -248,25 +232,6 @@ async def test_a_conversation_that_a_full_log_could_not_fork_is_forked_later_and
         assert answer.headers["x-turnkeep-session"].endswith(" forked")
     await forgotten(worker.client, name)
     await until(lambda: not served.index.sessions)
-
-
-async def test_a_completion_is_removed_when_idle_although_what_became_of_it_is_unknown(
-    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
-    publish = NatsWire.publish
-
-    async def failing(wire: NatsWire, subject: str, body: bytes, headers: Any = None) -> int:
-        await publish(wire, subject, body, headers)
-        raise NoAnswerError("there is no leader")
-
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        with monkeypatch.context() as patch:
-            patch.setattr(NatsWire, "publish", failing)
-            answer = await http.post("/v1/completions", json={"prompt": "my secret", "max_tokens": 4})
-            assert answer.status_code == 503
-    await forgotten(worker.client)
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -426,25 +391,6 @@ async def test_a_completion_deleted_while_no_worker_runs_is_removed_by_the_next_
         assert (await http.delete(f"/v1/completions/{answer['id']}")).json()["deleted"]
     worker = await local_worker()
     await forgotten(worker.client, name)
-
-
-async def test_a_queued_chat_stream_sends_heartbeats_until_its_answer_starts(
-    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gateway.http.answer_response._HEARTBEAT_S", 0.1)
-    monkeypatch.setattr("gateway.http.answer_response._PATIENCE_S", 0.1)
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    first, second = Followed(), Followed()
-    asked = question("Begin.", 30_000)
-    running = asyncio.create_task(first.follow(served.url, asked))
-    await until(lambda: len(first.text) > 20)
-    waiting = asyncio.create_task(second.follow(served.url, question("Then.", 5)))
-    await until(lambda: second.lines.count(": waiting") >= 3)
-    assert not second.text
-    running.cancel()
-    await asyncio.wait_for(waiting, 30)
-    assert len(second.text) == 5
 
 
 async def test_a_client_that_reads_slowly_gets_its_whole_answer(

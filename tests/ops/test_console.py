@@ -288,65 +288,6 @@ async def test_the_session_list_has_pages_first_words_states_costs_search_and_fi
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
-def result(
-    seq: int, num_prefilled: int, num_generated: int, *, stored: datetime | None = None, **more: Any
-) -> bytes:
-    """Return a worker's result of the request `seq`, which the log `stored` then, as it is in the log."""
-    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": num_prefilled}
-    told = {"type": "generated", "position": 61, "text": "x", "kv_live_bytes": 0, "seq": seq, **more}
-    told |= {"tokens": [5] * num_generated, "usage": usage | {"completion_tokens": num_generated}}
-    asked = {
-        "stored": stored or datetime.now(UTC),
-        "request": {"type": "generate", "id": told["id"], "text": "x"},
-    }
-    times = {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}
-    return encode(told | {"seconds": times, "asked": asked})
-
-
-async def test_session_costs_include_a_new_result_even_if_the_number_of_entries_is_unchanged(
-    local_worker: Start,
-) -> None:
-    """A worker's note of an attempt is removed when the result is stored, so the number does not change."""
-    worker = await local_worker()
-    await worker.stop()
-    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.killed"
-    js, cancelled = raw.jetstream(), {"finish_reason": "cancelled"}
-    first = await js.publish(f"{subject}.in", b'{"type":"generate","id":"a","text":"x"}')
-    note = await js.publish(f"{subject}.attempt", b"{}")
-    second = await js.publish(f"{subject}.in", b'{"type":"generate","id":"b","text":"y"}')
-    await js.publish(f"{subject}.commit", result(second.seq, 0, 0, id="b", **cancelled))
-    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
-    async with client, opened(client) as page:
-        (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
-        assert (row["entries"], cost["generated"]) == (2, 0)
-        await js.publish(f"{subject}.commit", result(first.seq, 47, 64, id="a", **cancelled))
-        await js.delete_msg(f"{worker.settings.prefix}_log", note.seq)
-        (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
-        assert (row["entries"], cost["prefilled"], cost["generated"]) == (2, 47, 64)
-    await raw.close()
-
-
-async def test_the_duration_of_an_answer_resumed_after_a_crash_counts_from_its_request(
-    local_worker: Start,
-) -> None:
-    worker = await local_worker()
-    await worker.stop()
-    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.crashed"
-    stored = datetime.now(UTC)
-    asked = await raw.jetstream().publish(f"{subject}.in", b'{"type":"generate","id":"r","text":"x"}')
-    await asyncio.sleep(0.5)
-    told = result(asked.seq, 1, 60, stored=stored, id="r", finish_reason="length", resumed_tokens=56)
-    await raw.jetstream().publish(f"{subject}.commit", told)
-    await raw.close()
-    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
-    async with client, opened(client) as page:
-        (cost,) = (await page.get("sessions"))["costs"]
-        said = await command("show", "crashed", *where(worker))
-    assert cost["generated"] == 60
-    assert cost["seconds"] >= 0.5
-    assert "answer 60 tokens, 56 of them before a crash, the rest in 0.10 s (length)" in said.stdout
-
-
 async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("long")
@@ -576,25 +517,6 @@ async def test_an_answer_is_shown_with_the_prefix_that_its_request_gave(local_wo
     async with opened(client) as page:
         (turn,) = (await page.get("sessions/s"))["turns"]
         assert turn["said"][-1]["text"].startswith("**So**")
-
-
-async def test_a_fork_shows_the_conversation_inherited_from_its_parent(local_worker: Start) -> None:
-    client = (await local_worker()).client
-    garden = client.session("garden")
-    for text in ("What grows?", "And then?"):
-        await garden.generate(messages=[{"role": "user", "content": text}], max_tokens=2)
-    async with opened(client) as page:
-        await page.post("garden/fork", {"name": "later"})
-        await page.post("garden/fork", {"name": "silent"})
-        await client.session("later").generate(messages=[{"role": "user", "content": "Why?"}], max_tokens=2)
-        there = (await page.get("sessions/garden"))["turns"]
-        for name in ("later", "silent"):
-            turns = (await page.get(f"sessions/{name}"))["turns"]
-            assert turns[: len(there)] == [
-                {key: value for key, value in turn.items() if key not in {"stored", "id"}} | {"id": None}
-                for turn in there
-            ], name
-        assert [turn["kind"] for turn in turns] == ["generate", "generate", "open"]
 
 
 async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(

@@ -94,29 +94,6 @@ async def test_the_console_switches_its_worker_to_another_model_and_sessions_con
         await worker.client(timeout_s=0)
 
 
-async def test_the_console_keeps_the_draft_model_only_if_the_new_model_has_its_vocabulary(
-    worker_process: Callable[..., WorkerProcess], tiny_model: Path
-) -> None:
-    worker = worker_process("--console", str(free_port()), "--draft-model", str(tiny_model))
-    worker.forks = False
-    folders = [shutil.copytree(tiny_model, worker.data_dir / "models" / name) for name in ("kin", "foreign")]
-    path = folders[1] / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    names = tokenizer["model"]["vocab"]
-    names["A"], names["B"] = names["B"], names["A"]
-    path.write_text(json.dumps(tokenizer))
-    worker.start()
-    async with console_of(worker) as http:
-        for name in ("foreign", "kin"):
-            answer = await http.post("/api/models/serve", json={"name": name})
-            without = ", without the draft model" if name == "foreign" else ""
-            assert answer.json()["said"].startswith(f"the worker restarts with {name}{without};")
-            lines = await get(http, "log", lambda lines, name=name: name in served(lines))
-            told = [one for one in map(json.loads, lines) if one["event"] == "loaded the model"][-1]
-            assert told.get("draft_model") == (None if without else str(tiny_model))
-    assert worker.stop() == 0
-
-
 async def test_an_unloaded_model_is_loaded_by_its_next_request(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:

@@ -276,47 +276,12 @@ async def test_importing_a_damaged_file_fails_with_one_line_and_stores_nothing(
     )
 
 
-async def test_an_imported_session_continues_under_a_chat_template_that_prints_the_time(
-    local_worker: Start, tmp_path: Path, model_with_template: Callable[[str, str], Path]
-) -> None:
-    template = (
-        "{{ strftime_now('%H:%M:%S') }}{% for message in messages %}{{ message['content'] }}<|im_end|>"
-        "{% endfor %}"
-    )
-    model = str(model_with_template("dated", template))
-    worker = await local_worker(model=model)
-    await worker.client.session("garden").append(messages=SAY)
-    await command("export", "garden", tmp_path / "file", *where(worker))
-    await asyncio.sleep(1.1)
-    second = await other(local_worker, tmp_path, model=model)
-    assert (await command("import", tmp_path / "file", *where(second))).returncode == 0
-    await second.client.session("garden").append(messages=SAY)
-    assert (await second.client.session("garden").info()).position > 0
-
-
 async def test_replay_reads_a_session_from_an_exported_file(local_worker: Start, tmp_path: Path) -> None:
     worker, file = await exported(local_worker, tmp_path)
     await worker.client.session("garden").close(forget=True)
     done = await command("replay", "--file", file, "--speed", "max", *where(worker))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same: 1 sessions, 2 requests" in done.stdout
-
-
-async def test_a_replay_of_an_imported_session_draws_answers_with_the_seeds_of_the_first_log(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    """A generate without a seed gets one from its place in the log, and the import has given it another."""
-    _, file = await exported(local_worker, tmp_path)
-    second = await other(local_worker, tmp_path)
-    again = tmp_path / "again"
-    for name, source in (("copy", file), ("copy2", again)):
-        done = await command("import", source, "--as", name, *where(second))
-        assert done.returncode == 0, done.stderr
-        done = await command("replay", name, "--speed", "max", *where(second))
-        assert done.returncode == 0, done.stdout
-        await command("export", name, again, "--force", *where(second))
-        done = await command("replay", "--file", again, "--speed", "max", *where(second))
-        assert done.returncode == 0, done.stdout
 
 
 async def test_an_export_to_a_full_disk_names_the_file(local_worker: Start, tmp_path: Path) -> None:

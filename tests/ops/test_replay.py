@@ -63,20 +63,6 @@ async def test_sessions_with_long_similar_names_are_replayed_apart(local_worker:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-async def test_an_answer_that_was_cancelled_before_its_least_number_of_tokens_is_replayed_up_to_there(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    session = worker.client.session("garden")
-    answer = session.generate(text="x", max_tokens=50_000, min_tokens=40_000, request_id="long")
-    async for _ in answer:
-        break
-    await session.cancel("long")
-    assert (await answer).tokens
-    done = await replay(worker, "--speed", "max")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 async def test_a_replay_shows_the_first_difference_with_its_likely_cause(
     local_worker: Start, tmp_path: Path, tiny_model: Path
 ) -> None:

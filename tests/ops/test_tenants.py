@@ -130,19 +130,6 @@ async def test_two_tenants_can_use_one_session_name_and_each_reads_only_its_own_
         await raw.close()
 
 
-async def test_a_tenant_reads_its_result_from_the_log_after_reconnecting(server: Server) -> None:
-    seed = server.seed("acme.client")
-    async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
-        result = await client.session("s").generate(text="abc", max_tokens=4)
-        raw = await server.raw("acme.client")
-        await mirrored(raw, 2)
-        await raw.close()
-    async with connect(server.url, tenant="acme", nkeys_seed=seed) as client:
-        entries = await client.log("s")
-    assert [entry.seq for entry in entries] == [1, 2]  # the log's own sequences
-    assert list(result.tokens) == list(json.loads(entries[-1].body)["tokens"])
-
-
 async def test_a_caller_whose_request_a_full_mirror_has_dropped_is_told_that_it_may_be_answered(
     server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

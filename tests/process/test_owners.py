@@ -19,7 +19,6 @@ import anyio
 import nats
 import psutil
 import pytest
-from nats.js.errors import NotFoundError
 
 from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
@@ -113,36 +112,9 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
     return found
 
 
-async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_tokens(
-    cluster: Start, look: Any
-) -> None:
-    first, _ = await cluster("first"), await cluster("second")
-    appended = await turns(first.client, number=4)
-    shares = Counter[str]()
-    for name in SESSIONS:
-        (maker,) = set(await look(first.settings.prefix).makers(name))
-        shares[maker] += 1
-    assert set(shares) == {"first", "second"}, shares
-    assert all(one.prefilled_tokens <= 65 + 32 for one in appended)
-
-
 async def until_at_work(workers: list[Any], key: SessionKey) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def test_a_worker_learns_whether_another_one_has_requests_of_a_session(cluster: Start) -> None:
-    workers = [await cluster("first"), await cluster("second")]
-    generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
-    await generation.send()
-    key = SessionKey("default", "s")
-    await until_at_work(workers, key)
-    assert sorted([await one.app._parts.owners.num_busy(key) for one in workers]) == [0, 1]
-    await generation.cancel()
-    await generation
-    async with asyncio.timeout(PATIENCE_S):
-        while any([await one.app._parts.owners.num_busy(key) for one in workers]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -265,42 +237,6 @@ async def test_a_draining_worker_hands_each_session_over_between_two_requests(
     await log.nc.request(address, b"true", timeout=5)
     await turns(first.client)
     assert {await log.last_maker(name) for name in SESSIONS} == {drained.settings.worker}
-
-
-async def test_the_last_worker_that_takes_sessions_refuses_to_drain(cluster: Start, look: Any) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    nc = look(first.settings.prefix).nc
-    ask = [one.app._members.address(one.app._members.me, "drain") for one in (first, second)]
-    assert json.loads((await nc.request(ask[0], b"true", timeout=5)).data) == ["second"]
-    assert json.loads((await nc.request(ask[1], b"true", timeout=5)).data) == []
-    await second.stop()
-    async with asyncio.timeout(PATIENCE_S):
-        while first.app._members.others:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert (await first.client.session("s").append(text="hello", timeout_s=PATIENCE_S)).position == 5
-
-
-async def test_workers_make_their_membership_records_again_if_the_stream_is_deleted(
-    cluster: Start, look: Any
-) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    await turns(first.client)
-    log, stream = look(first.settings.prefix), first.app._members.stream
-    await log.nc.jetstream().delete_stream(stream)
-    await turns(first.client, number=2)
-    async with asyncio.timeout(PATIENCE_S):
-        while len(await _recorded(log.nc, first.app._members.stream)) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    assert [one.app._members.others.keys() for one in (first, second)] == [{"second"}, {"first"}]
-    await turns(first.client)
-    assert {len(await log.makers(name)) for name in SESSIONS} == {4}
-
-
-async def _recorded(nc: Nats, stream: str) -> list[str]:
-    with contextlib.suppress(NotFoundError):
-        info = await nc.jetstream().stream_info(stream, subjects_filter="$KV.*.live.>")
-        return [*(info.state.subjects or {})]
-    return []
 
 
 async def test_a_stopping_worker_hands_its_sessions_over_within_seconds(cluster: Start, look: Any) -> None:
@@ -715,28 +651,6 @@ async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_w
         assert all(len(one) == 5 for one in found)
         assert {one[-1] for one in found} <= {*workers}
         assert workers[paused].process.poll() is None
-
-
-@pytest.mark.process
-async def test_a_worker_that_was_paused_in_mid_answer_leaves_the_answer_to_the_worker_that_goes_on(
-    nats_url: str, processes: Any, look: Any
-) -> None:
-    """Otherwise each would end the other's attempt, by turns, until the answer is complete."""
-    prefix, workers = await processes("first", "second")
-    log = look(prefix)
-    async with connect(nats_url, prefix=prefix) as client:
-        generation = client.session("s").generate(text="eee", max_tokens=8000, timeout_s=PATIENCE_S)
-        num_tokens, paused, is_awake = 0, "", False
-        async for chunk in generation:
-            num_tokens += len(chunk.tokens)
-            if num_tokens > 40 and not paused:
-                paused = await log.owner("s")
-                workers[paused].worker.suspend()
-            if paused and not is_awake and sum(one.num_resumed for one in workers.values()):
-                is_awake = True
-                workers[paused].worker.resume()
-        assert is_awake
-    assert sum(one.num_resumed for one in workers.values()) <= 2
 
 
 async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its_model(
