@@ -107,25 +107,6 @@ async def test_an_answer_of_the_messages_api_has_anthropics_fields_and_usage(
     assert answer["usage"]["output_tokens"] == 8
 
 
-async def test_a_stream_of_the_messages_api_has_the_same_text_as_a_whole_answer(
-    http: httpx2.AsyncClient,
-) -> None:
-    more = {"seed": 5, "temperature": 0.9, "max_tokens": 30}
-    whole, _ = await ask(http, user("Hello."), **more)
-    streamed = await http.post(PATH, json=body(user("Hello."), stream=True, **more))
-    assert streamed.headers["content-type"].startswith("text/event-stream")
-    first, opened, *deltas, closed, last, stopped = events(streamed.text)
-    assert (first["type"], first["message"]["content"]) == ("message_start", [])
-    assert opened == {"type": "content_block_start", "index": 0, "content_block": text("")}
-    assert {(one["type"], one["index"], one["delta"]["type"]) for one in deltas} == {
-        ("content_block_delta", 0, "text_delta")
-    }
-    assert "".join(one["delta"]["text"] for one in deltas) == whole["content"][0]["text"]
-    assert closed == {"type": "content_block_stop", "index": 0}
-    assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert (last["usage"]["output_tokens"], stopped) == (30, {"type": "message_stop"})
-
-
 async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     served: Any, http: httpx2.AsyncClient
 ) -> None:

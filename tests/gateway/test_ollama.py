@@ -87,31 +87,6 @@ def test_ollamas_tool_results_are_matched_to_calls_by_tool_name() -> None:
         read(messages=[{"role": "judge", "content": "a"}])
 
 
-async def test_ollamas_chat_endpoint_answers_whole_and_streamed_and_continues_the_session(
-    http: httpx2.AsyncClient,
-) -> None:
-    body = {"model": "m:latest", "messages": HELLO, "options": {"num_predict": 8, "temperature": 0}}
-    whole = (await http.post("/api/chat", json={**body, "stream": False})).json()
-    assert (whole["model"], whole["done"], whole["done_reason"], whole["eval_count"]) == (
-        "m:latest",
-        True,
-        "length",
-        8,
-    )
-    streamed = lines(await http.post("/api/chat", json=body))
-    assert "".join(one["message"]["content"] for one in streamed) == whole["message"]["content"]
-    assert [one["done"] for one in streamed] == [False] * (len(streamed) - 1) + [True]
-    assert streamed[-1]["prompt_eval_count"] == whole["prompt_eval_count"]
-    said = [*HELLO, whole["message"], {"role": "user", "content": "More."}]
-    more = await http.post("/api/chat", json={**body, "messages": said})
-    assert more.headers["x-turnkeep-session"].endswith(" continued")
-    key = {"idempotency-key": "one"}
-    first, second = [
-        await http.post("/api/chat", json={**body, "stream": False}, headers=key) for _ in range(2)
-    ]
-    assert first.json()["message"] == second.json()["message"]
-
-
 def test_ollamas_answers_have_tool_calls_and_reasoning_whole_and_streamed() -> None:
     turn = read(tools=[TOOL])
     done = generated("tool_calls", ("c1", "weather", '{"city": "Rome"}'), text="So.", reasoning="Hm.")
@@ -142,8 +117,6 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     system = (await http.post("/api/generate", json={**body, "system": "Hm.", "stream": False})).json()
     raw = (await http.post("/api/generate", json={**body, "raw": True, "stream": False})).json()
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
-    refused = await http.post("/api/generate", json={**body, "suffix": "end"})
-    assert (refused.status_code, refused.json()) == (400, {"error": "suffix is not supported"})
 
 
 async def test_an_ollama_request_without_a_prompt_loads_or_unloads(http: httpx2.AsyncClient) -> None:
@@ -190,9 +163,6 @@ async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason
     for name, words in [("embeddings", "/api/embed"), ("pull", "turnkeep model")]:
         refused = await http.post(f"/api/{name}", json={"model": "m"})
         assert (refused.status_code, words in refused.json()["error"]) == (501, True)
-    long = {"model": "m", "messages": [{"role": "user", "content": "word " * 900}]}
-    refused = await http.post("/api/chat", json=long)
-    assert (refused.status_code, "maximum context length" in refused.json()["error"]) == (400, True)
 
 
 async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_its_request_yet(
