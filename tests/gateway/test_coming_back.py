@@ -353,24 +353,6 @@ async def test_gateways_that_know_different_conversations_give_one_answer_per_id
             assert not more.headers["x-turnkeep-session"].endswith("begun"), "its session is still known"
 
 
-async def test_a_conversation_continues_with_a_new_idempotency_key_for_each_turn(
-    http: httpx2.AsyncClient,
-) -> None:
-    said = [{"role": "user", "content": "Begin."}]
-    for number in range(4):
-        body = asked(CHAT, 8, messages=said)
-        for how in (("forked" if number else "begun"), "repeated"):
-            answer = await http.post(CHAT, json=body, headers={"idempotency-key": f"turn {number}"})
-            assert answer.headers["x-turnkeep-session"].split()[1] == how
-        usage = answer.json()["usage"]
-        if number:
-            assert usage["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] - 1  # noqa: F821
-        before = usage  # noqa: F841
-        said += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Go on."}]
-    without = await http.post(CHAT, json=asked(CHAT, 8, messages=said))
-    assert without.headers["x-turnkeep-session"].split()[1] == "continued"
-
-
 async def test_a_failed_request_repeated_with_its_idempotency_key_gets_the_same_error(
     http: httpx2.AsyncClient, served: Any
 ) -> None:

@@ -209,31 +209,6 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
     await until(lambda: not served.index.sessions)
 
 
-async def test_a_conversation_that_a_full_log_could_not_fork_is_forked_later_and_removed_when_idle(
-    local_worker: Start, door: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.5)
-    js = worker.app._nc.jetstream()
-    log = (await js.stream_info(worker.client.subjects.log_stream)).config
-    asked = question("My secret.", 4)
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        said = (await http.post(CHAT, json=asked)).json()["choices"][0]["message"]
-        (name,) = served.index.sessions
-        on, other = (
-            asked | {"messages": [*asked["messages"], said, {"role": "user", "content": text}]}
-            for text in ("On.", "Or.")
-        )
-        assert (await http.post(CHAT, json=on)).status_code == 200
-        await js.update_stream(log.evolve(max_bytes=1))
-        assert (await http.post(CHAT, json=other)).status_code == 429
-        await js.update_stream(log)
-        answer = await http.post(CHAT, json=other)
-        assert answer.headers["x-turnkeep-session"].endswith(" forked")
-    await forgotten(worker.client, name)
-    await until(lambda: not served.index.sessions)
-
-
 @pytest.mark.parametrize("is_stored", [False, True])
 async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_last_request_is_unknown(
     local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
@@ -287,32 +262,6 @@ async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither
         stops = False
         assert (await asking).status_code == 200
     await forgotten(worker.client, name)
-
-
-async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(
-    local_worker: Start, door: Start, endless_model: Path
-) -> None:
-    """After a restart, and with other ids of its calls; its client has disconnected."""
-    worker = await local_worker(model=str(endless_model))
-    stopped = await door(worker.settings.nats, worker.settings.prefix)
-    first, again = await stopped_in_mid_answer(stopped, called("one")), Followed()
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    task = asyncio.create_task(again.follow(served.url, called("other")))
-    await until(lambda: again.session)
-    task.cancel()
-    assert again.session == f"{first.session.split()[0]} repeated"
-    await until(lambda: {one.state for one in served.index.asked.values()} == {"failed"}, 10)
-
-
-def called(call_id: str) -> dict[str, Any]:
-    """Return a request whose conversation has a tool call with this id."""
-    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    asked = question("Begin.", 3000)
-    asked["messages"] += [
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": call_id, "content": "There."},
-    ]
-    return asked
 
 
 async def cancelled(client: Any, session: str) -> Generated:

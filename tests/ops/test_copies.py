@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ops.log import copies
+from ops.log import copies, importing
 from ops.log.importing import Import
 from tests.commands.command_runs import command, environment, where
 from tests.parts import LocalWorker, make_tiny_model
@@ -124,12 +124,12 @@ async def test_an_input_of_more_token_ids_than_a_message_of_the_log_has_is_store
 ) -> None:
     """Another worker reads the parts for the session, for its fork, and `export` for the copy."""
     cache = {"policy": "sink_window", "sink": 2, "window": 64}
-    tokens = [128 + (7 * i + i // 131) % 130 for i in range(14_000)]  # two bytes each
-    limited = {"model": str(endless_model), "max_message_bytes": 64 * 2**10}
+    tokens = [128 + (7 * i + i // 131) % 130 for i in range(7000)]  # two bytes each
+    limited = {"model": str(endless_model), "max_message_bytes": 32 * 2**10}
     worker = await local_worker(**limited)
     await worker.client.session("long", cache=cache).append(tokens=tokens)
     stored = [one async for _, one in worker.client.stored.every(SessionKey("default", "long"), "checkpoint")]
-    assert [len(one.body) > 2**15 for one in stored] == [True, False] * 2, "the tokens, then the request"
+    assert [len(one.body) > 2**14 for one in stored] == [True, False] * 2, "the tokens, then the request"
     *_, result = [one async for _, one in worker.client.stored.every(SessionKey("default", "long"), "out")]
     assert len(result.body) < 2**10
     file = tmp_path / "long.turnkeep"
@@ -141,7 +141,7 @@ async def test_an_input_of_more_token_ids_than_a_message_of_the_log_has_is_store
     fork = await worker.client.session("long").fork("fork")
     sessions = (worker.client.session("long"), fork, second.client.session("long"))
     answers = [await one.generate(max_tokens=8) for one in sessions]
-    assert {(one.position, one.tokens) for one in answers} == {(14_008, answers[0].tokens)}
+    assert {(one.position, one.tokens) for one in answers} == {(7008, answers[0].tokens)}
     for one in (worker, second):
         verified = await command("sessions", "--verify", *where(one))
         assert verified.returncode == 0, verified.stdout
@@ -168,9 +168,10 @@ async def test_an_import_that_is_interrupted_while_the_server_stores_a_part_leav
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_before: int
 ) -> None:
     """The server may still be storing the last part when it is asked whether it has it, or to remove it."""
+    monkeypatch.setattr(importing, "_TOGETHER", 90)  # so that there are two batches
     worker = await local_worker()
     session = worker.client.session("long")
-    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(700)))
+    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(70)))
     file = tmp_path / "long.turnkeep"
     await command("export", "long", file, *where(worker))
     second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
@@ -185,11 +186,11 @@ async def test_an_import_that_is_interrupted_while_the_server_stores_a_part_leav
         return await call(self, subject, body, headers)
 
     monkeypatch.setattr(NatsWire, "api", interrupted)
-    importing = asyncio.create_task(
+    task = asyncio.create_task(
         Import(second.client, SessionKey("default", "long")).run(lines, lambda *_: None)
     )
     with pytest.raises(asyncio.CancelledError):
-        await importing
+        await task
     await asyncio.sleep(0.5)
     assert await second.client.stored.subjects() == {}
 

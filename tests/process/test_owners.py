@@ -255,35 +255,6 @@ async def test_a_stopping_worker_hands_its_sessions_over_within_seconds(cluster:
         assert (await look(second.settings.prefix).makers(name))[-1] == "second"
 
 
-async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_another(
-    cluster: Start, look: Any
-) -> None:
-    first = await cluster("first")
-    session = first.client.session("s")
-    await session.append(text="x" * 400)
-    await session.append(text="y")
-    key = SessionKey("default", "s")
-    history = first.app._parts.sessions._get(key).history
-
-    def stored(worker: Any) -> int:
-        store = worker.app._store
-        match = store.kv.match(store.kv.chain("default", history.policy), history.tokens)
-        num = len(match.nodes)
-        store.kv.release(match)
-        return num
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not stored(first):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    second = await cluster("second")
-    for one in (first, second):  # as if the first one had been away
-        one.app._parts.owners.remember(key, second.app._members.me.boot)
-    closed = await second.client.session("s").close(forget=True, timeout_s=PATIENCE_S)
-    assert closed.settled
-    assert await look(second.settings.prefix).last_maker("s") == "second"
-    assert not stored(first)
-
-
 async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_at_either(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
