@@ -263,17 +263,3 @@ def test_a_change_of_model_is_named_by_what_differs_if_both_have_one_name(
         previous_model=before,
     )
     assert taken_over(result) == says
-
-
-async def test_sessions_and_info_show_which_of_two_workers_owns_a_session(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    two = [await local_worker(worker=name, data_dir=tmp_path / name) for name in ("one", "two")]
-    await two[0].client.session("s").append(text="hello")
-    owner = (await two[1].client.session("s").info()).worker
-    assert owner.requests == {"append": {"ok": 1}}
-    listed = await command("sessions", *where(two[0]))
-    assert re.search(rf"^s +default .* {owner.worker} ", listed.stdout, re.MULTILINE), listed
-    shown = await command("info", "s", *where(two[0]))
-    assert re.search(rf"^worker +{owner.worker}$", shown.stdout, re.MULTILINE), shown
-    assert re.search(rf"^other workers +{owner.others[0]}$", shown.stdout, re.MULTILINE), shown

@@ -12,7 +12,6 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
-import nats
 import pytest
 
 from tests.commands.command_runs import command
@@ -50,27 +49,6 @@ def place(worker: WorkerProcess) -> list[str]:
 
 def port_of(worker: WorkerProcess) -> str:
     return worker.url.rpartition(":")[2]
-
-
-async def test_commands_read_the_nats_token_from_the_data_directory(worker: WorkerProcess) -> None:
-    where = place(worker)
-    async with await worker.client() as client:
-        await client.session("s").append(text="x")
-    for words in (["info", "s"], ["sessions"], ["top"]):
-        done = await command(*words, *where)
-        if words != ["top"]:
-            assert (done.returncode, done.stderr) == (0, ""), words
-    assert "needs a terminal" in done.stderr, "it has come further than the connection"
-
-
-async def test_info_url_prints_an_address_that_other_programs_can_connect_to(
-    worker: WorkerProcess,
-) -> None:
-    done = await command("info", "--url", *place(worker)[:2])
-    assert done.returncode == 0
-    client = await nats.connect(done.stdout.strip())
-    assert (await client.request("$SRV.PING", timeout=5)).data
-    await client.close()
 
 
 async def first_word(port: int, **login: str) -> bytes:

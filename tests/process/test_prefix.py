@@ -139,24 +139,6 @@ async def test_a_tenant_is_answered_while_another_tenants_requests_fill_both_wor
     await loud.end()
 
 
-async def test_a_worker_that_takes_over_sessions_of_a_stopping_worker_stays_within_max_waiting(
-    cluster: Start, flood: Callable[[str], Flood]
-) -> None:
-    first, second = [await cluster(name, ack_wait_s=3.0) for name in ("first", "second")]
-    loud = flood(first.settings.prefix)
-    await loud.begin(300)
-    await returned(second, 8)
-    stopping = asyncio.create_task(second.stop())
-    most = 0
-    async with asyncio.timeout(PATIENCE_S):
-        while len(loud.results) < len(SESSIONS):
-            most = max(most, len(first.app._parts.sessions._at_work))
-            await asyncio.sleep(0.01)
-    await stopping
-    assert most <= 2 * PLACES, "its own, and as many of the other one's"
-    assert {kind for _, kind in loud.results} == {"generated"}
-
-
 async def test_a_drained_worker_answers_no_requests_although_the_other_worker_is_at_its_limit(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
@@ -232,27 +214,6 @@ async def test_a_request_that_the_server_sent_to_a_pull_that_had_ended_counts_no
     await stopping(worker)
     answered = await asyncio.gather(*(one.append(text="e") for one in found))
     assert [one.position for one in answered] == [2] * len(found)
-    await worker.task
-
-
-async def test_a_request_that_a_worker_takes_over_as_it_stops_counts_no_attempt(
-    sessions: Callable[..., Awaitable[list[Any]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker, *found = await sessions(append=False)
-    taking, stops, take = asyncio.Event(), asyncio.Event(), Routing._take
-
-    async def late(self: Routing, *args: Any) -> bool:
-        if self is worker.app._parts.routing:
-            taking.set()
-            await stops.wait()
-        return await take(self, *args)
-
-    monkeypatch.setattr(Routing, "_take", late)
-    calls = asyncio.gather(*(one.append(text="e") for one in found))
-    await taking.wait()
-    await stopping(worker)
-    stops.set()
-    assert [one.position for one in await calls] == [1] * len(found)
     await worker.task
 
 
