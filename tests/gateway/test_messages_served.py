@@ -9,17 +9,13 @@ from typing import Any
 import httpx2
 import pytest
 from anthropic.types import beta
-from crafted import events, generated
+from crafted import events
 
 from gateway import boundaries
 from gateway.anthropic import common as anthropic
 from gateway.anthropic import messages
 from gateway.turn import Fault, fault_of
 from turnkeep_client.errors import NoServerError, RequestFailedError, TokenLimit
-from turnkeep_client.messages import (
-    CallPart,
-    Chunk,
-)
 
 Start = Any
 PATH = "/v1/messages"
@@ -222,44 +218,6 @@ def test_cache_markers_billing_lines_and_thinking_do_not_change_a_conversations_
     same = end_of(user([marked]), assistant([thinking, text("Yes.")]), user("Well?"), system=system)
     assert plain == same
     assert plain != end_of(user("Hello."), assistant("Yes."), user("Well!"), system="A")
-
-
-def test_an_answer_and_its_stream_have_thinking_text_and_tool_use_blocks_in_order() -> None:
-    done = generated("tool_calls", ("c1", "f", '{"a": 1}'), text="\n\nSo.", reasoning="Hm.")
-    whole = messages.whole(read(), "x", 5, [done])
-    thinking, said, used = whole["content"]
-    assert (thinking["thinking"], len(thinking["signature"])) == ("Hm.", 64)
-    assert (said["text"], used) == (
-        "\n\nSo.",
-        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
-    )
-    assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", 3)
-    writer = messages.MessageEvents(read(), "x", 5)
-    chunks = [
-        Chunk(0, (1,), "", reasoning="H"),
-        Chunk(1, (1,), "\n\n", reasoning="m."),
-        Chunk(2, (1,), "So."),
-        Chunk(3, (1,), "", tool_calls=(CallPart(0, "c1", "f"), CallPart(0, arguments='{"a": '))),
-        Chunk(4, (1,), "\n", tool_calls=(CallPart(0, arguments="1}"),)),
-    ]
-    written = b"".join(writer.chunk(0, chunk) for chunk in chunks) + writer.finish(0, done)
-    found = events(written.decode())
-    assert [(one["type"].removeprefix("content_block_"), one.get("index")) for one in found] == [
-        ("start", 0),
-        *[("delta", 0)] * 3,
-        ("stop", 0),
-        ("start", 1),
-        ("delta", 1),
-        ("stop", 1),
-        ("start", 2),
-        *[("delta", 2)] * 2,
-        ("stop", 2),
-        ("message_delta", None),
-    ]
-    assert found[3]["delta"] == {"type": "signature_delta", "signature": thinking["signature"]}
-    assert found[6]["delta"] == {"type": "text_delta", "text": "\n\nSo."}
-    assert events(writer.heartbeat.decode()) == [{"type": "ping"}]
-    assert events(writer.error(Fault(500, "broken")).decode())[0]["error"]["type"] == "api_error"
 
 
 async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.AsyncClient) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from crafted import generated
 
 from gateway.http import answer_response
 from gateway.models import ServedModel
 from gateway.ollama import answers, requests
 from gateway.turn import Fault
-from turnkeep_client.chunks import Assembly
 from turnkeep_client.generation import Generation
 from worker.metrics_message import unloaded
 
@@ -85,26 +83,6 @@ def test_ollamas_tool_results_are_matched_to_calls_by_tool_name() -> None:
     assert image.warnings[0].what.endswith("replaced by a placeholder")
     with pytest.raises(Fault, match="role"):
         read(messages=[{"role": "judge", "content": "a"}])
-
-
-def test_ollamas_answers_have_tool_calls_and_reasoning_whole_and_streamed() -> None:
-    turn = read(tools=[TOOL])
-    done = generated("tool_calls", ("c1", "weather", '{"city": "Rome"}'), text="So.", reasoning="Hm.")
-    calls = [{"id": "c1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
-    whole = answers.CHAT.whole(turn, "x", 5, [done])
-    message = {"role": "assistant", "content": "So.", "thinking": "Hm.", "tool_calls": calls}
-    assert (whole["message"], whole["done_reason"]) == (message, "stop")
-    assert whole["created_at"] == "1970-01-01T00:00:05Z"
-    writer = answers.CHAT.events(turn, "x", 5)
-    chunk = Assembly().finish(done)
-    assert chunk is not None
-    first, last = (json.loads(one) for one in (writer.chunk(0, chunk) + writer.finish(0, done)).splitlines())
-    assert first["message"] == message
-    assert last | {"message": message} == whole
-    assert json.loads(writer.heartbeat)["message"]["content"] == ""
-    assert json.loads(writer.error(Fault(500, "broken"))) == {"error": "broken"}
-    thought = answers.GENERATE.whole(turn, "x", 5, [done])
-    assert (thought["response"], thought["thinking"]) == ("So.", "Hm.")
 
 
 async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
