@@ -104,7 +104,7 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
     """A worker at its limit returns further requests, and no attempt is noted for them."""
     first = await cluster("first", max_attempts=1)
     loud = flood(first.settings.prefix)
-    await loud.begin(300)
+    await loud.begin(200)
     await returned(first, 20)
     second = await cluster("second", max_attempts=1)
     most = Counter[str]()
