@@ -123,15 +123,6 @@ def test_an_error_message_wraps_between_words_on_a_terminal(tmp_path: Path, comm
     assert max(map(len, lines)) < 40
 
 
-def test_doctor_on_a_terminal_omits_empty_columns(tmp_path: Path) -> None:
-    with Terminal("doctor", "--data-dir", tmp_path) as terminal:
-        terminal.end()
-        head, *lines = terminal.transcript.splitlines()
-    assert head.split() == ["check", "found"]
-    assert any(line.split()[:2] == ["ok", "Python"] for line in lines)
-    assert "mend" in turnkeep("doctor", "--data-dir", tmp_path).stdout.splitlines()[0]
-
-
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
 def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     data_dir: Path, command: tuple[str, ...]
@@ -139,16 +130,6 @@ def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     done = turnkeep(*command, "--json", "--data-dir", data_dir)
     names = [entry["name"] for entry in json.loads(done.stdout)]
     assert {"list": LONG, "doctor": "data directory"}[command[-1]] in names
-
-
-async def test_info_names_the_device_as_cpu_metal_or_cuda(local_worker: Callable) -> None:
-    worker = await local_worker()
-    await worker.client.session("s").append(text="hello")
-    done = await asyncio.to_thread(turnkeep, "info", "s", *where(worker))
-    line = next(line for line in done.stdout.splitlines() if line.startswith("model"))
-    assert any(f" on {device}," in line for device in ("cpu", "metal", "cuda")), line
-    raw = json.loads((await asyncio.to_thread(turnkeep, "info", "s", "--json", *where(worker))).stdout)
-    assert raw["worker"]["device"] in ("cpu", "metal", "cuda")
 
 
 async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
@@ -186,12 +167,6 @@ def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_p
     found = json.loads(cache("ls", "--json").stdout)
     assert (found["chains"], found["total_bytes"]) == ([], 0)
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
-
-
-async def test_cache_ls_says_that_a_new_worker_has_nothing_cached(local_worker: Callable) -> None:
-    worker = await local_worker()
-    done = await asyncio.to_thread(turnkeep, "cache", "ls", "--data-dir", worker.settings.data_dir)
-    assert (done.returncode, done.stdout.startswith("nothing is cached yet")) == (0, True)
 
 
 def test_in_a_pipe_a_long_step_prints_lines_that_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,12 +189,6 @@ def test_the_doctor_shows_the_memory_that_a_draft_model_needs_together_with_its_
     assert re.fullmatch(r".*/draft; with the model it needs \S+ MiB of \S+ \wiB", draft.found)
 
 
-def test_the_doctor_converts_no_file_to_check_a_draft_model(pair):
-    draft = draft_of(dataclasses.replace(pair, model=None))
-    assert draft.state == "ok"
-    assert not [*pair.data_dir.glob("models/*")]
-
-
 def test_a_missing_draft_model_fails_the_doctors_check(pair, tmp_path):
     draft = draft_of(dataclasses.replace(pair, draft_model=str(tmp_path / "missing")))
     assert (draft.name, draft.state) == ("draft model", "fail")
@@ -215,15 +209,6 @@ def test_a_draft_model_that_does_not_fit_into_memory_fails_the_doctors_check(pai
     draft = draft_of(dataclasses.replace(pair, device_memory=2**20))
     assert (draft.state, draft.missing) == ("fail", "memory for both")
     assert "leave draft_model out" in draft.mend
-
-
-async def test_the_doctor_checks_the_draft_model_of_each_of_several_models(small, pair):
-    found = await asyncio.to_thread(checks, small, {"a": small, "b": pair})
-    assert [check.name for check in found[-3:]] == ["model a", "model b", "draft model b"]
-
-
-def test_an_empty_model_folder_fails_the_doctors_check(settings, tmp_path):
-    assert commands.checks._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
 
 
 def test_the_doctor_prints_each_finding_on_one_line_in_a_pipe(capsys):

@@ -261,26 +261,6 @@ async def test_workers_hear_at_once_of_one_that_stops_while_its_record_is_being_
     assert ended(first) == ["two"]
 
 
-async def test_an_early_check_reports_a_dead_worker_as_gone_but_not_a_reconnecting_one(members, monkeypatch):
-    """One request without a responder is no proof: a reconnecting worker does not respond for a moment."""
-    monkeypatch.setattr(members_of, "_WATCH_S", 3600.0)
-    first, second = await members("first", "one"), await members("second", "two")
-    await first.join()
-    await second.join()
-    for _ in range(5):
-        await asyncio.sleep(0.3)  # a connection that is lost twice within 0.25 s waits for so long
-        second._nc._transport._io_writer.transport.abort()
-        first.look_now()
-    await asyncio.sleep(0.3)
-    assert not ended(first)
-    kill(second)
-    await second._nc.close()
-    asked_s = time.monotonic()
-    first.look_now()
-    await first.gone()
-    assert time.monotonic() - asked_s >= members_of._CONFIRM_S, "it is asked twice"
-
-
 async def test_a_running_worker_is_found_although_it_is_not_among_the_known_workers(members):
     """While a worker runs, a request that it has attempted has not crashed it."""
     first, second = await members("first", "one"), await members("second", "two")

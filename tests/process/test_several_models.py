@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import signal
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -203,17 +202,6 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
         answer = decode_control_reply(await client._wire.ask("turnkeep-tiny.default.any.ctl", asked, 100))
     assert isinstance(answer, Embedded), answer
     await until(lambda: not at.workers())
-
-
-@pytest.mark.process
-async def test_settings_that_are_read_again_reach_a_worker_that_is_being_started(house: Any) -> None:
-    at = await house()
-    asking = asyncio.create_task(at.chat("tiny", LONG))
-    await until(lambda: '"loading"' in at.process.log)
-    psutil.Process(at.process.pid).send_signal(signal.SIGHUP)
-    assert (await asking).is_success
-    await until(lambda: "read the settings again" in at.process.log)
-    assert "a worker has ended" not in at.process.log
 
 
 async def test_settings_that_are_read_again_hold_for_the_next_worker_too() -> None:
