@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -19,6 +16,7 @@ import anyio
 import nats
 import psutil
 import pytest
+from parts import WorkerProcess, free_port
 
 from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
@@ -356,61 +354,28 @@ async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_recei
     assert not first.task.done()
 
 
-class Process:
-    """A worker in a process of its own, on a NATS server that several workers share."""
-
-    def __init__(self, url: str, prefix: str, folder: Path, model: Path) -> None:
-        self.name = folder.name
-        self._log = folder.with_suffix(".log")
-        command = [*(sys.executable, "-m", "commands", "serve", "--data-dir", str(folder), "--nats", url)]
-        command += ["--prefix", prefix, "--model", str(model), "--worker", self.name, "--log-format", "json"]
-        command += ["--log-max-bytes", "64MiB", "--min-free-disk", "0"]
-        command += []  # the server redelivers later than any of these tests waits
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    async def ready(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while '"event": "ready"' not in self._log.read_text():
-                assert self.process.poll() is None, self._log.read_text()
-                await asyncio.sleep(0.02)
-
-    @property
-    def worker(self) -> psutil.Process:
-        """The process that has the model; `serve` is its parent."""
-        lines = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
-        return psutil.Process(next(one["pid"] for one in reversed(lines) if one["event"] == "ready"))
-
-    def end(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        self.process.wait(PATIENCE_S)
-
-    @property
-    def num_resumed(self) -> int:
-        """How often the worker has gone on with an interrupted answer."""
-        return self._log.read_text().count("resuming an interrupted answer")
-
-
 @pytest.fixture
 async def processes(
     nats_url: str, endless_model: Path, tmp_path: Path
-) -> AsyncIterator[Callable[..., Awaitable[tuple[str, dict[str, Process]]]]]:
+) -> AsyncIterator[Callable[..., Awaitable[tuple[str, dict[str, WorkerProcess]]]]]:
     """Yield a function that starts workers as processes; it returns their prefix, and the workers by name."""
-    made: dict[str, Process] = {}
+    made: dict[str, WorkerProcess] = {}
     prefix = f"several{time.monotonic_ns()}"
 
-    async def start(*names: str) -> tuple[str, dict[str, Process]]:
+    async def start(*names: str) -> tuple[str, dict[str, WorkerProcess]]:
         for name in names:
-            made[name] = Process(nats_url, prefix, tmp_path / name, endless_model)
-        for name in names:
-            await made[name].ready()
+            options = ("--nats", nats_url, "--prefix", prefix, "--worker", name)
+            made[name] = WorkerProcess(tmp_path / name, endless_model, free_port(), *options)
+            made[name].start()
+        async with asyncio.timeout(PATIENCE_S):
+            while not all('"event": "ready"' in one.log for one in made.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         return prefix, made
 
     yield start
     for one in made.values():
-        if one.process.poll() is None:
-            one.process.send_signal(signal.SIGCONT)
-            one.end(signal.SIGTERM)
+        if one.running:
+            one.stop()
 
 
 def member(name: str, **fields: Any) -> Member:
@@ -587,7 +552,7 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
             tokens += chunk.tokens
             if len(tokens) > 40 and not killed:
                 killed = await log.owner("s")
-                workers[killed].end(signal.SIGKILL)
+                workers[killed].kill()
             times_s.append(time.monotonic())
         assert tokens == list(whole.tokens) == list(generation.result.tokens)
         gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
@@ -604,24 +569,25 @@ async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_w
     log = look(prefix)
     async with connect(nats_url, prefix=prefix) as client:
         await turns(client)
-        generation = client.session("s").generate(text="eee", max_tokens=300, timeout_s=PATIENCE_S)
+        generation = client.session("s").generate(text="eee", max_tokens=900, timeout_s=PATIENCE_S)
         await generation.send()
         while not (paused := await log.owner("s")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        workers[paused].worker.suspend()
+        paused_worker = psutil.Process(workers[paused].worker_pid)
+        paused_worker.suspend()
         asks = (client.ask(name, text="x", max_tokens=1, timeout_s=PATIENCE_S) for name in SESSIONS)
         infos = (client.session(name).info() for name in SESSIONS)
         await asyncio.gather(*asks, *infos)
         await turns(client)
         assert (await generation).finish_reason == "length"
-        workers[paused].worker.resume()
+        paused_worker.resume()
         await turns(client, number=2)
         (other,) = {*workers} - {paused}
         assert await log.makers("s") == [other]
         found = [await log.makers(name) for name in SESSIONS]
         assert all(len(one) == 5 for one in found)
         assert {one[-1] for one in found} <= {*workers}
-        assert workers[paused].process.poll() is None
+        assert workers[paused].running
 
 
 async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its_model(
