@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from command_runs import WAIT_S, Terminal, command, environment, outside, turnke
 
 from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT, LocalWorker, WorkerProcess
-from turnkeep_client.client import Client, connect
+from turnkeep_client.client import Client
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
 
 
@@ -236,49 +235,10 @@ async def test_ctrl_c_and_sigterm_end_several_answers_and_close_their_sessions(
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("session", [(), ("--session", "s")])
-async def test_ctrl_c_without_a_worker_leaves_no_open_session_of_several_answers(
-    local_worker: Callable[..., Any], session: tuple[str, ...]
-) -> None:
-    worker = await local_worker()
-    await worker.client.session("s").append(text="so that there is a stream")
-    await worker.stop()
-    async with await connect(worker.settings.nats, prefix=worker.settings.prefix) as client:
-        loop = asyncio.get_running_loop()
-
-        def run() -> int:
-            with Terminal("ask", "-n", 2, *session, "hello", *where(worker)) as terminal:
-                asyncio.run_coroutine_threadsafe(begun(client, 2 if session else 1), loop).result(WAIT_S)
-                terminal.type("\x03")
-                return terminal.process.wait(4)
-
-        assert await asyncio.to_thread(run) == 130
-        await local_worker()
-        async with asyncio.timeout(20):
-            while [one.name for one in await client.sessions() if not one.is_closed] != ["s"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-
-
 async def begun(client: Client, count: int) -> None:
     """Wait until `count` sessions have a request without a result."""
     while sum(one.is_waiting for one in await client.sessions()) < count:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-
-
-async def test_an_answer_under_nohup_continues_after_a_hangup_signal(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    options = ("--session", "s", "--max-tokens", 400, *where(worker))
-
-    def run() -> int:
-        with Terminal("ask", "hello", *options, command='trap "" HUP; exec "$0" "$@"') as terminal:
-            terminal.wait_for(r"\w")
-            terminal.process.send_signal(signal.SIGHUP)
-            return terminal.end()
-
-    assert await asyncio.to_thread(run) == 0
-    assert (await answered(worker.client)).finish_reason == "length"
 
 
 @pytest.mark.process
@@ -313,22 +273,6 @@ async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the
     assert isinstance(closed, Closed)
     assert closed.position < TINY_CONTEXT, "it was not continued"
     assert is_begun or closed.position == 0
-
-
-async def test_ask_in_a_pipe_says_from_time_to_time_how_far_its_prompt_is(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    long: list[Any] = [{"role": "user", "content": "long"}]
-    async with worker.client.session("other").generate(messages=long, max_tokens=50_000) as other:
-        await anext(aiter(other))
-        words = ("ask", "hello", "--max-tokens", "2", *where(worker))
-        asking = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "commands", *words), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
-        )
-        assert asking.stderr is not None
-        assert (await asking.stderr.readline()).startswith(b"turnkeep: prefill: ")
-    await asking.communicate()
 
 
 @pytest.mark.process

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from command_runs import Terminal, environment, outside, turnkeep, where
 
-from commands.exchanges import last_exchanges
 from tests.parts import LocalWorker, WorkerProcess
 from turnkeep_client.client import Client
 from turnkeep_client.generation import Generation
@@ -201,35 +200,6 @@ async def running(session: Session) -> Generation:
     while not (await session.info()).progress:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     return answer
-
-
-async def test_retry_after_ctrl_c_before_the_first_token_asks_the_stopped_question_again(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    other, loop = worker.client.session("other"), asyncio.get_running_loop()
-
-    def script(terminal: Terminal) -> None:
-        terminal.wait_for(PROMPT)
-        terminal.type("first question\r")
-        terminal.wait_for(END)
-        # The second question waits for this one's place in the batch.
-        answer = asyncio.run_coroutine_threadsafe(running(other), loop).result(30)
-        terminal.type("second question\r")
-        terminal.wait_for("prefill: ")
-        terminal.type("\x03")
-        terminal.wait_for(PROMPT)
-        asyncio.run_coroutine_threadsafe(answer.cancel(), loop).result(30)
-        terminal.type("/retry\r")
-        terminal.wait_for("> second question")
-        terminal.wait_for(END)
-        terminal.type("\x04")
-
-    await on_terminal(script, worker)
-    asked = ["first question", "second question", "second question"]
-    assert said(await requests(worker.client)) == [("user", one) for one in asked]
-    assert [len(answer.tokens) for answer in await answers(worker.client)] == [5, 0, 5]
-    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == asked[:2]
 
 
 async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(

@@ -89,25 +89,6 @@ async def test_show_wraps_messages_between_words_on_a_terminal_and_not_in_a_pipe
     assert f"    {WORDS}\n" in (await run(*command)).stdout
 
 
-async def test_sessions_at_80_columns_show_whole_names_the_sorted_column_and_first_words(
-    local_worker: Callable,
-) -> None:
-    worker = await local_worker()
-    name = f"gw-{'0' * 32}"
-    await worker.client.session(name).append(text="once upon a time there was a princess who had a plum tree")
-
-    def read(*options: object) -> list[list[str]]:
-        with Terminal("sessions", *options, *where(worker)) as terminal:
-            assert terminal.end() == 0
-            return [line.split() for line in terminal.transcript.splitlines()]
-
-    head, line, _ = await asyncio.to_thread(read)
-    assert head == ["session", "state", "last", "begins"]
-    assert (line[0], "once" in line) == (name, True)
-    head, *_ = await asyncio.to_thread(read, "--sort", "entries")
-    assert "entries" in head
-
-
 @pytest.mark.parametrize(
     "command", [("model", "show", "nosuch"), ("ask", "x", "--nats", "nats://127.0.0.1:1")]
 )

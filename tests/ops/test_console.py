@@ -32,7 +32,7 @@ from ops.console.serving import listening, server
 from ops.console.turns import shown
 from ops.log import copies, searching
 from ops.log.conversation import Turn, part
-from tests.commands.command_runs import command, environment, where
+from tests.commands.command_runs import command, environment
 from tests.ops.test_workers_history import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port
 from tests.protocol.scripted_worker import metrics
@@ -461,7 +461,7 @@ async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: 
             assert answer.status_code == 404
 
 
-async def test_a_question_in_the_console_passes_on_sampling_options_and_a_json_schema(
+async def test_a_question_passes_on_options_and_another_answer_is_sampled_at_0_7_unless_one_is_chosen(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -469,24 +469,13 @@ async def test_a_question_in_the_console_passes_on_sampling_options_and_a_json_s
         schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
         options = {"seed": 7, "top_p": 0.5, "temperature": 0.9, "max_tokens": 30}
         await page.post("s/ask", {"id": "q", "text": "x", "schema": schema, **options})
-        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
-        asked = decode_request(entry.body)
-        assert isinstance(asked, Generate)
-        assert (asked.seed, asked.top_p, asked.temperature, asked.max_tokens) == (7, 0.5, 0.9, 30)
-        assert asked.response_format is not None
-
-
-@pytest.mark.parametrize(("chosen", "found"), [(None, 0.7), (0.0, 0.0), (0.3, 0.3)])
-async def test_regenerating_an_answer_samples_at_temperature_0_7_unless_another_is_chosen(
-    local_worker: Start, chosen: float | None, found: float
-) -> None:
-    client = (await local_worker()).client
-    async with opened(client) as page:
-        await page.post("s/ask", {"id": "q", "text": "x", "vary": True, "temperature": chosen})
-        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
-        asked = decode_request(entry.body)
-        assert isinstance(asked, Generate)
-        assert asked.temperature == found
+        for name, chosen in (("r", None), ("r0", 0.0)):
+            await page.post("s/ask", {"id": name, "text": "x", "vary": True, "temperature": chosen})
+    log = [decode_request(entry.body) for entry in await client.log("s") if entry.kind == "in"]
+    asked, *again = [one for one in log if isinstance(one, Generate)]
+    assert (asked.seed, asked.top_p, asked.temperature, asked.max_tokens) == (7, 0.5, 0.9, 30)
+    assert asked.response_format is not None
+    assert [one.temperature for one in again] == [0.7, 0.0]
 
 
 async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
@@ -864,24 +853,3 @@ async def test_on_macos_the_console_is_opened_by_the_command_open(
         async with asyncio.timeout(10):
             while not opened.exists() or "token=t" not in opened.read_text():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-
-
-async def test_the_command_console_ends_silently_on_sigterm_while_it_streams_an_answer(
-    local_worker: Start,
-) -> None:
-    worker = await local_worker()
-    await worker.stop()
-    async with started(*where(worker)) as (process, url), asyncio.timeout(60):
-        page = Page(url.split("/?")[0])
-        async with page.http:
-            await page.http.get(url)
-            asked = await page.post("s/ask", {"id": "q", "text": "x"})
-            async with page.http.stream("GET", f"/api/sessions/s/answers/{asked['seq']}") as answer:
-                parts = answer.aiter_text()
-                assert "event: begin" in await anext(parts)
-                process.send_signal(signal.SIGTERM)
-                rest = "".join([part async for part in parts])
-        assert "event: end" not in rest, "the browser connects again"
-        assert await asyncio.to_thread(process.wait, 30) == 143
-        assert process.stderr is not None
-        assert process.stderr.read() == ""

@@ -249,18 +249,6 @@ async def test_a_worker_that_another_one_only_seems_to_miss_stays_known(members)
     assert not ended(first)
 
 
-async def test_workers_hear_at_once_of_one_that_stops_while_its_record_is_being_renewed(members):
-    first, second = await members("one", "a"), await members("two", "b")
-    await first.join()
-    await second.join()
-    at = second._seq
-    await second._renew()
-    second._seq = at  # the renewal is stored, and its ack has not come yet
-    kill(second)
-    await Members.leave(second)
-    assert ended(first) == ["two"]
-
-
 async def test_a_running_worker_is_found_although_it_is_not_among_the_known_workers(members):
     """While a worker runs, a request that it has attempted has not crashed it."""
     first, second = await members("first", "one"), await members("second", "two")
