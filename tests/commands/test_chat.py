@@ -16,9 +16,7 @@ from command_runs import Terminal, environment, outside, turnkeep, where
 
 from tests.parts import LocalWorker, WorkerProcess
 from turnkeep_client.client import Client
-from turnkeep_client.generation import Generation
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
-from turnkeep_client.session import Session
 
 PROMPT = r">\x08? ?$"
 END = r"\n\s*>\x08? ?$"
@@ -191,15 +189,6 @@ async def test_chat_can_retry_a_question_save_the_conversation_and_switch_sessio
     others = [one for one in await worker.client.log() if one.kind == "in" and one.key.session != "s"]
     sent = said([decode_request(one.body) for one in others])
     assert sent == [("system", "Be brief."), ("system", "Be brief."), ("user", "third question")]
-
-
-async def running(session: Session) -> Generation:
-    """Return a long answer of the session once it has begun."""
-    answer = session.generate(messages=[{"role": "user", "content": "long"}], max_tokens=50_000)
-    await answer.send()
-    while not (await session.info()).progress:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    return answer
 
 
 async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(

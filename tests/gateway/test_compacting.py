@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx2
 
-Start = Any
 SAID = [
     {"role": "user", "content": "My cat is called Tom."},
     {"role": "assistant", "content": "What a good name."},

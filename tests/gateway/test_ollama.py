@@ -19,13 +19,6 @@ from worker.metrics_message import unloaded
 
 Start = Any
 HELLO = [{"role": "user", "content": "Hello."}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 
 
 def read(**more: Any) -> Any:

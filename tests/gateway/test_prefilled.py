@@ -14,7 +14,6 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 LETTERS = {str(token): 100 for token in range(68, 90)}
 ASKED = [{"role": "user", "content": "Where?"}]
 BEGUN = [*ASKED, {"role": "assistant", "content": "It is in"}]
-TOOL = {"type": "object", "properties": {}}
 
 
 @pytest.fixture

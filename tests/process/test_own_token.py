@@ -43,10 +43,6 @@ def worker(worker_process: Callable[..., WorkerProcess]) -> WorkerProcess:
     return worker
 
 
-def place(worker: WorkerProcess) -> list[str]:
-    return ["--data-dir", str(worker.data_dir), "--nats-port", port_of(worker)]
-
-
 def port_of(worker: WorkerProcess) -> str:
     return worker.url.rpartition(":")[2]
 
