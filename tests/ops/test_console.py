@@ -311,6 +311,26 @@ async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) ->
     assert (await part(worker.client, "none", 3)) == ([], None)
 
 
+async def test_a_turn_says_where_another_answer_to_it_begins(local_worker: Start) -> None:
+    """Also the first turn of a page, and none after which the template has changed what was before it."""
+    worker = await local_worker()
+    session = worker.client.session("s")
+    ends = [(await session.append(text=f"{number},")).position for number in range(35)]
+    tools = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+    said = [{"role": "user", "content": "So?"}]
+    await session.generate(messages=said, max_tokens=2)
+    last = await session.generate(messages=said, max_tokens=2, tools=tools)
+    assert last.rewritten_from is not None
+    with pytest.raises(RequestFailedError):
+        await session.rewind(9999)
+    async with opened(worker.client) as page:
+        turns = (await page.get("sessions/s"))["turns"]
+        assert [one.get("start") for one in turns] == [*ends[7:35], None, last.position]
+        assert [one.get("kept") for one in turns][-3:] == [ends[34], last.rewritten_from, None]
+        await page.post("s/fork", {"name": "v2", "position": turns[0]["start"]})
+        assert len((await worker.client.session("v2").history()).turns) == 8
+
+
 def test_a_turn_shows_its_text_reasoning_tool_calls_and_costs_separately() -> None:
     call = Called(id="c", function=CalledFunction(name="f", arguments='{"a": 1}'))
     result = Generated(

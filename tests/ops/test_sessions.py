@@ -119,6 +119,21 @@ async def test_a_closed_session_is_listed_as_closed_after_a_repeated_or_a_refuse
     assert (row["state"], row["position"]) == ("closed", 10)
 
 
+async def test_a_session_that_was_closed_and_opened_again_is_listed_with_its_new_tags_and_words(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    session = worker.client.session("s")
+    await session.open(tags=["old"])
+    await session.append(text="before")
+    await session.close()
+    await session.open(tags=["new"])
+    await session.append(text="after")
+    (row,) = await listed(worker)
+    assert (row["tags"], row["begins"]) == (["new"], "after")
+    assert len(await listed(worker, "--tag", "new")) == 1
+
+
 async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Start) -> None:
     worker = await filled(local_worker)
 

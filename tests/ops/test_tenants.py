@@ -341,6 +341,17 @@ async def test_a_client_beyond_a_limit_of_its_account_is_told_why_it_is_closed_a
             await client.session("s").generate(text="abc", max_tokens=2)
 
 
+async def test_making_a_mirror_larger_than_its_account_allows_fails_and_names_the_mirror(
+    server: Server,
+) -> None:
+    await reloaded(server, "--max-mib", "1")
+    arguments = [str(server.folder), "--max-mib", "64", "--nats", server.url]
+    done = await asyncio.to_thread(CliRunner().invoke, main, arguments)
+    assert done.exit_code == 1
+    assert "the mirror turnkeep_log of acme cannot be made: " in done.output
+    assert "storage" in done.output
+
+
 async def test_a_key_rotation_refuses_the_old_key_and_keeps_all_data_under_the_new_one(
     server: Server,
 ) -> None:

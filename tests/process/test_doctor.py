@@ -189,6 +189,12 @@ def test_the_doctor_shows_the_memory_that_a_draft_model_needs_together_with_its_
     assert re.fullmatch(r".*/draft; with the model it needs \S+ MiB of \S+ \wiB", draft.found)
 
 
+def test_the_doctor_converts_no_file_to_check_a_draft_model(pair):
+    draft = draft_of(dataclasses.replace(pair, model=None))
+    assert draft.state == "ok"
+    assert not [*pair.data_dir.glob("models/*")]
+
+
 def test_a_missing_draft_model_fails_the_doctors_check(pair, tmp_path):
     draft = draft_of(dataclasses.replace(pair, draft_model=str(tmp_path / "missing")))
     assert (draft.name, draft.state) == ("draft model", "fail")

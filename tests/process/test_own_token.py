@@ -12,6 +12,7 @@ import subprocess
 import time
 from typing import TYPE_CHECKING
 
+import nats
 import pytest
 
 from tests.commands.command_runs import command
@@ -45,6 +46,24 @@ def worker(worker_process: Callable[..., WorkerProcess]) -> WorkerProcess:
 
 def port_of(worker: WorkerProcess) -> str:
     return worker.url.rpartition(":")[2]
+
+
+def place(worker: WorkerProcess) -> list[str]:
+    return ["--data-dir", str(worker.data_dir), "--nats-port", port_of(worker)]
+
+
+async def test_commands_read_the_nats_token_from_the_data_directory(worker: WorkerProcess) -> None:
+    where = place(worker)
+    async with await worker.client() as client:
+        await client.session("s").append(text="x")
+    for words in (["info", "s"], ["sessions"], ["top"]):
+        done = await command(*words, *where)
+        if words != ["top"]:
+            assert (done.returncode, done.stderr) == (0, ""), words
+    assert "needs a terminal" in done.stderr, "it has come further than the connection"
+    printed = await command("info", "--url", *where[:2])
+    other = await nats.connect(printed.stdout.strip())  # as any program may
+    await other.close()
 
 
 async def first_word(port: int, **login: str) -> bytes:
