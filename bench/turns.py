@@ -10,7 +10,7 @@ from msgspec import Struct
 from .figures import Unit
 
 
-class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TimedTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A timed generate request. The client measures times, in seconds; the worker counts the tokens.
 
     `case` names the compared variant, `x` is the value on the x axis, `block` the unit of pairing and
@@ -82,5 +82,5 @@ class Measure:
 
     name: str
     unit: Unit
-    of: Callable[[Turn], float | Sequence[float] | None] | None = None
+    of: Callable[[TimedTurn], float | Sequence[float] | None] | None = None
     levels: str | None = None

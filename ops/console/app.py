@@ -16,12 +16,12 @@ from starlette.staticfiles import StaticFiles
 
 from turnkeep_client.errors import TurnkeepError
 
-from .door import PAGE, Door
 from .json_http import as_json, on_error, on_http
-from .live import Live, Log
+from .live import LiveFigures, Log
 from .model_api import ModelApi
 from .question_api import QuestionApi
 from .session_api import SessionApi
+from .token_check import PAGE, TokenCheck
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.sampling import Sampling
 
-    from .model_api import Served, Shelf
+    from .model_api import LocalModels, ServedPrefix
 
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
 
 
-class Place(NamedTuple):
+class Addresses(NamedTuple):
     """What the page Connect shows: the URLs of NATS server and gateway, and commands that use them.
 
     Without a running gateway its URL is a default.
@@ -56,12 +56,12 @@ class Console:
     def __init__(
         self,
         client: Client,
-        live: Live,
+        live: LiveFigures,
         sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
-        place: Callable[[], Place],
-        shelf: Shelf,
+        place: Callable[[], Addresses],
+        shelf: LocalModels,
         *,
-        clients: Mapping[Served, Client],
+        clients: Mapping[ServedPrefix, Client],
         prefix: str,
         read_only: bool,
     ) -> None:
@@ -110,10 +110,10 @@ class Console:
 
 
 def behind_one_door(consoles: Mapping[str, Console], token: str) -> Starlette:
-    """Build one app of several consoles, which `Door` protects: the first at `/`, others at `/of/PREFIX/`."""
+    """Build one app of several consoles, which `TokenCheck` protects: the first at `/`, others at `/of/PREFIX/`."""
     (_, first), *others = consoles.items()
     return Starlette(
         routes=[*(Mount(f"/of/{prefix}", one.app) for prefix, one in others), Mount("/", first.app)],
-        middleware=[Middleware(Door, token=token)],
+        middleware=[Middleware(TokenCheck, token=token)],
         exception_handlers={HTTPException: on_http},
     )

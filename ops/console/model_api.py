@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
 
-    from .live import Live
+    from .live import LiveFigures
 
 #: How long to wait for a worker's metrics; a worker that needs longer counts as busy.
 _PING_S: Final = 0.5
 
 
-class Shelf(Protocol):
+class LocalModels(Protocol):
     """The models on this machine."""
 
     def listed(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Shelf(Protocol):
         """Start the download of a model; return a message. Raises `TurnkeepError`."""
 
 
-class Served(NamedTuple):
+class ServedPrefix(NamedTuple):
     """A subject prefix, and the model's name in the settings; `""` if the settings have only one model."""
 
     prefix: str
@@ -56,10 +56,10 @@ class ModelApi:
     def __init__(
         self,
         client: Client,
-        live: Live,
-        shelf: Shelf,
+        live: LiveFigures,
+        shelf: LocalModels,
         *,
-        clients: Mapping[Served, Client],
+        clients: Mapping[ServedPrefix, Client],
         prefix: str,
         read_only: bool,
     ) -> None:

@@ -22,7 +22,7 @@ from ops.concurrency import until_one_ends
 from turnkeep_client.errors import TurnkeepError
 
 from .app import Console, behind_one_door
-from .live import Live
+from .live import LiveFigures
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.sampling import Sampling
 
-    from .app import Place
-    from .model_api import Served, Shelf
+    from .app import Addresses
+    from .model_api import LocalModels, ServedPrefix
 
 #: How long streams may take to end when the server stops; pages reopen them after a restart.
 _DRAIN_S: Final = 3
@@ -42,7 +42,7 @@ class ConsoleError(TurnkeepError):
 
 
 async def run(
-    clients: Mapping[Served, Client],
+    clients: Mapping[ServedPrefix, Client],
     host: str,
     port: int,
     *,
@@ -52,15 +52,15 @@ async def run(
     until_eof: bool,
     token: str,
     sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
-    place: Callable[[], Place],
-    shelf: Shelf,
+    place: Callable[[], Addresses],
+    shelf: LocalModels,
 ) -> None:
     """Serve until a signal or, with `until_eof`, the end of standard input; `opens` the page in a browser.
 
     Build a console for each prefix in `clients`. With `until_eof`, standard input is the worker's log, which
     the first console shows. Raises `ConsoleError`, also if NATS closes the connection.
     """
-    lives = [Live(client, keep_s) for client in clients.values()]
+    lives = [LiveFigures(client, keep_s) for client in clients.values()]
     consoles = {
         prefix: Console(
             client, live, sampling, place, shelf, clients=clients, prefix=prefix, read_only=read_only

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 from bench.faults import BenchError
 from bench.local import Program
 from bench.openai import parse
-from bench.turns import Turn
+from bench.turns import TimedTurn
 from commands.cli import main
 
 
@@ -93,7 +93,7 @@ async def fake(*replies: bytes) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
 
-async def ask(url: str) -> Turn:
+async def ask(url: str) -> TimedTurn:
     async with parse(f"fake={url}") as server:
         assert server.model == "m1"
         return await server.ask([{"role": "user", "content": "Hi"}], max_tokens=4, timeout_s=5)

@@ -22,7 +22,7 @@ from commands.cli import main
 from tests.parts import make_tiny_model
 from worker.observe.progress import terminal_progress
 from worker.process.formatting import size, span
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 
 LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
 
@@ -115,7 +115,7 @@ def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
 
 async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
     """The command asks for the metrics: the worker publishes its next metrics message only in an hour."""
-    worker = await local_worker(metrics_interval_s=3600.0, tenants=Tenants(metrics=5))
+    worker = await local_worker(metrics_interval_s=3600.0, tenants=TenantLimits(metrics=5))
     await worker.client.session("s").append(text="hello")
     shown = await run("info", *where(worker))
     assert (shown.returncode, shown.stderr) == (0, "")

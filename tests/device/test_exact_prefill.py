@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
 from cache.disk.codec import PLAIN, Codec
-from cache.disk.sealing import Sealed
+from cache.disk.sealing import SealedCodec
 from cache.kv import layers, paged
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
@@ -159,7 +159,7 @@ async def stored(process: Process, tokens: list[int], policy: Policy) -> np.ndar
     return np.array(arrays["1.values"])
 
 
-@pytest.mark.parametrize("codec", [PLAIN, Sealed(bytes(range(32)))])
+@pytest.mark.parametrize("codec", [PLAIN, SealedCodec(bytes(range(32)))])
 async def test_a_prompt_after_a_restart_attends_to_kv_that_is_only_on_disk(
     model, tmp_path, codec: Codec
 ) -> None:

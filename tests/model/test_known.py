@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_hub import FakeHub
 
-from commands.shelf import Shelf
+from commands.servable_models import ServableModels
 from worker.models import hub, known
 from worker.models.model_files import ModelError
 from worker.process.settings import Settings
@@ -54,7 +54,7 @@ def server(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_downloaded_model_is_listed_with_the_command_that_serves_it_and_the_memory_it_needs(
     server: FakeHub, tmp_path: Path
 ) -> None:
-    shelf = Shelf(Settings(data_dir=tmp_path))
+    shelf = ServableModels(Settings(data_dir=tmp_path))
     assert shelf.pull("org/tiny") == "downloading org/tiny"
     while shelf.listed()["pulls"]:
         assert "error" not in shelf.listed()["pulls"].get("org/tiny", {})
@@ -68,7 +68,7 @@ def test_a_downloaded_model_is_listed_with_the_command_that_serves_it_and_the_me
 def test_a_failed_download_reports_its_error_and_can_be_started_again(
     server: FakeHub, tmp_path: Path
 ) -> None:
-    shelf = Shelf(Settings(data_dir=tmp_path))
+    shelf = ServableModels(Settings(data_dir=tmp_path))
     with pytest.raises(ModelError, match="is no id of the hub"):
         shelf.pull("tiny")
     for _ in range(2):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ops.log.verifying import Fault, faults
+from ops.log.verifying import LogFault, faults
 from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.errors import RequestFailedError
@@ -50,7 +50,7 @@ async def entries_of(worker: LocalWorker, kind: str) -> list[Stored]:
     return [one async for _, one in worker.client.stored.every(KEY, kind)]
 
 
-def found_in(requests: Sequence[Stored], results: Sequence[Stored]) -> list[Fault]:
+def found_in(requests: Sequence[Stored], results: Sequence[Stored]) -> list[LogFault]:
     then = datetime(2026, 11, 20, tzinfo=UTC)
     asked = [Entry(one.seq, KEY, "in", then, one.body, one.headers) for one in requests]
     answers = [Entry(one.seq, KEY, "out", then, one.body, one.headers) for one in results]

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from ops.fleet import Fleet
-from ops.history import SERIES, History
+from ops.history import SERIES, FigureHistory
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import Histogram, Metrics
 
@@ -40,7 +40,7 @@ class Watched:
     def __init__(self, seconds: int, *workers: str, keep_s: float = 3600) -> None:
         self.now_s = 0.0
         self.fleet = Fleet(keep_s, lambda: self.now_s, window_s=60)
-        self.history = History(keep_s)
+        self.history = FigureHistory(keep_s)
         self.hear(seconds, *workers)
 
     def hear(self, seconds: int, *workers: str) -> None:

@@ -25,7 +25,7 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker.cluster.members import Members
 from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.records import Member, address, recorded
 
 if TYPE_CHECKING:
@@ -465,8 +465,8 @@ async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_ow
 async def test_a_stopping_worker_leaves_a_delivery_that_is_passed_on_to_it_to_its_sender(stops: str) -> None:
     stored, accepted = datetime.now(UTC), list[Any]()
 
-    async def entry(seq: int) -> Entry:
-        return Entry(seq, "in", stored, b"", {})
+    async def entry(seq: int) -> StoredMessage:
+        return StoredMessage(seq, "in", stored, b"", {})
 
     async def deliver_late(message: Msg, *_: Any) -> None:
         accepted.append(message)

@@ -14,7 +14,7 @@ import pytest
 from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
 from worker.cluster.routing import Routing
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 from worker.sessions.sessions import Sessions
 from worker.wire import intake, retention
 
@@ -37,7 +37,7 @@ def cluster(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
 
     async def start(name: str, **settings: Any) -> Any:
         settings = {"ack_wait_s": 60.0, "model": str(endless_model), "max_waiting": 2 * PLACES} | settings
-        settings |= {"tenants": Tenants(sessions=PLACES), "max_batch": 2}
+        settings |= {"tenants": TenantLimits(sessions=PLACES), "max_batch": 2}
         return await local_worker(data_dir=tmp_path / name, worker=name, **settings)
 
     return start

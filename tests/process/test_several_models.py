@@ -19,7 +19,7 @@ from parts import WorkerProcess, free_port, make_tiny_model
 from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
 from turnkeep_client.subjects import Subjects
 from worker import model_memory, standby, supervisor
-from worker.model_memory import InMemory, leaving
+from worker.model_memory import IdleModel, leaving
 from worker.model_process import UNKNOWN
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
@@ -222,7 +222,7 @@ async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any)
 
 
 def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_too_little() -> None:
-    old, new = InMemory(1.0, 10, "old"), InMemory(2.0, 20, "new")
+    old, new = IdleModel(1.0, 10, "old"), IdleModel(2.0, 20, "new")
     assert leaving(0, [new, old]) == []
     assert leaving(5, [new, old]) == ["old"]
     assert leaving(11, [new, old]) == ["old", "new"]

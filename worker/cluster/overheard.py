@@ -57,7 +57,7 @@ def digest(message: Msg) -> str:
     return blake2b(named, digest_size=16).hexdigest()
 
 
-class Overheard:
+class OverheardRequests:
     """Keeps what other workers answer, and answers it if they do not. Event loop only."""
 
     def __init__(self, nc: Client, members: Members) -> None:

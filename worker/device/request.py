@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cache.names.policy import FULL
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -47,7 +47,7 @@ class TurnRequest:
     policy: Policy = FULL
     priority: int = 0
     answer: Answer | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: RowSampling = field(default_factory=RowSampling)
     embedding: Embedding | None = None
     read_image: ReadImage | None = None
     num_prompt: int = field(init=False)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request
     from worker.observe.counters import Telemetry
 
-    from .consistent_reads import Entry
+    from .consistent_reads import StoredMessage
     from .journal import Journal
     from .streams import Streams
 
@@ -93,7 +93,7 @@ def _makes_a_subject(name: str) -> bool:
     return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
 
 
-def is_of(delivery: Msg, entry: Entry | None) -> bool:
+def is_of(delivery: Msg, entry: StoredMessage | None) -> bool:
     """Whether a delivery is of this entry; a restarted server may have used a lost entry's sequence again."""
     return entry is not None and abs(entry.stored - delivery.metadata.timestamp) <= _SAME_TIME
 
