@@ -227,21 +227,3 @@ def test_facts_planted_in_a_text_are_at_their_depths_and_the_rest_is_unchanged(t
     assert said[500 + len(begin) :][: len(middle)] == middle
     text = said[:100] + said[100 + len(begin) : 500 + len(begin)] + said[500 + len(begin) + len(middle) :]
     assert text == corpus.Texts(tiny_model, repeat("abc")).next_tokens(1000)
-
-
-async def test_a_bench_hides_its_progress_bars_while_a_worker_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = BenchRun(BENCH.name, lies.RESTART, CommonOptions())
-    shown = []
-
-    class Starting:
-        async def ready(self, _: str) -> None:
-            shown.append(run._bars.live.is_started)
-
-    monkeypatch.setattr(run._bars, "disable", False)
-    with run._bars:
-        await run._ready(Starting())  # type: ignore[arg-type]  # a stub
-        shown.append(run._bars.live.is_started)
-    await run._ready(Starting())  # type: ignore[arg-type]
-    assert shown == [False, True, False]

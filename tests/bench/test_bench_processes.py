@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,17 +133,6 @@ def test_a_malformed_peer_option_is_refused_in_one_line(spec: str) -> None:
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "must be NAME=URL" in done.stderr
     assert parse("a=https://h/x/v1/").url == parse("a=https://h/x").url == "https://h/x/v1"
-
-
-def test_without_openais_library_only_the_bench_peers_is_missing() -> None:
-    program = "import sys; sys.modules['openai'] = None; from commands.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", program, "bench"]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    assert "  restart " in done.stdout
-    peers = [*command, "peers", "--peer", "llama=http://127.0.0.1:1"]
-    done = subprocess.run(peers, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith("turnkeep: the library openai is not installed: ")
 
 
 @pytest.mark.process

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from commands.agents import AGENTS, INSTALLS, GatewayAccess, start_of
+from tests.commands.command_runs import turnkeep
 from tests.parts import TINY_CONTEXT
 
 #: Writes its environment and arguments.
@@ -38,14 +39,10 @@ async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
     for name in (*AGENTS, "other"):
         (folder / name).write_text(_AGENT)
         (folder / name).chmod(0o755)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "commands", "launch", "--data-dir", str(folder / "data"), *arguments),
-        env={"HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", **environment},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    said, complained = await process.communicate()
-    return process.returncode or 0, said.decode(), complained.decode()
+    given = {"HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    words = ("launch", "--data-dir", folder / "data", *arguments)
+    done = await asyncio.to_thread(turnkeep, *words, **given)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", [*AGENTS, "other"])

@@ -114,19 +114,6 @@ async def test_verify_reports_each_missing_entry_and_no_undamaged_session(local_
     assert results[3].seq in {one["seq"] for one in damaged["faults"]}
 
 
-@pytest.mark.parametrize("has_queue", [False, True])
-async def test_verify_finds_a_fault_if_any_run_of_results_before_the_last_one_is_missing(
-    local_worker: Start, has_queue: bool
-) -> None:
-    """Tries each run of consecutive results of an open session."""
-    worker = await lived(local_worker)
-    requests = await entries_of(worker, "in") if has_queue else []
-    results = await entries_of(worker, "out")
-    for start in range(len(results)):
-        for end in range(start + 1, len(results)):
-            assert found_in(requests, results[:start] + results[end:]), (start, end)
-
-
 async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_worker: Start) -> None:
     """Changes tokens, digests, positions and types of results, adds a result, makes requests unreadable."""
     worker = await lived(local_worker)

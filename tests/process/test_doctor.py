@@ -217,15 +217,6 @@ def test_a_draft_model_that_does_not_fit_into_memory_fails_the_doctors_check(pai
     assert "leave draft_model out" in draft.mend
 
 
-async def test_the_doctor_checks_the_draft_model_of_each_of_several_models(small, pair):
-    found = await asyncio.to_thread(checks, small, {"a": small, "b": pair})
-    assert [check.name for check in found[-3:]] == ["model a", "model b", "draft model b"]
-
-
-def test_an_empty_model_folder_fails_the_doctors_check(settings, tmp_path):
-    assert commands.checks._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
-
-
 def test_the_doctor_prints_each_finding_on_one_line_in_a_pipe(capsys):
     found = [Diagnosis("disk", "warn", "1 GiB free", "up to 30 GiB", "lower --max-disk [and] more")]
     show(found)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
-import signal
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -204,33 +202,6 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
         answer = decode_control_reply(await client._wire.ask("turnkeep-tiny.default.any.ctl", asked, 100))
     assert isinstance(answer, Embedded), answer
     await until(lambda: not at.workers())
-
-
-@pytest.mark.process
-async def test_a_draft_model_may_be_named_as_one_in_the_data_directory(
-    house: Any, tmp_path: Path, tiny_model: Path
-) -> None:
-    shutil.copytree(tiny_model, tmp_path / "data" / "models" / "small")
-    at = await house(of_wide="draft_model = 'small'", memory="'1GiB'")
-    assert (await at.chat("wide:1b", LONG)).json()["model"] == "wide:1b"
-
-
-@pytest.mark.process
-async def test_each_model_may_have_its_own_size_of_messages(house: Any) -> None:
-    at = await house(of_wide="max_message_bytes = '4MiB'", memory="'1GiB'")
-    for name in ("wide:1b", "tiny"):
-        assert (await at.chat(name, LONG)).json()["model"] == name
-
-
-@pytest.mark.process
-async def test_settings_that_are_read_again_reach_a_worker_that_is_being_started(house: Any) -> None:
-    at = await house()
-    asking = asyncio.create_task(at.chat("tiny", LONG))
-    await until(lambda: '"loading"' in at.process.log)
-    psutil.Process(at.process.pid).send_signal(signal.SIGHUP)
-    assert (await asking).is_success
-    await until(lambda: "read the settings again" in at.process.log)
-    assert "a worker has ended" not in at.process.log
 
 
 async def test_settings_that_are_read_again_hold_for_the_next_worker_too() -> None:
