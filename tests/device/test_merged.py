@@ -8,11 +8,10 @@ from collections import deque
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx_lm.models.cache import BatchKVCache, RotatingKVCache, make_prompt_cache
 from structlog.testing import capture_logs
-from tiny_models import GREEDY, VOCABULARY, alone, batched, begin, generate, prefill, prompt, tried
+from tiny_models import GREEDY, alone, batched, begin, prefill, prompt, tried
 
 from tests.matrices import thinned
 from worker.batch import batch_kinds
@@ -337,21 +336,6 @@ def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make
         assert mx.get_active_memory() - before <= said + 20_000
 
 
-def test_sampling_with_a_seed_draws_the_same_tokens_alone_and_merged(make_model) -> None:
-    model = make_model("qwen3_next")
-    sampling = Sampling(1.3, top_p=0.9, min_p=0.01, repetition_penalty=1.2, seed=5)
-    batch = batched(model, where=NO_RINGS)
-    pieces = [begin(model, prompt(n, salt=n), sampling) for n in (8, 12)]
-    batch.step(pieces)
-    for _ in range(30):
-        batch.step([])
-    for piece, n in zip(pieces, (8, 12), strict=True):
-        drawn = piece.row.known[n:]
-        assert drawn == alone(model, prompt(n, salt=n), 31, sampling)[0]
-        assert len(set(drawn)) > 10
-        assert np.max(drawn) < VOCABULARY
-
-
 def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_memory(make_model) -> None:
     """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
     model = make_model("deepseek_v3")
@@ -367,29 +351,6 @@ def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_mem
             assert len(told) == 3
             num_grown += 1
     assert num_grown == 2
-
-
-@pytest.mark.parametrize("kind", ["mamba2", "recurrent_gemma", "baichuan_m1", "gemma2"])
-def test_sessions_answered_side_by_side_over_several_turns_get_the_same_tokens_as_alone(
-    make_model, make_rig, kind
-) -> None:
-    """On the device thread, prompts run beside answers, and turns end at different times."""
-    model = make_model(kind)
-    rig = make_rig(model)
-    histories = {f"s{i}": prompt(6 + 5 * i, salt=i) for i in range(4)}
-    held = dict.fromkeys(histories, 0)
-    for turn_index in range(3):
-        turns = {
-            name: generate(history, 6 + 3 * i + turn_index, name=name, num_kept=held[name])
-            for i, (name, history) in enumerate(histories.items())
-        }
-        rig.run(*turns.values())
-        for i, (name, turn) in enumerate(turns.items()):
-            drawn = rig.tokens(turn)
-            assert drawn == alone(model, histories[name], len(drawn))[0]
-            assert turn.num_reused == held[name]
-            held[name] = turn.num_cached
-            histories[name] = histories[name] + drawn + prompt(3 + i, salt=turn_index)
 
 
 @pytest.mark.parametrize(("kind", "merged_rows"), thinned(KINDS, [1, 2]))

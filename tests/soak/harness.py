@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
 import shutil
 import signal
@@ -20,7 +19,6 @@ from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
@@ -92,14 +90,9 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def tiny_model(where: Path, *, endless: bool = False, **changes: int) -> Path:
-    """Make the tiny model in a folder, unless it is there. An `endless` one never ends an answer."""
-    tiny, without_end = where / "tiny", where / "endless"
-    if not tiny.exists():
-        make_tiny_model(tiny, **changes)
-    if endless and not without_end.exists():
-        make_endless_model(tiny, without_end)
-    return without_end if endless else tiny
+def tiny_model(where: Path, **changes: int) -> Path:
+    """Make in a folder a tiny model that never ends an answer; return the model's folder."""
+    return make_endless_model(make_tiny_model(where / "tiny", **changes), where / "endless")
 
 
 class Target:
@@ -166,18 +159,6 @@ class Target:
         self.kill_server()
 
 
-@asynccontextmanager
-async def target(data_dir: Path, model: Path | None, *options: str) -> AsyncIterator[Target]:
-    """Start a worker, yield it once it is ready, and stop it at the end of the block."""
-    made = Target(data_dir, model, *options)
-    made.start()
-    try:
-        await made.ready()
-        yield made
-    finally:
-        made.stop()
-
-
 @dataclass
 class Heard:
     """A connection that publishes requests and records what it receives.
@@ -191,16 +172,15 @@ class Heard:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    async def on(cls, url: str, *, chunks: bool = True) -> Heard:
-        """Connect, and subscribe to all results, and to all chunks if wanted. Raises `TimeoutError`."""
+    async def on(cls, url: str) -> Heard:
+        """Connect, and subscribe to all results and chunks. Raises `TimeoutError`."""
         heard = cls()
         async with asyncio.timeout(PATIENCE_S):
             await heard.nc.connect(
                 url.split(","), max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=heard._expected
             )
         await heard.nc.subscribe(SUBJECTS.every("out"), cb=heard._result)
-        if chunks:
-            await heard.nc.subscribe(SUBJECTS.every_token(), cb=heard._chunk)
+        await heard.nc.subscribe(SUBJECTS.every_token(), cb=heard._chunk)
         await heard.nc.flush()
         return heard
 
@@ -237,12 +217,10 @@ class Heard:
         found: dict[str, Any] = json.loads(self.results[key, seq][0])
         return found
 
-    async def send(self, key: SessionKey, request: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
-        """Publish a request; return its result, the seconds until the result, and until the log's ack."""
-        begun_s = monotonic()
+    async def send(self, key: SessionKey, request: dict[str, Any]) -> dict[str, Any]:
+        """Publish a request, and return its result."""
         seq = await self.publish(key, json.dumps(request).encode(), timeout_s=PATIENCE_S)
-        stored_s = monotonic() - begun_s
-        return await self.result(key, seq), monotonic() - begun_s, stored_s
+        return await self.result(key, seq)
 
 
 async def read_log(url: str) -> list[Any]:
@@ -506,11 +484,6 @@ def _judge_chunks(verdict: Verdict, at: str, result: Any, chunks: list[Any], for
             verdict.blame("contradicting", f"{at} has a chunk of {chunk.seq}")
         if tuple(chunk.tokens) != tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]):
             verdict.blame("contradicting", f"{at} streamed {chunk}, and its record has {tokens}")
-
-
-def percentile(values: list[float], share: float) -> float:
-    """Return a percentile: the smallest value with at least this share of the values up to it."""
-    return sorted(values)[min(math.ceil(share * len(values)), len(values)) - 1] if values else math.nan
 
 
 def table(*rows: tuple[str, Any]) -> str:
