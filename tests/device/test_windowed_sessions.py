@@ -33,7 +33,7 @@ def _assert_greedy(naive: Naive, tokens: Sequence[int], drawn: Sequence[int], nu
     assert list(drawn) == naive.logits([*tokens, *drawn])[len(tokens) - 1 : -1].argmax(axis=-1).tolist()
 
 
-@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss", *HYBRIDS])
+@pytest.mark.parametrize("kind", ["llama", "granitemoehybrid", "baichuan_m1"])
 def test_windowed_and_full_sessions_in_one_batch_get_the_same_tokens_as_alone(
     make_model, build_model, make_rig, kind: str
 ) -> None:

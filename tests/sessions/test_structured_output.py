@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import jsonschema
 import msgspec
 import pytest
-from interruptions import heard_over_a_kill
 from pydantic import BaseModel, Field
 
 from turnkeep_client.client import Client
@@ -307,30 +306,3 @@ async def test_formats_are_refused_without_llguidance_and_by_a_model_without_an_
     endless = await local_worker(model=str(endless_model), prefix="endless", data_dir=tmp_path / "endless")
     with pytest.raises(RequestFailedError, match="no token that ends an answer"):
         await endless.client.session("s").generate(text="x", response_format=asked)
-
-
-@pytest.mark.process
-async def test_an_answer_continues_within_its_schema_after_a_crash(
-    worker_process: Any, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
-) -> None:
-    """Its tokens are those of an answer without a crash."""
-    items = {
-        "type": "array",
-        "items": {"type": "string", "minLength": 3, "maxLength": 6},
-        "minItems": 40,
-        "maxItems": 45,
-    }
-    options = {
-        "text": "x",
-        "max_tokens": 900,
-        "temperature": 0.9,
-        "seed": 5,
-        "response_format": by_schema(items),
-    }
-    undisturbed = await local_worker(data_dir=tmp_path / "alone")
-    expected = await undisturbed.client.session("s").generate(**options)
-    assert expected.finish_reason == "stop"
-    process = worker_process()
-    _, result = await heard_over_a_kill(process, options, behind=50)
-    assert result.tokens == expected.tokens
-    jsonschema.validate(json.loads(result.text), items)

@@ -217,27 +217,6 @@ async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
     assert one.text in ("yes", "no")
 
 
-async def test_a_reasoning_budget_still_holds_after_a_kill(
-    local_worker: Callable[..., Awaitable[Any]], worker_process: Any, thinking_model: Path, tmp_path: Path
-) -> None:
-    asked: dict[str, Any] = {
-        "messages": user("Hi"),
-        "reasoning": {"budget": 300},
-        "max_tokens": 700,
-        "ignore_eos": True,
-        "temperature": 0.8,
-        "seed": 2,
-        "logit_bias": dict.fromkeys(MARKS, -100),
-    }
-    alone = await local_worker(model=str(thinking_model), data_dir=tmp_path / "alone")
-    expected = await alone.client.session("s").generate(**asked)
-    process = worker_process(model=thinking_model)
-    chunks, result = await heard_over_a_kill(process, asked, behind=200)
-    assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
-    assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
-    assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
-
-
 async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill(
     local_worker: Callable[..., Awaitable[Any]], worker_process: Any, harmony_model: Path, tmp_path: Path
 ) -> None:
