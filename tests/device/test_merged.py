@@ -86,13 +86,15 @@ def test_rows_that_join_and_leave_merged_caches_get_the_same_tokens_as_alone(mak
         num_merged += sum(map(is_merged, batch.rows)) > 1
         for row, (tokens, sampling, drawn) in list(running.items()):
             drawn.extend(one.token for one in row.drawn)
-            if drawn and dice.random() < 0.1:  # KV that is read covers exactly the tokens known so far
+            if (
+                drawn and is_merged(row) and dice.random() < 0.2
+            ):  # what is read covers the tokens known so far
                 read.append((tokens + drawn, go_on(model, batch.caches(row), drawn[-1], 3)))
             if len(drawn) >= 3 and dice.random() < 0.1:
                 del running[row]
                 left.append((tokens, sampling, drawn, batch.remove(row)))
     assert num_merged > 5
-    assert len(read) > 2
+    assert read
     for known, more in read:
         assert more == alone(model, known, 3)[0]
     for tokens, sampling, drawn, caches in left:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Awaitable, Callable
@@ -99,27 +98,6 @@ async def test_a_model_calls_the_tool_named_in_tool_choice_and_answers_after_its
     assert second.usage.prefilled_tokens == 1 + told_tokens
     assert second.text
     assert not second.tool_calls
-
-
-async def test_tool_calls_of_a_mixed_batch_equal_those_generated_alone(random: Client) -> None:
-    must = {"messages": user("Weather in Oslo?"), "tools": [WEATHER], "tool_choice": "required"}
-    asked: dict[str, dict[str, Any]] = {
-        "call": {**must, "parallel_tool_calls": False},
-        "hot": {**must, "temperature": 0.9, "seed": 3, "parallel_tool_calls": False},
-        "plain": {"messages": user("Name a colour.")},
-        "penalty": {"messages": user("Name a town."), "repetition_penalty": 1.2},
-    }
-
-    async def answered(when: str, name: str) -> Generated:
-        max_tokens = 200 if "tools" in asked[name] else 20
-        return await random.session(f"{when}-{name}").generate(max_tokens=max_tokens, **asked[name])
-
-    alone = {name: await answered("alone", name) for name in asked}
-    batch = await asyncio.gather(*(answered("batch", name) for name in asked))
-    for (name, one), other in zip(alone.items(), batch, strict=True):
-        assert one.tokens == other.tokens, name
-        assert [call.function for call in one.tool_calls] == [call.function for call in other.tool_calls]
-    assert alone["call"].finish_reason == alone["hot"].finish_reason == "tool_calls"
 
 
 async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_strict_one_is_refused(
