@@ -55,7 +55,7 @@ def go_on(model: Any, caches: list[Any], last: int, num_tokens: int) -> list[int
 def _no_rings(monkeypatch) -> None:
     """Make the trial of ring caches fail, so that models' sliding windows are merged instead."""
 
-    def refuse(*_: Any) -> float:
+    def refuse(*_: Any, **__: Any) -> float:
         raise TypeError("no rings here")
 
     monkeypatch.setattr(batch_kinds, "_deviation_rotated", refuse)

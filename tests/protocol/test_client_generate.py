@@ -445,24 +445,6 @@ async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_an
     assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]
 
 
-async def test_a_chunk_published_after_its_successor_is_yielded_before_the_answer_ends(
-    client: Client, worker: FakeWorker
-) -> None:
-    seen = asyncio.Event()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 1, [12], "llo")
-        await asyncio.sleep(0.3)
-        await worker.js.purge_stream(SUBJECTS.token_stream)
-        await worker.chunk(request, 0, [11, 12, 13], "Hello, ")
-        await asyncio.wait_for(seen.wait(), 5)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    async for _ in client.session("s1").generate(text="hi"):
-        seen.set()
-
-
 @pytest.mark.parametrize("lost", [{0}, {2}, {5}, {1, 2, 4}, {0, 1, 2, 3, 4, 5}])
 async def test_the_content_of_lost_chunks_comes_with_the_result(
     client: Client, worker: FakeWorker, lost: set[int]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -49,6 +50,8 @@ from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
 from worker.process.concurrency import SharedLock
 from worker.process.rotation import Rotation
+from worker.sessions import answered_ids
+from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
@@ -753,3 +756,24 @@ async def test_a_session_is_not_continued_if_the_result_right_behind_another_one
     assert [entry.kind for entry in world.log.entries] == ["in"] * 3 + ["out"] * 3
     why = await diverged(world, without(world.log.entries, 5))
     assert "has lost the result at sequence 5" in why
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_looking_up_an_id_finds_the_first_of_its_results_that_were_not_dropped(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(answered_ids, "_FEW", 5)
+    dice, ids, left = random.Random(seed), AnsweredIds(), {f"r{n}": list[AnsweredAt]() for n in range(12)}
+    for number in range(1, 300):
+        name = dice.choice([*left])
+        if left[name] and dice.random() < 0.5:
+            ids.drop(name)
+            del left[name][0]
+        else:
+            left[name].append(AnsweredAt(number, number + 1))
+            for _ in range(2 if len(left[name]) == 1 else 1):  # the log may be read again
+                ids.add(name, left[name][-1])
+        if dice.random() < 0.1:
+            ids.load(ids.pack())
+        assert {name: ids.find(name) for name in left} == {name: (*of, None)[0] for name, of in left.items()}
+        assert len(ids) == sum(map(len, left.values()))
