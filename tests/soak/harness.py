@@ -1,6 +1,7 @@
 """Shared by the programs in this folder: a worker process, a listening connection, and the oracle.
 
-The oracle (`judge`) reads the log directly, and compares it with what clients have sent and received.
+The oracle (`judge`) reads the log directly, and compares it with what clients have sent and received. Which
+tokens a fork or a turn begins with, `tests/simulation/checks.py` watches.
 """
 
 from __future__ import annotations
@@ -36,14 +37,13 @@ from parts import WorkerProcess, free_port, make_endless_model, make_tiny_model 
 from turnkeep_client.checkpoints import CheckpointMessage, Link  # noqa: E402
 from turnkeep_client.client import connect  # noqa: E402
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError  # noqa: E402
-from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER  # noqa: E402
+from turnkeep_client.log import MODEL_HEADER, PARTS_HEADER  # noqa: E402
 from turnkeep_client.messages import (  # noqa: E402
     Asked,
     Close,
     Closed,
     Failed,
     Generated,
-    Open,
     Opened,
     decode_asked,
     decode_chunk,
@@ -248,8 +248,6 @@ class Verdict:
         )
     )
     outcomes: Counter[str] = field(default_factory=Counter)
-    #: The number of results for which the model did not see all tokens of the session, by cache policy.
-    beyond: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     def blame(self, what: str, note: str) -> None:
@@ -297,7 +295,6 @@ def judge(
         _judge_session(verdict, key, queues[key], told[key], heard, before)
         if fold is not None and tokenizer is not None:
             values = {entry.seq: _value(entry, checkpoints, tokenizer) for entry in told[key]}
-            _judge_bases(verdict, key, asked[key], told, values, forgotten)
             record = Record(fold)
             for entry in told[key]:
                 record.add_results([entry], Parts(values[entry.seq], linked[entry.seq]))
@@ -363,34 +360,6 @@ def _linked(text: str, checkpoints: Mapping[int, bytes]) -> bytes | None:
     return b"".join(reversed(parts)) if parts else None
 
 
-def _judge_bases(
-    verdict: Verdict,
-    key: SessionKey,
-    asked: Mapping[int, Entry],
-    told: Mapping[SessionKey, list[Entry]],
-    values: Mapping[int, History | str | None],
-    forgotten: Mapping[SessionKey, int],
-) -> None:
-    """Check the state that each fork has copied: its length, and for a fork of the parent's end the digest.
-
-    The digest must be one that an earlier result of the parent has.
-    """
-    for entry in told[key]:
-        opened = decode_result(entry.body)
-        if not isinstance(opened, Opened) or opened.parent is None or opened.repeat_of is not None:
-            continue
-        parent, base = SessionKey(key.tenant, opened.parent.session), values[entry.seq]
-        verdict.outcomes["forked"] += 1
-        if not isinstance(base, History) or base.position != opened.position:
-            verdict.blame("contradicting", f"{key} {entry.seq} has no base of {opened.position} tokens")
-        elif not forgotten.get(parent):
-            request = decode_request(asked[opened.seq or 0].body)
-            digests = {one.headers.get(HISTORY_HEADER) for one in told[parent] if one.seq < entry.seq}
-            at_end = isinstance(request, Open) and request.from_ and request.from_.position is None
-            if at_end and base.digest() not in digests:
-                verdict.blame("contradicting", f"{key} {entry.seq} took tokens that {parent} never had")
-
-
 def _entry(one: Any, kind: Any) -> Entry:
     from datetime import datetime
 
@@ -441,8 +410,6 @@ def _judge_session(
         result = decode_result(mine[0].body)
         code = result.code if isinstance(result, Failed) else "ok"
         verdict.outcomes[code] += 1
-        if getattr(result, "visible_from", None):
-            verdict.beyond[str(result.cache)] += 1
         if isinstance(result, Failed) and code == "internal" and GIVEN_UP not in result.message:
             verdict.blame("internal", f"{key} {entry.seq}: {mine[0].body[:300]!r}")
         if code == "history_diverged":
@@ -500,7 +467,6 @@ def report(verdict: Verdict, *rows: tuple[str, Any]) -> bool:
             ("requests in the log", verdict.requests),
             ("answered", verdict.answered),
             ("outcomes", ", ".join(f"{code} {num}" for code, num in verdict.outcomes.most_common())),
-            ("with KV for a part", ", ".join(f"{name}: {num}" for name, num in verdict.beyond.most_common())),
             *verdict.faults.items(),
         ),
         flush=True,
