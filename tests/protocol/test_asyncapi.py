@@ -226,15 +226,15 @@ def test_the_official_asyncapi_parser_accepts_the_document(tmp_path: Path) -> No
     assert json.loads(parsed.stdout) == []
 
 
-WRITTEN = Path(__file__).parents[2] / "protocol" / "typescript" / "src" / "messages.ts"
+TYPES = Path(__file__).parents[2] / "protocol" / "typescript" / "src" / "messages.ts"
 
 
 def test_the_typescript_types_match_the_asyncapi_document() -> None:
-    assert typescript.main(["--check", str(WRITTEN)]) == 0
+    assert typescript.main(["--check", str(TYPES)]) == 0
 
 
 def test_the_typescript_package_has_the_python_clients_version_and_pins_its_dependencies() -> None:
-    package = json.loads((WRITTEN.parents[1] / "package.json").read_text())
+    package = json.loads((TYPES.parents[1] / "package.json").read_text())
     assert package["version"] == turnkeep_client.__version__
     versions = {**package["dependencies"], **package["devDependencies"]}.values()
     assert all(version[0].isdigit() for version in versions), "there is no lock file"
@@ -244,8 +244,8 @@ def test_outdated_typescript_types_fail_the_check_with_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old = tmp_path / "messages.ts"
-    old.write_text(WRITTEN.read_text().replace("tool_calls?:", "calls?:"))
+    old.write_text(TYPES.read_text().replace("tool_calls?:", "calls?:"))
     assert typescript.main(["--check", str(old)]) == 1
     assert capsys.readouterr().err.count("\n") == 1
     assert typescript.main([]) == 0
-    assert capsys.readouterr().out == WRITTEN.read_text()
+    assert capsys.readouterr().out == TYPES.read_text()
