@@ -20,12 +20,12 @@ from worker.process.formatting import size
 
 from .cache import in_one_line
 from .flags import check_target, force_option, tenant_option, with_settings
-from .talking import CLIENT_SETTINGS, no_session, talk
+from .nats_connection import CLIENT_SETTINGS, no_session, talk
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 @click.command()
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--kv", is_flag=True, help="With its KV, of a worker that runs on this machine.")
 @force_option
 @with_settings("cache_key_file", *CLIENT_SETTINGS)
-def export(given: Given, session: str, target: Path, tenant: str, kv: bool, force: bool) -> None:
+def export(given: GivenSettings, session: str, target: Path, tenant: str, kv: bool, force: bool) -> None:
     """Write a session to a file, with its KV if wanted.
 
     Another log can import the file, and `turnkeep replay` can play it. Requests without a result are left
@@ -72,7 +72,7 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
 @click.option("--as", "name", metavar="NAME", help="Name of the session. [default: as it was]")
 @click.option("--tenant", metavar="NAME", help="Tenant of the session. [default: as it was]")
 @with_settings(*CLIENT_SETTINGS)
-def import_(given: Given, source: Path, name: str | None, tenant: str | None) -> None:
+def import_(given: GivenSettings, source: Path, name: str | None, tenant: str | None) -> None:
     """Put the session in a file into the log.
 
     It works beside a worker or without one. `turnkeep cache import` reads the KV in the same file.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 
 
-class Row(NamedTuple):
+class SnapshotRow(NamedTuple):
     """A snapshot in the catalog. `used` is microseconds since 1970.
 
     `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0. `proof` is the row's checksum
@@ -46,9 +46,9 @@ class Row(NamedTuple):
         return Name(self.parent, self.start, self.tokens, bool(self.resumable), self.mark)
 
 
-def columns(rows: Sequence[Row]) -> Columns:
+def columns(rows: Sequence[SnapshotRow]) -> Columns:
     """Transpose rows into columns, since at a start a Python call for each row would take too long."""
-    return tuple(zip(*rows, strict=True)) if rows else ((),) * len(Row._fields)
+    return tuple(zip(*rows, strict=True)) if rows else ((),) * len(SnapshotRow._fields)
 
 
 def proofs(columns: Columns) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from bisect import bisect_left, insort
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names import blocks
 from cache.names.tokens import TOKEN_BYTES, num_common
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BY_START: Final = attrgetter("start")
 
 
-class Index:
+class SnapshotIndex:
     """The snapshots of all tenants and models in the directory, by digest.
 
     A node is one snapshot. Any node may be removed, whatever continues it. The least recently used node is
@@ -35,12 +35,12 @@ class Index:
     more, which no turn uses, is evicted before all that sessions still need.
     """
 
-    def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
+    def __init__(self, clock: Callable[[], float], stored: Sequence[SnapshotRow] = ()) -> None:
         self._clock = clock
         self._now = 0
         self._fill(stored)
 
-    def _fill(self, stored: Sequence[Row]) -> None:
+    def _fill(self, stored: Sequence[SnapshotRow]) -> None:
         """Take over the catalog's rows."""
         self._nodes = {row.digest: Node(row, durable=True) for row in stored}
         #: By the digest of a prefix: the node that continues it, or all, in the order of `BY_TOKENS`.
@@ -109,7 +109,7 @@ class Index:
         """
         digest, before = name.digest, self._nodes.get(name.parent)
         used = self.next_use() if before is None else before.used
-        node = self._nodes[digest] = Node(Row.of(digest, name, size_bytes, used), durable=False)
+        node = self._nodes[digest] = Node(SnapshotRow.of(digest, name, size_bytes, used), durable=False)
         siblings = self._children.setdefault(name.parent, node)
         if isinstance(siblings, list):
             insort(siblings, node, key=BY_TOKENS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Final
 
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names.snapshot import Name
 from cache.names.tokens import TOKEN_BYTES
 
@@ -34,7 +34,7 @@ class Node:
         "used",
     )
 
-    def __init__(self, row: Row, *, durable: bool) -> None:
+    def __init__(self, row: SnapshotRow, *, durable: bool) -> None:
         #: The last use, in microseconds since 1970. Snapshots that were used together have the same.
         self.used: int
         self.digest, self.parent, self.start, self.tokens, self.size_bytes, self.used, resumable, *rest = row
@@ -80,6 +80,6 @@ class Node:
         return Name(self.parent, self.start, self.tokens, self.resumable, self.mark)
 
     @property
-    def row(self) -> Row:
+    def row(self) -> SnapshotRow:
         """The catalog's row of the snapshot."""
-        return Row.of(self.digest, self.name, self.size_bytes, self.used)
+        return SnapshotRow.of(self.digest, self.name, self.size_bytes, self.used)

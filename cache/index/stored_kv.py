@@ -23,10 +23,10 @@ from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, Span
 from cache.names.marks import Marker
 from cache.names.policy import FULL
-from cache.names.snapshot import Name, Only
+from cache.names.snapshot import KvPart, Name
 from cache.names.tokens import Chain, as_tokens
 
-from .prefixes import Known, Match, Prefixes
+from .prefixes import KnownPrefix, Prefixes, PrefixMatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .directory import OpenDirectory
     from .nodes import Node
     from .quota import Quota
-    from .remote import Remote, RemotePrefix
+    from .remote import RemotePrefix, TierAccess
     from .remover import Remover
     from .write_queue import WriteQueue
 
@@ -66,7 +66,7 @@ class StoredKv:
         queue: WriteQueue,
         remover: Remover,
         quota: Quota,
-        remote: Remote | None,
+        remote: TierAccess | None,
         identity: Identity,
         layout: ModelLayout,
         *,
@@ -107,17 +107,17 @@ class StoredKv:
         chain = Chain(root, block, policy, tenant)
         return chain if of is None else of.chains.setdefault(root, chain)
 
-    def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
+    def find(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest prefix of `tokens` on disk; also once the store is closed. Protects nothing."""
         return self._under(chain.policy).longest(chain, as_tokens(tokens))
 
-    def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
+    def match(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest stored prefix of `tokens`; protect it from eviction until `load` or `release`."""
         match = self.find(chain, tokens)
         self._hold(match.nodes)
         return match
 
-    def hold(self, chain: Chain, tokens: Sequence[int]) -> Known:
+    def hold(self, chain: Chain, tokens: Sequence[int]) -> KnownPrefix:
         """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
 
         Protects those that a session needs to resume at their end; they count as used now.
@@ -130,7 +130,7 @@ class StoredKv:
         self._index.hold(nodes)
         self._queue.use(self._index.use(nodes), [node.digest for node in nodes])
 
-    def release(self, prefix: Match | Known) -> None:
+    def release(self, prefix: PrefixMatch | KnownPrefix) -> None:
         """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
         self._index.release(prefix.nodes)
         self._remover.discard_released(prefix.nodes)
@@ -165,7 +165,7 @@ class StoredKv:
         return await self._remote.find(chain, as_tokens(tokens), num_stored, prefixes.needed)
 
     async def load(
-        self, match: Match, *, capacity_tokens: int = 0, only: Only | None = None
+        self, match: PrefixMatch, *, capacity_tokens: int = 0, only: KvPart | None = None
     ) -> RestoredKv | None:
         """Read a match on I/O threads into evaluated arrays, with memory for `capacity_tokens` tokens in all.
 
@@ -221,8 +221,40 @@ class StoredKv:
         if not found:
             self.release(match)
             return (), {}
-        restored = await self.load(match, only=Only(match.policy, found))
+        restored = await self.load(match, only=KvPart(match.policy, found))
         return ((), {}) if restored is None else (found, restored.tensors)
+
+    async def block(self, chain: Chain, tokens: Sequence[int], span: Span) -> dict[str, Any] | None:
+        """Read the KV of one block, of all layers; None if the block is not stored or cannot be read.
+
+        `tokens` must end with the block.
+        """
+        found: dict[str, Any] = {}
+        for reach in dict.fromkeys(self._under(chain.policy).layout.reaches):
+            match = self.match(chain, tokens)
+            if match.num_tokens < span.end:
+                self.release(match)
+                return None
+            part = await self.load(match, only=KvPart(reach, (span,)))
+            if part is None:
+                return None
+            found |= part.tensors
+        return found
+
+    async def condemn(self, chain: Chain, tokens: Sequence[int], span: Span, why: str) -> str:
+        """Move a block with wrong KV to quarantine, and remove all blocks that continue it.
+
+        `tokens` must end with the block. Returns the name of its file.
+        """
+        digest = chain.names(as_tokens(tokens))[span.end // chain.block]
+        later = [digest]
+        for one in later:
+            later += [node.digest for node in self._index.children(one)]
+        await self._threads.run(partial(self._folder.quarantine, digest), LOAD_S)
+        for one in reversed(later):
+            if (node := self._index.get(one)) is not None:
+                self.rejected += self._remover.reject(node, why)
+        return self._folder.codec.file_name(digest)
 
     async def past(
         self, chain: Chain, tokens: Sequence[int], end: int, patience_s: float
@@ -241,7 +273,7 @@ class StoredKv:
         match = self.find(chain, whole)
         if match.num_tokens < end:
             return None
-        only = Only(chain.policy, (Span(0, end),))
+        only = KvPart(chain.policy, (Span(0, end),))
         _, read = self._under(chain.policy).to_read(match._replace(num_tokens=end), only)
         return StoredPast(self._folder, read, chain.policy, self._threads)
 

@@ -33,14 +33,14 @@ from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.codec import PLAIN, Codec
 from cache.disk.folder import Folder
-from cache.disk.rows import Row
-from cache.disk.sealing import Sealed
+from cache.disk.rows import SnapshotRow
+from cache.disk.sealing import SealedCodec
 from cache.names import blocks
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Name, Tensor
 from cache.names.tokens import TOKEN_BYTES, as_tokens, pack
 from cache.store import Store
-from worker.process.heap import Spare
+from worker.process.heap import SpareMemory
 
 LENGTHS = (300, 1500, 6000)
 LAYERS, HEADS, DIM, BLOCK, CHAIN = 30, 3, 64, 128, 1_000
@@ -104,7 +104,7 @@ async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
     """Write and restore sessions, alternately without and with encryption; print the speeds."""
     stores = {
         name: await opened(folder / name, LAYOUT, codec)
-        for name, codec in (("plain", PLAIN), ("sealed", Sealed(bytes(32))))
+        for name, codec in (("plain", PLAIN), ("sealed", SealedCodec(bytes(32))))
     }
     figures: dict[str, list[float]] = {
         f"{name} {deed}": [] for name in stores for deed in ("write", "restore")
@@ -155,7 +155,7 @@ def fill(folder: Path, num_blocks: int) -> None:
     catalog = Catalog(files)
     data = memoryview(bytes(4 * BLOCK))
     tensors = tuple(Tensor(f"0.{part}", "F32", (1, 1, BLOCK, 1), data) for part in ("keys", "values"))
-    rows: list[Row] = []
+    rows: list[SnapshotRow] = []
     for i in range(num_blocks):
         if i % CHAIN == 0:
             parent = blocks.root(IDENTITY.digest(), TENANT)
@@ -165,7 +165,7 @@ def fill(folder: Path, num_blocks: int) -> None:
         draft = snapshot_format.encode(name, IDENTITY, tensors)
         parent = name.digest
         files.path(parent).write_bytes(draft.header + bytes(2 * data.nbytes))
-        rows.append(Row(parent, name.parent, start, name.tokens, draft.size_bytes, i + 1))
+        rows.append(SnapshotRow(parent, name.parent, start, name.tokens, draft.size_bytes, i + 1))
     catalog.put(rows)
     catalog.close()
     files.close()
@@ -206,7 +206,7 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     sys.setswitchinterval(0.001)  # a worker's
     if given.spare:
-        spare = Spare(256 << 20)
+        spare = SpareMemory(256 << 20)
         spare.fill()
         spare.release()
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:

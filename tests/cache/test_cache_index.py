@@ -13,7 +13,7 @@ from made_kv import BLOCK, assert_is_kv_of, identity, save_all
 from structlog.testing import capture_logs
 
 from cache.index import catalog_repair as reconciling
-from cache.index.index import Index
+from cache.index.index import SnapshotIndex
 from cache.names import blocks
 from cache.names.snapshot import Name
 from cache.names.tokens import Chain, as_tokens, num_common, pack
@@ -28,8 +28,8 @@ def name(tokens, parent=ROOT) -> Name:
     return Name(parent, 0 if parent == ROOT else 4, pack(tokens))
 
 
-def filled(runs, durable=None) -> Index:
-    index = Index(lambda: 0.0)
+def filled(runs, durable=None) -> SnapshotIndex:
+    index = SnapshotIndex(lambda: 0.0)
     for i, run in enumerate(runs):
         new = index.add(name(run), 1)
         if durable is None or durable[i]:
@@ -74,7 +74,7 @@ def test_tokens_count_as_stored_if_and_only_if_a_stored_entry_begins_with_them(r
 
 
 def test_snapshots_that_were_used_together_are_evicted_from_the_last_one_on() -> None:
-    index = Index(lambda: 0.0)
+    index = SnapshotIndex(lambda: 0.0)
     one = index.add(name((1, 2)), 1)
     two = index.add(Name(one.digest, 2, pack((3,))), 1)
     other = index.add(name((4,)), 1)
@@ -94,7 +94,7 @@ def test_snapshots_that_were_used_together_are_evicted_from_the_last_one_on() ->
 
 def test_times_of_use_always_increase_even_if_the_clock_goes_back() -> None:
     times = iter([5.0, 3.0, 5.0, 9.0])
-    index = Index(lambda: next(times))
+    index = SnapshotIndex(lambda: next(times))
     assert [index.next_use() for _ in range(4)] == [5_000_000, 5_000_001, 5_000_002, 9_000_000]
 
 

@@ -20,10 +20,10 @@ from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import PRIORITY_S, TurnRequest, place
-from worker.device.turn import Dropped
+from worker.device.turn import DroppedKv
 from worker.engine.admission import Admission, Claim, Decision, Ledger
 from worker.engine.engine import Engine
 from worker.engine.residency import Residency
@@ -465,7 +465,7 @@ async def until(holds: Callable[[], bool]) -> None:
     pytest.fail("it never came to that")
 
 
-def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampling: Sampling):
+def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampling: RowSampling):
     """Start an answer of up to `num_tokens` tokens; return the answer and the task that waits for it."""
     given = answer(num_tokens)
     run = engine.run(
@@ -477,7 +477,7 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
     return given, asyncio.create_task(run)
 
 
-@pytest.mark.parametrize("sampling", first([Sampling(1.0, seed=7), Sampling()]), ids=["hot", "greedy"])
+@pytest.mark.parametrize("sampling", first([RowSampling(1.0, seed=7), RowSampling()]), ids=["hot", "greedy"])
 async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_same_tokens(
     make_engine, make_model, sampling
 ) -> None:
@@ -504,7 +504,7 @@ async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_s
 async def test_a_short_answer_reserves_little_memory_even_if_its_max_tokens_is_large(make_engine) -> None:
     engine = await make_engine(2000)
     await engine.run(TurnRequest(key("idle"), as_tokens(prompt(1200))), lambda: False)
-    given, task = answered(engine, "s", 20, 1900, Sampling())
+    given, task = answered(engine, "s", 20, 1900, RowSampling())
     await until(lambda: len(given.tokens) > 2)
     assert engine.ledger.used_bytes == engine.size_bytes(512 + 1199)
     engine.cancel(key("s"))
@@ -514,8 +514,8 @@ async def test_a_short_answer_reserves_little_memory_even_if_its_max_tokens_is_l
 
 async def test_a_paused_answer_that_is_cancelled_keeps_the_tokens_generated_so_far(make_engine) -> None:
     engine = await make_engine(1100)
-    _, old = answered(engine, "old", 20, 800, Sampling())
-    given, young = answered(engine, "young", 20, 800, Sampling())
+    _, old = answered(engine, "old", 20, 800, RowSampling())
+    given, young = answered(engine, "young", 20, 800, RowSampling())
     await until(lambda: engine.num_waiting == 1)
     num_tokens = len(given.tokens)
     engine.cancel(key("young"))
@@ -538,7 +538,7 @@ async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_la
     reserve, used = engine.ledger.reserve, []
 
     def handle() -> None:
-        engine._handle_event(Dropped((key("second"),)))
+        engine._handle_event(DroppedKv((key("second"),)))
         used.append(engine.ledger.used_bytes)
 
     def watched(*arguments):
@@ -561,13 +561,13 @@ async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_o
 ) -> None:
     """A stop cancels the task that waits for a turn, while the device still runs the turn."""
     engine = await make_engine(2000)
-    given, task = answered(engine, "s", 20, 1500, Sampling(1.0))
+    given, task = answered(engine, "s", 20, 1500, RowSampling(1.0))
     await until(lambda: len(given.tokens) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.ledger.used_bytes >= engine.size_bytes(256), "the device still has it"
-    again, following = answered(engine, "s", 20, 5, Sampling(1.0))
+    again, following = answered(engine, "s", 20, 5, RowSampling(1.0))
     await until(lambda: again.tokens)
     assert engine.ledger.num_resident == 1, "the next turn uses what the abandoned one has left"
     outcome = await following

@@ -13,8 +13,8 @@ from turnkeep_client.messages import Chunk
 from worker.models.answer_markup import markup_of
 from worker.models.tokenizer import Tokenizer
 from worker.text.answer import Answer
-from worker.text.arguments import Offered
-from worker.text.splitting import Calls, MarkedSplitter, call_id
+from worker.text.arguments import OfferedTools
+from worker.text.splitting import AnswerCalls, MarkedSplitter, call_id
 from worker.text.text_stream import TextStream
 
 STOPS = ("ab", "aab", "\u00e9x")
@@ -102,7 +102,7 @@ def calling(tokenizer):
     """Answer with a text in which `f` may be called, then an end token; return the answer and its chunks."""
 
     def make(text: str, max_bytes: int) -> tuple[Answer, list[Chunk]]:
-        calls = Calls(Offered([{"function": {"name": "f"}}]), lambda index: call_id("r", index))
+        calls = AnswerCalls(OfferedTools([{"function": {"name": "f"}}]), lambda index: call_id("r", index))
         splitter = MarkedSplitter(markup_of("", ()), calls, in_reasoning=False)
         answer = Answer(
             TextStream(tokenizer),

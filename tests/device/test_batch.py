@@ -19,17 +19,17 @@ from worker.batch.forward import Forward
 from worker.batch.merged import MergedRows
 from worker.batch.own_pass import OwnPass
 from worker.batch.pools import Pools
-from worker.batch.row_sampler import RowSampler, Sampling
-from worker.batch.rows import Keeping, PrefillPiece, Row
+from worker.batch.row_sampler import RowSampler, RowSampling
+from worker.batch.rows import CommonKv, PrefillPiece, Row
 
 if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
 SAMPLINGS = [
     GREEDY,
-    Sampling(0.8, seed=1),
-    Sampling(1.2, top_k=20, seed=2),
-    Sampling(0.0, repetition_penalty=1.4),
+    RowSampling(0.8, seed=1),
+    RowSampling(1.2, top_k=20, seed=2),
+    RowSampling(0.0, repetition_penalty=1.4),
 ]
 
 
@@ -64,13 +64,13 @@ def test_rounding_in_16_bits_does_not_make_a_model_fail_the_trial_of_the_shared_
     ("kind", "kv_bits", "way", "keeping"),
     [
         ("llama", None, Forward, Pools),
-        ("llama", 8, Forward, Keeping),
+        ("llama", 8, Forward, CommonKv),
         ("exaone4", None, Forward, Pools),
-        ("exaone4", 8, Forward, Keeping),
+        ("exaone4", 8, Forward, CommonKv),
         ("gemma2", None, OwnPass, MergedRows),
         ("qwen3_next", None, OwnPass, MergedRows),
-        ("qwen3_next", 8, OwnPass, Keeping),
-        ("llama4", None, OwnPass, Keeping),
+        ("qwen3_next", 8, OwnPass, CommonKv),
+        ("llama4", None, OwnPass, CommonKv),
     ],
 )
 def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
@@ -92,8 +92,8 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
         (prompt(dice.randint(2, 40), salt=salt), SAMPLINGS[salt % len(SAMPLINGS)]) for salt in range(12)
     )
     batch = batched(model)
-    running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
-    left: dict[Row, tuple[list[int], Sampling, list[int], list[Any]]] = {}
+    running: dict[Row, tuple[list[int], RowSampling, list[int]]] = {}
+    left: dict[Row, tuple[list[int], RowSampling, list[int], list[Any]]] = {}
     while waiting or running:
         pieces = []
         for _ in range(dice.randint(0, 3)):
@@ -175,7 +175,7 @@ def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypa
     assert places[short][0].capacity == 64
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, RowSampling(0.9, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_speculation_changes_only_the_number_of_steps(make_model, sampling, num_rows) -> None:
     """Some drafts are wrong. One or two answers run, and their KV is compared, too."""

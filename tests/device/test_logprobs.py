@@ -10,21 +10,21 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import batched, begin, drafting, prefill, prompt
 
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 
 if TYPE_CHECKING:
     from worker.batch.rows import Row
 
-PLAIN = Sampling()
-TOLD = Sampling(top_logprobs=3)
-PENALISED = Sampling(
+PLAIN = RowSampling()
+TOLD = RowSampling(top_logprobs=3)
+PENALISED = RowSampling(
     0.9, presence_penalty=0.8, frequency_penalty=0.3, repetition_penalty=1.2, top_logprobs=1, seed=4
 )
-BIASED = Sampling(logit_bias=((7, 3.0), (9, -50.0)), min_tokens=30, top_logprobs=0)
+BIASED = RowSampling(logit_bias=((7, 3.0), (9, -50.0)), min_tokens=30, top_logprobs=0)
 MIXED = [PLAIN, TOLD, PENALISED, BIASED]
 
 
-def run(model: Any, samplings: list[Sampling], num: int, **options: Any) -> list[list[Any]]:
+def run(model: Any, samplings: list[RowSampling], num: int, **options: Any) -> list[list[Any]]:
     """Answer prompts of several lengths in one batch; return the `num` first drawn tokens of each."""
     batch = drafting(model, **options) if options else batched(model)
     pieces = [begin(model, prompt(9 + 2 * n, salt=n), sampling) for n, sampling in enumerate(samplings)]

@@ -18,7 +18,7 @@ from worker.batch import batch_kinds
 from worker.batch import merged as merged_module
 from worker.batch.batch_kinds import batch_for
 from worker.batch.own_pass import OwnPass
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials
 
@@ -39,7 +39,7 @@ KINDS = [
 ]
 #: Where `_no_rings` changes the trials.
 NO_RINGS = "no rings"
-SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
+SAMPLINGS = [GREEDY, RowSampling(0.8, seed=1), RowSampling(1.2, top_k=20, seed=2)]
 
 
 def go_on(model: Any, caches: list[Any], last: int, num_tokens: int) -> list[int]:
@@ -71,8 +71,8 @@ def test_rows_that_join_and_leave_merged_caches_get_the_same_tokens_as_alone(mak
     model, dice = make_model(kind), random.Random(KINDS.index(kind))
     waiting = deque((prompt(dice.randint(1, 30), salt), SAMPLINGS[salt % 3]) for salt in range(7))
     batch = batched(model, where=NO_RINGS)
-    running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
-    left: list[tuple[list[int], Sampling, list[int], list[Any]]] = []
+    running: dict[Row, tuple[list[int], RowSampling, list[int]]] = {}
+    left: list[tuple[list[int], RowSampling, list[int], list[Any]]] = []
     read: list[tuple[list[int], list[int]]] = []
     num_merged = 0
     while waiting or running:
@@ -346,7 +346,7 @@ def test_merged_rows_launch_steps_ahead_and_get_the_same_tokens_if_rows_leave_or
     """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens."""
     model, dice = make_model(kind), random.Random(merged_rows)
     batch = batched(model, where=NO_RINGS, merged_rows=merged_rows, runs_ahead=True)
-    samplings = [GREEDY, Sampling(0.9, seed=3), GREEDY, Sampling(0.9, seed=4)]
+    samplings = [GREEDY, RowSampling(0.9, seed=3), GREEDY, RowSampling(0.9, seed=4)]
     contexts = [prompt(5 + 3 * n, salt=n) for n in range(4)]
     pieces = [begin(model, tokens, sampling) for tokens, sampling in zip(contexts, samplings, strict=True)]
     drawn: dict[Row, list[int]] = {piece.row: [] for piece in pieces}

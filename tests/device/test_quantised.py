@@ -29,7 +29,7 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from worker.batch import batch as steps
 from worker.batch import cpu, forward
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.models.model import ModelError, cache_sizes
 from worker.models.quantised import quantise_kv, unpacked_bytes
@@ -37,7 +37,7 @@ from worker.models.quantised import quantise_kv, unpacked_bytes
 if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
-SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
+SAMPLINGS = [GREEDY, RowSampling(0.8, seed=1), RowSampling(1.2, top_k=20, seed=2)]
 #: Of the tiny llama with wide heads: 2 layers, keys and values, 2 heads of 32 numbers, each with a scale and
 #: a bias of 4 bytes for every 32.
 TOKEN_BYTES = {8: 2 * 2 * 2 * (32 + 8), 4: 2 * 2 * 2 * (16 + 8)}
@@ -60,7 +60,7 @@ def test_rows_with_quantised_kv_get_the_same_tokens_in_a_batch_as_alone(make_mod
     model, dice = make_model(kind, kv_bits), random.Random(kv_bits)
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
     batch = batched(model, max_draft=4)
-    running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
+    running: dict[Row, tuple[list[int], RowSampling, list[int]]] = {}
     differences: list[float] = []
     num_ahead = num_left = 0
     while waiting or running:

@@ -24,10 +24,10 @@ from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.device.request import TurnRequest
 
-HOT = Sampling(0.9, top_p=0.95, seed=77)
+HOT = RowSampling(0.9, top_p=0.95, seed=77)
 
 
 @pytest.fixture

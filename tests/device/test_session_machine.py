@@ -23,10 +23,10 @@ from tiny_models import GREEDY, alone, answer, key, prompt
 
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.device.request import TurnRequest
 
-HOT = Sampling(0.9, top_p=0.95, seed=77)
+HOT = RowSampling(0.9, top_p=0.95, seed=77)
 WINDOW = Policy(sink=3, window=20)
 #: Attention within chunks of four blocks.
 CHUNKED = "llama4_chunks"
@@ -50,7 +50,7 @@ class FromScratch:
     def policies(self) -> list[Policy]:
         return [WINDOW, WINDOW, FULL, FULL] if self._masked else [FULL] * 4
 
-    def check(self, context: list[int], drawn: list[int], sampling: Sampling, policy: Policy) -> None:
+    def check(self, context: list[int], drawn: list[int], sampling: RowSampling, policy: Policy) -> None:
         """Check that `drawn` is the answer to `context`. Nothing else may run: masks replace attention."""
         at = (self._kind, len(context), policy)
         if sampling is not GREEDY or not (self._masked or self._kind == CHUNKED):
@@ -88,7 +88,7 @@ class Machine:
             self._scratch.check(context, drawn, sampling, self.policies[name])
             self.histories[name] = [*context, *drawn][-MOST_TOKENS:]
 
-    async def _turn(self, process: Process, name: str) -> tuple[list[int], list[int], Sampling]:
+    async def _turn(self, process: Process, name: str) -> tuple[list[int], list[int], RowSampling]:
         policy = self.policies[name]
         context = self.histories[name] + prompt(self._dice.choice((1, 3, 9, 30)), self._dice.randrange(99))
         sampling = GREEDY if policy == WINDOW else self._dice.choice((GREEDY, HOT))

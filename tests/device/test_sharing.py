@@ -6,8 +6,8 @@ import pytest
 from test_turns import Wrapped
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
-from worker.device.starting_kv import Sharing
-from worker.device.turn import Faulted, Turn
+from worker.device.starting_kv import TurnSharing
+from worker.device.turn import DeviceTurn, FaultedTurn
 
 COMMON = prompt(5 * BLOCK + 3)
 
@@ -21,7 +21,7 @@ def with_end(num_tokens: int, salt: int) -> list[int]:
     return COMMON + prompt(num_tokens, salt=salt)
 
 
-def shared(name: str, context: list[int], num: int, source: str) -> Turn:
+def shared(name: str, context: list[int], num: int, source: str) -> DeviceTurn:
     return generate(context, num, name=name, source=key(source))
 
 
@@ -104,7 +104,7 @@ def test_waiting_sessions_prefill_the_prefix_themselves_if_its_source_is_cancell
         model.fails = lambda tokens: next(calls) == 2
     model.go_on.release()
     rig.finish(first, *others)
-    assert isinstance(rig.end(first), Faulted) == (ending == "failed")
+    assert isinstance(rig.end(first), FaultedTurn) == (ending == "failed")
     for turn in others:
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
@@ -139,7 +139,7 @@ def test_a_session_cancelled_while_it_waits_ends_once_even_if_its_turn_cannot_st
     model.holds = lambda tokens: False
     model.go_on.release()
     rig.finish(first, waiting)
-    assert isinstance(rig.end(waiting), Faulted)
+    assert isinstance(rig.end(waiting), FaultedTurn)
 
 
 def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_shares_none(
@@ -169,7 +169,7 @@ def test_a_recurrent_state_that_cannot_be_trimmed_to_the_prefix_is_not_shared(ma
 
 
 def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
-    sharing = Sharing()
+    sharing = TurnSharing()
     leader = generate(COMMON, 8, name="a")
     leader.num_cached = len(COMMON) - 1
     assert not sharing.add(leader)
@@ -178,7 +178,7 @@ def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
 
 
 def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority() -> None:
-    sharing = Sharing()
+    sharing = TurnSharing()
     leader = generate(COMMON, 8, name="a")
     sharing.add(leader)
     urgent, idle = (

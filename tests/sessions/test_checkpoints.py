@@ -30,8 +30,8 @@ from turnkeep_client.messages import Append, Close, Closed, Generate, Message, R
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, record
 from worker.sessions.attachments import _Body
-from worker.sessions.session import Session
-from worker.wire.consistent_reads import Entry
+from worker.sessions.session import ServedSession
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.written import answers
 
 EVERY = 4
@@ -82,21 +82,21 @@ async def converse(world: World, turns: range) -> None:
         await stored(world)
 
 
-async def opened(world: World) -> Session:
+async def opened(world: World) -> ServedSession:
     """Open the session a second time from the log, as another worker would."""
     return await world.refolded()
 
 
-def checkpoints(world: World) -> list[Entry]:
+def checkpoints(world: World) -> list[StoredMessage]:
     return [entry for entry in world.log.entries if entry.kind == "checkpoint"]
 
 
-def is_first(checkpoint: Entry) -> bool:
+def is_first(checkpoint: StoredMessage) -> bool:
     """Say whether a message of the subject `checkpoint` is the first one of its value."""
     return "before" not in json.loads(checkpoint.body)
 
 
-def resumed_at(session: Session) -> int:
+def resumed_at(session: ServedSession) -> int:
     return session.log.record._checkpoint_seq
 
 
@@ -110,7 +110,7 @@ def without_checkpoints(world: World) -> World:
     return other
 
 
-async def whole(world: World) -> Session:
+async def whole(world: World) -> ServedSession:
     """Open the session from its whole log, without checkpoints."""
     return await without_checkpoints(world).refolded()
 
@@ -145,7 +145,7 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     read: list[int] = []
     page = world.log.page
 
-    async def counting(*arguments: Any, **more: Any) -> tuple[list[Entry], bool]:
+    async def counting(*arguments: Any, **more: Any) -> tuple[list[StoredMessage], bool]:
         entries, is_more = await page(*arguments, **more)
         read.extend(entry.seq for entry in entries)
         return entries, is_more

@@ -55,13 +55,13 @@ from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
-from worker.sessions.history import History
-from worker.sessions.limits import Limits
+from worker.sessions.history import TokenHistory
+from worker.sessions.limits import RequestLimits
 from worker.sessions.services import Services
-from worker.sessions.session import Session
+from worker.sessions.session import ServedSession
 from worker.sessions.shares import Shares
-from worker.wire.chunks import Published
-from worker.wire.consistent_reads import Entry
+from worker.wire.chunks import PublishedChunks
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
 from worker.wire.retention import Retention
@@ -91,9 +91,9 @@ class AnswerChunks:
     async def remove(self, *_: Any) -> None:
         pass
 
-    async def read(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> Published:
+    async def read(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> PublishedChunks:
         self.looks.append(request_id)
-        return Published(self.stored)
+        return PublishedChunks(self.stored)
 
 
 class Log:
@@ -103,17 +103,17 @@ class Log:
     is_alone = True
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[StoredMessage] = []
         self.asked: list[int] = []  # the sequences of all requests
         self.chunks = AnswerChunks()
         self.notes: list[bytes] = []
 
     def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
         self.asked += [len(self.entries) + 1] if kind == "in" else []
-        self.entries.append(Entry(len(self.entries) + 1, kind, STORED, body, headers or {}))
+        self.entries.append(StoredMessage(len(self.entries) + 1, kind, STORED, body, headers or {}))
         return len(self.entries)
 
-    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[Entry], int]:
+    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[StoredMessage], int]:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
         return found[:PAGE], len(found[PAGE:])
 
@@ -126,15 +126,15 @@ class Log:
     async def last_seq(self, _: SessionKey, kind: str) -> int:
         return max((entry.seq for entry in self.entries if entry.kind == kind), default=0)
 
-    async def last(self, _: SessionKey, kind: str) -> Entry | None:
+    async def last(self, _: SessionKey, kind: str) -> StoredMessage | None:
         if kind == "attempt":
-            return Entry(1, "out", STORED, self.notes[-1], {}) if self.notes else None
+            return StoredMessage(1, "out", STORED, self.notes[-1], {}) if self.notes else None
         return next((entry for entry in reversed(self.entries) if entry.kind == kind), None)
 
     async def is_there(self, _: int) -> bool:
         return True
 
-    async def entry(self, seq: int) -> Entry | None:
+    async def entry(self, seq: int) -> StoredMessage | None:
         found = self.entries[seq - 1]
         return found if found.kind == "in" else None
 
@@ -282,7 +282,7 @@ class World:
         parts: Any = {
             "journal": self.log,
             "engine": self.engine,
-            "limits": Limits(self.engine, policy, **sizes),  # type: ignore[arg-type]
+            "limits": RequestLimits(self.engine, policy, **sizes),  # type: ignore[arg-type]
             "outbox": self.outbox,
             "erasures": SimpleNamespace(note=nothing),
         }
@@ -311,7 +311,7 @@ class World:
             build="",
             **parts,
         )
-        self.session = Session(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
+        self.session = ServedSession(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
 
     async def _release(self, _: SessionKey) -> None:
         self.num_released += 1
@@ -339,7 +339,7 @@ class World:
         bodies = [entry.body for entry in self.log.entries if entry.kind == "out"]
         return [decode_result(body) for body in bodies if body != NO_RESULT]
 
-    async def refolded(self) -> Session:
+    async def refolded(self) -> ServedSession:
         """Return the session as read from its log, up to the first request without a result.
 
         The default policy there is one that no session here has, so that the log must name the policy.
@@ -369,7 +369,7 @@ class World:
         assert folded.out_seq == live.out_seq
 
 
-def assert_same(one: History, other: History) -> None:
+def assert_same(one: TokenHistory, other: TokenHistory) -> None:
     """Assert that two histories are equal; either may have only the last messages of the conversation."""
     assert one.tokens == other.tokens
     assert (one.exists, one.closed, one.model) == (other.exists, other.closed, other.model)
@@ -653,21 +653,21 @@ async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(
     assert not world.log.notes
 
 
-def tampered(entries: list[Entry], index: int, **fields: Any) -> list[Entry]:
+def tampered(entries: list[StoredMessage], index: int, **fields: Any) -> list[StoredMessage]:
     """Change fields of the `index`-th result; `headers` are merged."""
     outs = [entry for entry in entries if entry.kind == "out"]
     changed = dict(fields)
     if "headers" in changed:
         changed["headers"] = {**outs[index].headers, **changed["headers"]}
     return [
-        Entry(**{**{name: getattr(entry, name) for name in Entry.__slots__}, **changed})
+        StoredMessage(**{**{name: getattr(entry, name) for name in StoredMessage.__slots__}, **changed})
         if entry is outs[index]
         else entry
         for entry in entries
     ]
 
 
-async def diverged(world: World, entries: list[Entry]) -> str:
+async def diverged(world: World, entries: list[StoredMessage]) -> str:
     """Read the session from these entries; return the message with which it refuses a new request."""
     world.log.entries = entries
     world.crash()
@@ -732,7 +732,7 @@ async def test_a_logged_result_with_an_invalid_change_field_stops_the_session(
     assert why in await diverged(world, entries)
 
 
-def without(entries: list[Entry], *seqs: int) -> list[Entry]:
+def without(entries: list[StoredMessage], *seqs: int) -> list[StoredMessage]:
     """Return the entries as if the log had removed those at these sequences."""
     gone: Any = "gone"
     return [replace(entry, kind=gone, body=b"") if entry.seq in seqs else entry for entry in entries]

@@ -18,7 +18,7 @@ from worker.cluster.members import Members
 from worker.sessions import sessions
 from worker.sessions.fold import Fold
 from worker.sessions.giving_up import Doubt
-from worker.sessions.pending import Pending
+from worker.sessions.pending import PendingRequest
 
 pytestmark = pytest.mark.simulated
 
@@ -80,7 +80,7 @@ async def test_a_request_that_raises_an_unknown_error_three_times_fails_and_beco
 ) -> None:
     attempt, bitten = Doubt.attempt, 0
 
-    async def venomous(doubt: Doubt, pending: Pending, answer: Any) -> Any:
+    async def venomous(doubt: Doubt, pending: PendingRequest, answer: Any) -> Any:
         nonlocal bitten
         if pending.id == "venom":
             bitten += 1

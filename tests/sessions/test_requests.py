@@ -20,8 +20,8 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import cancelling
-from worker.sessions.pending import Pending
-from worker.sessions.session import Session
+from worker.sessions.pending import PendingRequest
+from worker.sessions.session import ServedSession
 from worker.wire.consistent_reads import ConsistentReads
 from worker.wire.fence import FencedError
 
@@ -219,7 +219,7 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
 ) -> None:
     """The session's task, not the cancel, then stores the request's result."""
 
-    async def begun(session: Session, pending: Pending) -> bool:
+    async def begun(session: ServedSession, pending: PendingRequest) -> bool:
         session.stop_active()
         await pending.done.wait()
         if is_fenced:

@@ -24,10 +24,10 @@ from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encod
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.giving_up import Doubt
-from worker.sessions.session import Session
+from worker.sessions.session import ServedSession
 from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal, Queue
 from worker.wire.retention import Retention
@@ -566,14 +566,14 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
     held = w.worker.app._parts.sessions
-    there, go_on, look = asyncio.Event(), asyncio.Event(), Session.refresh
+    there, go_on, look = asyncio.Event(), asyncio.Event(), ServedSession.refresh
 
-    async def waits(session: Session) -> None:
+    async def waits(session: ServedSession) -> None:
         there.set()
         await go_on.wait()
         await look(session)
 
-    monkeypatch.setattr(Session, "refresh", waits)
+    monkeypatch.setattr(ServedSession, "refresh", waits)
     asked = asyncio.create_task(w.control("s", {"type": "info"}))
     await there.wait()
     await w.send("other", append("a"))
@@ -682,8 +682,8 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
     removed: list[int] = []
 
     class Log:
-        async def page(self, _: SessionKey, kind: str, __: int) -> tuple[list[Entry], int]:
-            asked = Entry(5, "in", datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
+        async def page(self, _: SessionKey, kind: str, __: int) -> tuple[list[StoredMessage], int]:
+            asked = StoredMessage(5, "in", datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
             return ([asked] * waiting[0], waiting[1]) if kind == "in" else ([], 0)
 
         async def last_seq(self, *_: Any) -> int:
@@ -695,9 +695,9 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
         async def delete(self, seq: int) -> None:
             removed.append(seq)
 
-    result = Entry(6, "out", datetime.now(UTC), b"", {})
+    result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
     closed = retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=False)
-    note = Entry(3, "out", datetime.now(UTC), b"", {})
+    note = StoredMessage(3, "out", datetime.now(UTC), b"", {})
     await Retention(Log(), closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
     assert removed == removed_below
 
@@ -708,10 +708,10 @@ async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_re
     asked = Asked(stored=now, request=msgspec.Raw(encode(Close(id="c", forget=True))))
     closed = encode_answer(Closed(id="c", seq=4, position=0), asked)
     told = [encode(failure("r", "expired", "cancelled", seq=5)), closed]
-    entries = [Entry(6 + n, "out", now, body, {}) for n, body in enumerate(told)]
+    entries = [StoredMessage(6 + n, "out", now, body, {}) for n, body in enumerate(told)]
 
     class Log:
-        async def page(self, *_: Any) -> tuple[list[Entry], bool]:
+        async def page(self, *_: Any) -> tuple[list[StoredMessage], bool]:
             return entries, False
 
     keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1)  # type: ignore[arg-type]
@@ -732,10 +732,10 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
         async def log_bytes(self) -> int:
             return 95 - 5 * len(at_once)
 
-        async def closed(self, _: int) -> tuple[list[Entry], int]:
-            return [Entry(n, "out", datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
+        async def closed(self, _: int) -> tuple[list[StoredMessage], int]:
+            return [StoredMessage(n, "out", datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
 
-    async def follow(_: Retention, __: Entry, **how: bool) -> bool:
+    async def follow(_: Retention, __: StoredMessage, **how: bool) -> bool:
         at_once.append(how["at_once"])
         return True
 
@@ -760,13 +760,13 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
         async def log_bytes(self) -> int:
             return 0
 
-        async def closed(self, after: int) -> tuple[list[Entry], int]:
+        async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
             subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
-            notes = [Entry(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
+            notes = [StoredMessage(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
             return [note for note in notes if note.seq > after], 0
 
     async def found(*_: Any) -> retention._Closing:
-        result = Entry(6, "out", datetime.now(UTC), b"", {})
+        result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
         return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
 
     async def removes(_: Retention, __: SessionKey, closed: retention._Closing) -> None:

@@ -22,7 +22,7 @@ from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
 from worker.sessions.record import Record
-from worker.sessions.session_log import SessionLog
+from worker.sessions.session_log import FencedLog
 from worker.wire import retention
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ def test_attempts_of_a_redelivered_request_are_not_counted_for_the_next_request(
             if subject.endswith(".commit") and supervisor.num_lives == 1:
                 supervisor.kill()
 
-        async def reads(log: SessionLog, record: Record) -> None:
+        async def reads(log: FencedLog, record: Record) -> None:
             if log.is_doubted and to_come:
                 publish()
             await read(log, record)
 
-        read = SessionLog._read_log
-        monkeypatch.setattr(SessionLog, "_read_log", reads)
+        read = FencedLog._read_log
+        monkeypatch.setattr(FencedLog, "_read_log", reads)
         server.on_stored = stored
         for _ in range(2):
             worker = supervisor.prepare()

@@ -58,9 +58,9 @@ from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.process.constants import CONSTANTS  # noqa: E402
 from worker.sessions.attachments import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
-from worker.sessions.history import History  # noqa: E402
-from worker.sessions.record import Parts, Record  # noqa: E402
-from worker.wire.consistent_reads import Entry  # noqa: E402
+from worker.sessions.history import TokenHistory  # noqa: E402
+from worker.sessions.record import Record, ResultParts  # noqa: E402
+from worker.wire.consistent_reads import StoredMessage  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
@@ -266,8 +266,8 @@ def judge(
     Skips `out` entries without a worker's header, which the harness has forged.
     """
     verdict = Verdict()
-    asked: dict[SessionKey, dict[int, Entry]] = defaultdict(dict)
-    told: dict[SessionKey, list[Entry]] = defaultdict(list)
+    asked: dict[SessionKey, dict[int, StoredMessage]] = defaultdict(dict)
+    told: dict[SessionKey, list[StoredMessage]] = defaultdict(list)
     checkpoints: dict[int, bytes] = {}
     for one in stored:
         try:
@@ -297,7 +297,7 @@ def judge(
             values = {entry.seq: _value(entry, checkpoints, tokenizer) for entry in told[key]}
             record = Record(fold)
             for entry in told[key]:
-                record.add_results([entry], Parts(values[entry.seq], linked[entry.seq]))
+                record.add_results([entry], ResultParts(values[entry.seq], linked[entry.seq]))
             record.end_fold()
             if record.diverged or record.num_foreign:
                 verdict.blame(
@@ -309,8 +309,8 @@ def judge(
 def _add_answered(
     verdict: Verdict,
     key: SessionKey,
-    asked: dict[int, Entry],
-    told: Iterable[Entry],
+    asked: dict[int, StoredMessage],
+    told: Iterable[StoredMessage],
     linked: Mapping[int, Asked | None],
 ) -> None:
     """Add to the queue's requests those that have left it, as their results have them; compare the others."""
@@ -320,7 +320,7 @@ def _add_answered(
             continue
         body = bytes(whole.request)
         if seq not in asked:
-            asked[seq] = Entry(seq, "in", whole.stored, body, whole.headers)
+            asked[seq] = StoredMessage(seq, "in", whole.stored, body, whole.headers)
         elif not _is_same(asked[seq].body, body):
             verdict.blame("contradicting", f"{key} {entry.seq} has another request: {body[:200]!r}")
 
@@ -330,13 +330,15 @@ def _is_same(one: bytes, other: bytes) -> bool:
     return one == other or decoded(decode_request, one) == decoded(decode_request, other) is not None
 
 
-def _asked(entry: Entry, checkpoints: Mapping[int, bytes]) -> Asked | None:
+def _asked(entry: StoredMessage, checkpoints: Mapping[int, bytes]) -> Asked | None:
     """Return the request that a result has, as a whole; None if it has none, or the log has lost it."""
     asked = decode_asked(entry.body)
     return decode_linked(_linked(asked.link, checkpoints)) if asked and asked.link else asked
 
 
-def _value(entry: Entry, checkpoints: Mapping[int, bytes], tokenizer: Tokenizer) -> History | str | None:
+def _value(
+    entry: StoredMessage, checkpoints: Mapping[int, bytes], tokenizer: Tokenizer
+) -> TokenHistory | str | None:
     """Return what is stored besides a result: the state that a fork has copied, or a long input."""
     packed = _linked(entry.headers.get(PARTS_HEADER, ""), checkpoints)
     if packed is None:
@@ -360,13 +362,15 @@ def _linked(text: str, checkpoints: Mapping[int, bytes]) -> bytes | None:
     return b"".join(reversed(parts)) if parts else None
 
 
-def _entry(one: Any, kind: Any) -> Entry:
+def _entry(one: Any, kind: Any) -> StoredMessage:
     from datetime import datetime
 
-    return Entry(one.seq, kind, datetime.fromisoformat(one.headers["Nats-Time-Stamp"]), one.body, one.headers)
+    return StoredMessage(
+        one.seq, kind, datetime.fromisoformat(one.headers["Nats-Time-Stamp"]), one.body, one.headers
+    )
 
 
-def _forgotten(asked: list[Entry], told: list[Entry]) -> int:
+def _forgotten(asked: list[StoredMessage], told: list[StoredMessage]) -> int:
     """Return the sequence of the last successful close with `forget`: earlier entries may be gone. Or 0."""
     closed = {result.seq for result in map(decode_result, (one.body for one in told)) if _is(Closed, result)}
     for entry in reversed(asked):
@@ -384,12 +388,12 @@ def _is(kind: type, result: Any) -> bool:
 def _judge_session(
     verdict: Verdict,
     key: SessionKey,
-    asked: list[Entry],
-    told: list[Entry],
+    asked: list[StoredMessage],
+    told: list[StoredMessage],
     heard: Heard | None,
     forgotten: int,
 ) -> None:
-    results: dict[int, list[Entry]] = defaultdict(list)
+    results: dict[int, list[StoredMessage]] = defaultdict(list)
     for entry in told:
         results[decode_result(entry.body).seq or 0].append(entry)
     verdict.requests += len(asked)
