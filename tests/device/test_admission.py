@@ -457,36 +457,6 @@ async def test_a_rewound_session_reserves_memory_for_its_old_length_until_its_tu
     assert engine.ledger.used_bytes == engine.size_bytes(9), "the last one waits for an answer"
 
 
-async def test_reserved_memory_never_exceeds_the_limit_under_random_turns(make_engine) -> None:
-    """Turns rewind sessions and are cancelled before or on the device; more sessions run than fit."""
-    engine = await make_engine(300)
-    over: list[int] = []
-    watched = engine.ledger.reserve
-
-    def watch(*arguments):
-        victims = watched(*arguments)
-        over.append(max(engine.ledger.used_bytes - engine.ledger.max_bytes, 0))
-        return victims
-
-    engine.ledger.reserve = watch  # type: ignore[method-assign]
-
-    async def session(index: int) -> None:
-        name = key(f"s{index}")
-        for turn in range(6):
-            num_tokens = (index * 53 + turn * 71) % 250 + 1
-            cancelled = (index + turn) % 3 == 0
-            if (index + turn) % 4 == 0:
-                asyncio.get_running_loop().call_later(0.002, engine.cancel, name)
-            await engine.run(
-                TurnRequest(name, as_tokens(prompt(num_tokens))), lambda cancelled=cancelled: cancelled
-            )
-            over.append(max(engine.ledger.used_bytes - engine.ledger.max_bytes, 0))
-
-    await asyncio.gather(*(session(index) for index in range(6)))
-    assert max(over) == 0
-    assert engine.num_running == engine.num_waiting == 0
-
-
 async def until(holds: Callable[[], bool]) -> None:
     for _ in range(60_000):
         if holds():
@@ -610,21 +580,6 @@ async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_o
 
 def held_by(engine: Engine) -> set[SessionKey]:
     return set(engine._device._runner.room._resident)
-
-
-async def test_the_engine_drops_the_least_recently_used_sessions_when_the_device_lacks_memory(
-    make_engine,
-) -> None:
-    """All sessions fit by the ledger's count, but not into the device's memory limit."""
-    gc.collect()
-    engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)
-    for index in range(12):
-        await engine.run(TurnRequest(key(f"s{index}"), as_tokens(prompt(200, salt=index))), lambda: False)
-    held = [engine.live_bytes(key(f"s{i}"), as_tokens(prompt(200, salt=i))) > 0 for i in range(12)]
-    assert held == sorted(held)
-    assert 2 < sum(held) < 12
-    assert held_by(engine) == {key(f"s{i}") for i in range(12) if held[i]}
-    assert engine.ledger.used_bytes == sum(held) * engine.size_bytes(199)
 
 
 @pytest.mark.parametrize("seed", first(range(3)))

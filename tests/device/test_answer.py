@@ -94,17 +94,6 @@ def test_the_last_token_of_max_tokens_releases_text_held_back_for_a_stop_string(
     assert answer.finish_reason == "length"
 
 
-def test_an_incomplete_utf8_character_at_the_end_becomes_a_replacement_character(
-    tokenizer, new_answer
-) -> None:
-    answer = new_answer(max_tokens=2)
-    push_until_over(answer, tokenizer.encode("\u20ac", at_start=False)[:2])
-    assert answer.text == "\ufffd"
-    cancelled = new_answer()
-    push_until_over(cancelled, tokenizer.encode("\u20ac", at_start=False)[:2])
-    assert cancelled.cancel().text == cancelled.text == "\ufffd"
-
-
 CALL = '{"name":"f"}'
 
 

@@ -115,17 +115,6 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["exaone4", "mamba2", "baichuan_m1"])
-def test_rows_with_windows_or_recurrent_states_decode_together_with_the_same_tokens_as_alone(
-    make_model, kind
-) -> None:
-    """Windows run in a pass shared with prompts. Recurrent states are merged, see test_merged.py."""
-    model = make_model(kind)
-    prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
-    drawn = run(batched(model), [begin(model, tokens) for tokens in prompts], 12)
-    assert drawn == [alone(model, tokens, 12)[0] for tokens in prompts]
-
-
 def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_token(make_model) -> None:
     """One pass runs pieces of three prompts and two answers; each gets the tokens that it gets alone."""
     model = make_model("llama")
@@ -153,14 +142,6 @@ def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_
             row for row in firsts.values() if row.num_cached - row.sampler.num_drawn + 1 == len(tokens)
         )
         assert row.known[len(tokens) :] == alone(model, tokens, row.sampler.num_drawn)[0]
-
-
-def test_a_row_without_kv_decodes_beside_rows_with_kv(make_model) -> None:
-    """Its prompt has one token, so its caches are empty before its first step."""
-    model = make_model("llama")
-    prompts = [prompt(20), prompt(1), prompt(9, salt=7)]
-    drawn = run(batched(model), [begin(model, tokens) for tokens in prompts], 6)
-    assert drawn == [alone(model, tokens, 6)[0] for tokens in prompts]
 
 
 def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model) -> None:
@@ -192,17 +173,6 @@ def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypa
     assert places[short][0] is places[other][0]
     assert long not in places
     assert places[short][0].capacity == 64
-
-
-def test_rows_added_after_the_batch_is_cleared_get_the_same_tokens_as_alone(make_model) -> None:
-    model = make_model("llama")
-    batch = batched(model)
-    batch.step([begin(model, prompt(9)), begin(model, prompt(5))])
-    batch.step([])
-    batch.clear()
-    assert batch.rows == ()
-    drawn = run(batch, [begin(model, prompt(n)) for n in (4, 14)], 2)
-    assert drawn == [alone(model, prompt(n), 2)[0] for n in (4, 14)]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RowSampling(0.9, seed=3)], ids=["greedy", "sampled"])

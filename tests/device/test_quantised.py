@@ -21,7 +21,6 @@ from tiny_models import (
     batched,
     begin,
     drafting,
-    generate,
     prefill,
     prompt,
 )
@@ -133,26 +132,6 @@ def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
     for piece, tokens in zip(pieces, contexts, strict=True):
         drawn = piece.row.known[len(tokens) :]
         assert drawn == alone(model, tokens, len(drawn))[0]
-
-
-def test_sessions_with_quantised_kv_get_the_right_tokens_after_a_fork_and_a_rewind(
-    make_model, make_rig
-) -> None:
-    """The device thread forks one session and rewinds another, whose KV size is checked, too."""
-    model = make_model("llama", 4)
-    rig = make_rig(model)
-    first = generate(prompt(30), 6, name="a")
-    rig.run(first)
-    shared = prompt(21) + prompt(7, salt=9)
-    second = generate(shared, 6, name="b", source=first.request.key)
-    rig.run(second)
-    assert second.num_reused == 21
-    assert rig.tokens(second) == alone(model, shared, 6)[0]
-    back = generate([*prompt(12), 5], 6, name="a", num_kept=12)
-    rig.run(back)
-    assert back.num_reused == 12
-    assert rig.tokens(back) == alone(model, [*prompt(12), 5], 6)[0]
-    assert rig.end(back).live_bytes == 18 * TOKEN_BYTES[4]
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])

@@ -46,17 +46,6 @@ def test_a_session_whose_tokens_are_all_in_another_sessions_kv_still_runs_its_la
     assert rig.tokens(turn) == alone(model, COMMON, 8)[0]
 
 
-def test_a_session_whose_prefix_was_copied_continues_unchanged(make_rig, model) -> None:
-    rig = make_rig(model)
-    first = generate(with_end(4, 5), 6, name="a")
-    rig.run(first)
-    rig.run(shared("b", with_end(9, 6), 8, "a"))
-    context = with_end(4, 5) + rig.tokens(first)
-    again = generate(context, 6, name="a", num_kept=len(context) - 1)
-    rig.run(again)
-    assert rig.tokens(again) == alone(model, with_end(4, 5), 12)[0][6:]
-
-
 def test_one_of_several_sessions_that_start_together_prefills_their_common_prefix(make_rig, model) -> None:
     rig = make_rig(model)
     turns = [generate(with_end(7, 5), 8, name="a")]
@@ -198,14 +187,3 @@ def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority(
     )
     assert not sharing.add(urgent)
     assert sharing.add(idle)
-
-
-def test_a_turn_that_waits_for_another_becomes_ready_when_the_other_is_over() -> None:
-    sharing = TurnSharing()
-    leader, follower = generate(COMMON, 8, name="a"), shared("b", with_end(3, 6), 8, "a")
-    sharing.add(leader)
-    assert sharing.add(follower)
-    assert sharing.ready() == []
-    sharing.remove(leader)
-    assert sharing.ready() == [follower]
-    assert sharing.ready() == []

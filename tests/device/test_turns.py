@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
+from tiny_models import BLOCK, alone, answer, append, generate, key, prompt
 
 from cache.kv import layers
 from cache.names.blocks import Span, spans
@@ -71,15 +71,6 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2])
-def test_prompts_of_one_or_two_tokens_get_the_right_answer(make_rig, model, num_tokens) -> None:
-    rig = make_rig(model)
-    turn = generate(prompt(num_tokens), 5)
-    rig.run(turn)
-    assert rig.tokens(turn) == alone(model, prompt(num_tokens), 5)[0]
-    assert turn.num_prefilled == num_tokens
-
-
 @pytest.mark.parametrize("num_kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
 def test_prefill_pieces_end_at_block_boundaries_wherever_they_start(make_rig, model, num_kept) -> None:
     rig = make_rig(model)
@@ -104,19 +95,6 @@ def test_a_context_that_differs_from_the_resident_kv_reuses_their_common_prefix(
     rig.run(turn)
     assert turn.num_reused == min(num_kept, 30)
     assert rig.tokens(turn) == alone(model, context, 8)[0]
-
-
-def test_a_turn_reuses_no_kv_of_other_tokens_that_an_abandoned_turn_of_its_session_has_left(
-    make_rig, model
-) -> None:
-    """The event loop may submit the turn before it knows of the abandoned turn's end."""
-    rig = make_rig(model)
-    before, abandoned = prompt(40), prompt(20) + prompt(40, salt=20)
-    rig.run(append(before), append(abandoned, num_kept=20))
-    turn = generate([*before, 7], 8, num_kept=39)
-    rig.run(turn)
-    assert turn.num_reused == 20
-    assert rig.tokens(turn) == alone(model, [*before, 7], 8)[0]
 
 
 def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remaining_tokens(
@@ -411,16 +389,6 @@ def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
 
-def test_a_session_whose_kv_was_dropped_is_prefilled_again(make_rig, model) -> None:
-    rig = make_rig(model)
-    rig.run(append(prompt(20)))
-    rig.device.drop(key())
-    turn = generate(prompt(20), 4, num_kept=19)
-    rig.run(turn)
-    assert (turn.num_reused, turn.num_prefilled) == (0, 20)
-    assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
-
-
 def test_a_turn_uses_none_of_the_other_tokens_kv_that_its_session_has_by_now(make_rig, model) -> None:
     """The turn was submitted before an abandoned one of the same session had ended with other tokens."""
     rig = make_rig(model)
@@ -435,16 +403,6 @@ def test_a_prompt_with_a_token_outside_of_the_vocabulary_fails_alone(make_rig, m
     bad, good = append([*prompt(9), 10**6, 1]), generate(prompt(20), 4, name="other")
     rig.run(bad, good)
     assert (type(rig.end(bad)), type(rig.end(good))) == (FaultedTurn, FinishedTurn)
-
-
-def test_more_answers_than_the_batch_has_rows_all_complete_with_the_right_tokens(make_rig, model) -> None:
-    """Sixteen sessions with two rows: each gets the tokens that it gets alone."""
-    rig = make_rig(model, max_batch=2)
-    samplings = [GREEDY, RowSampling(0.9, seed=3)]
-    turns = [generate(prompt(2 + n), 6, samplings[n % 2], name=f"s{n}") for n in range(16)]
-    rig.run(*turns)
-    for turn in turns:
-        assert rig.tokens(turn) == alone(model, turn.request.context, 6, turn.request.sampling)[0]
 
 
 def test_stopping_the_device_ends_its_thread_in_the_middle_of_an_answer(make_rig, model) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from datetime import UTC, datetime
@@ -523,15 +522,6 @@ def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:
     one = splitter("generic", tools=TOOLS)
     assert one.push("The marker `<tool_call>` begins a call").text == "The marker `<tool_call>` begins a call"
     assert one.push(", and <tool_call> ends it no").text == ", and <tool_call> ends it no"
-
-
-def test_an_answer_of_thousands_of_broken_call_markers_stays_text() -> None:
-    for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
-        assert outcome(splitter("generic"), [text])[0] == text
-    begun = "<tool_call>\n<function=run>\n<parameter=code>\n"
-    for text in (begun * 5_000, f"{begun}</parameter>\n" * 5_000, f"{begun}</tool_call>" * 5_000):
-        assert outcome(splitter("qwen3_coder"), [text])[0].rstrip() == text.rstrip()
-        assert outcome(splitter("qwen3_coder"), re.findall(".{1,50}", text, re.DOTALL))[3]
 
 
 # The end of an answer

@@ -130,19 +130,6 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
 
 
 @pytest.mark.usefixtures("_small")
-async def test_returning_a_request_because_the_worker_is_full_counts_as_no_attempt(
-    wire: Start,
-) -> None:
-    """A worker notes an attempt only for a request that another worker had before."""
-    one = await wire(max_waiting=2, tenants=TenantLimits(sessions=1))
-    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=40)) for n in range(6)]
-    noted = await one.nc.subscribe(f"{one.prefix}.*.*.attempt")
-    for seq in seqs:
-        assert (await one.result(seq))["type"] == "generated"
-    assert noted.pending_msgs == 0
-
-
-@pytest.mark.usefixtures("_small")
 async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_another_tenants_flood(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,30 +146,6 @@ async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_anoth
             while seq not in one.results:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
     assert await answered_before(one, mine[1], "loud") < NUM_FLOOD // 4
-
-
-@pytest.mark.usefixtures("_small")
-async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
-    one = await wire(max_waiting=1, tenants=TenantLimits(sessions=1), max_attempts=1)
-    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
-    while one.worker.app._parts.intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
-    await one.worker.stop()
-    two = await wire(max_attempts=1)
-    assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * 3
-
-
-@pytest.mark.usefixtures("_small")
-async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_counts_no_attempt(
-    wire: Start,
-) -> None:
-    one = await wire(max_batch=1, max_attempts=1)
-    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(8)]
-    while one.worker.app._parts.intake.num_sessions < len(seqs):  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
-    await one.worker.stop()
-    two = await wire(max_attempts=1)
-    assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
 
 
 @pytest.mark.usefixtures("_small")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -49,6 +50,8 @@ from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
 from worker.process.concurrency import SharedLock
 from worker.process.rotation import Rotation
+from worker.sessions import answered_ids
+from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
@@ -499,20 +502,6 @@ async def test_a_copied_session_began_at_the_time_that_its_first_request_states_
         assert session.history.conversation.started == began
 
 
-async def test_a_repeated_request_gets_the_recorded_result_and_changes_nothing(world) -> None:
-    request = Generate(id="g", text="hello", max_tokens=5)
-    first = await world.ask(request)
-    await world.ask(Append(id="a", text="more"))
-    before = world.session.history
-    again = await world.ask(request)
-    assert again == msgspec.structs.replace(first, seq=again.seq, repeat_of=first.seq)
-    assert world.session.history == before
-    world.crash()
-    once_more = await world.ask(request)
-    assert once_more.repeat_of == first.seq, "of the first one, also across repeats and restarts"
-    await world.assert_fold_is_life()
-
-
 async def test_a_request_under_the_id_of_another_request_is_refused_as_a_conflict(world) -> None:
     await world.ask(Append(id="a", text="one"))
     for _ in range(2):
@@ -521,27 +510,6 @@ async def test_a_request_under_the_id_of_another_request_is_refused_as_a_conflic
         world.crash()
     repeated = await world.ask(Append(id="a", text="one"))
     assert repeated.repeat_of == 1, "the first one keeps the id"
-
-
-async def test_a_cancelled_request_gets_its_result_before_the_requests_that_wait_in_front_of_it(
-    world,
-) -> None:
-    """So results may be in another order than their requests, which the fold accepts."""
-    first = world.publish(Append(id="first", text="one"))
-    second = world.publish(Append(id="second", text="two"))
-    third = world.publish(Generate(id="third", max_tokens=3))
-    cancelled = await cancel(world.session, "second")
-    assert cancelled.was == "waiting"
-    await world.assert_fold_is_life()
-    world.crash()
-    world.ring(third)
-    await world.session.run()
-    assert [result.seq for result in world.results] == [second, first, third]
-    assert world.result(second).code == "expired"
-    assert list(world.session.history.tokens[:3]) == world.session.services.fold._tokenizer.encode(
-        "one", at_start=True
-    )
-    await world.assert_fold_is_life()
 
 
 async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_during_the_close(
@@ -666,19 +634,6 @@ async def test_the_usage_of_an_answer_resumed_from_published_tokens_adds_up(worl
     assert usage.completion_tokens == 6
 
 
-async def test_a_worker_with_the_session_in_memory_resumes_an_answer_that_another_worker_began(
-    world,
-) -> None:
-    """Clients have received the beginning from the token stream, so every worker must keep it."""
-    await world.ask(Append(id="a", text="one"))
-    begun = tuple(world._tokenizer.encode("ba", at_start=False))
-    world.log.chunks.stored = [Chunk(0, begun, "ba")]
-    result = await world.ask(Generate(id="g", max_tokens=5))
-    assert result.tokens[:2] == begun
-    assert result.text.startswith("ba")
-    await world.assert_fold_is_life()
-
-
 async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(world, monkeypatch) -> None:
     """The worker still runs, so the request, which was delivered before, did not crash it."""
     commit, num_lost = world.log.commit, 0
@@ -696,34 +651,6 @@ async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(
     await world.session.run()
     assert world.result(seq).position == 3
     assert not world.log.notes
-
-
-async def test_a_session_opened_after_its_close_starts_empty(world) -> None:
-    await world.ask(Append(id="a", text="one"))
-    closed = await world.ask(Close(id="c"))
-    assert closed.position == 3
-    refused = await world.ask(Append(id="b", text="two"))
-    assert refused.code == "unknown_session"
-    await world.assert_fold_is_life()
-    world.crash()
-    opened = await world.ask(Open(id="o"))
-    assert opened.position == 0
-    appended = await world.ask(Append(id="d", text="three", expect_position=0))
-    assert appended.position == 5
-    repeated = await world.ask(Append(id="a", text="one"))
-    assert (repeated.repeat_of, repeated.position) == (1, 3), "ids are the session name's, for good"
-    await world.assert_fold_is_life()
-
-
-async def test_an_answer_cancelled_before_its_first_token_adds_neither_tokens_nor_its_input(world) -> None:
-    await world.ask(Append(id="a", text="one"))
-    world.engine.cancel_after = 0
-    result = await world.ask(Generate(id="g", text="two", max_tokens=5))
-    assert (result.finish_reason, result.tokens, result.position) == ("cancelled", (), 3)
-    world.engine.cancel_after = 1
-    partly = await world.ask(Generate(id="h", text="more", max_tokens=5))
-    assert (partly.finish_reason, len(partly.tokens), partly.position) == ("cancelled", 1, 3 + 4 + 1)
-    await world.assert_fold_is_life()
 
 
 def tampered(entries: list[StoredMessage], index: int, **fields: Any) -> list[StoredMessage]:
@@ -811,43 +738,6 @@ def without(entries: list[StoredMessage], *seqs: int) -> list[StoredMessage]:
     return [replace(entry, kind=gone, body=b"") if entry.seq in seqs else entry for entry in entries]
 
 
-async def test_a_session_goes_on_without_the_requests_that_have_a_result(world) -> None:
-    """Its results have them: repeats and conflicts are answered as before."""
-    first = await world.ask(Append(id="a", text="one"))
-    answered = await world.ask(Generate(id="g", text="two", max_tokens=3))
-    waiting = world.publish(Append(id="b", text="three"))
-    asked = [entry.seq for entry in world.log.entries if entry.kind == "in"]
-    world.log.entries = without(world.log.entries, *asked[:-1])
-    world.crash()
-    world.ring(waiting)
-    await world.session.run()
-    assert world.result(waiting).position == answered.position + 5
-    assert (await world.ask(Append(id="a", text="one"))).repeat_of == first.seq
-    assert (await world.ask(Append(id="a", text="two"))).code == "id_conflict"
-    await world.assert_fold_is_life()
-
-
-async def test_an_invalid_entry_among_the_results_is_ignored_and_the_session_continues(world) -> None:
-    """A client with the right to publish there must not be able to end a session."""
-    await world.ask(Append(id="a", text="one"))
-    world.log.add("out", NO_RESULT)
-    world.crash()
-    result = await world.ask(Append(id="b", text="two"))
-    assert result.position == 6
-
-
-async def test_a_worker_reads_the_log_again_after_another_workers_result(world) -> None:
-    """It had the session in memory before, and continues after the other worker's result."""
-    await world.ask(Append(id="a", text="one"))
-    other = World(world._tokenizer)
-    other.log = world.log
-    other.crash()
-    await other.ask(Append(id="b", text="two"))
-    result = await world.ask(Append(id="c", text="three"))
-    assert result.position == 3 + 3 + 5
-    await world.assert_fold_is_life()
-
-
 async def test_a_session_whose_log_has_lost_a_result_is_not_continued(world) -> None:
     """A server that lost a part of its files reports nothing, but each result names the result before it."""
     for id_ in "abc":
@@ -866,3 +756,24 @@ async def test_a_session_is_not_continued_if_the_result_right_behind_another_one
     assert [entry.kind for entry in world.log.entries] == ["in"] * 3 + ["out"] * 3
     why = await diverged(world, without(world.log.entries, 5))
     assert "has lost the result at sequence 5" in why
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_looking_up_an_id_finds_the_first_of_its_results_that_were_not_dropped(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(answered_ids, "_FEW", 5)
+    dice, ids, left = random.Random(seed), AnsweredIds(), {f"r{n}": list[AnsweredAt]() for n in range(12)}
+    for number in range(1, 300):
+        name = dice.choice([*left])
+        if left[name] and dice.random() < 0.5:
+            ids.drop(name)
+            del left[name][0]
+        else:
+            left[name].append(AnsweredAt(number, number + 1))
+            for _ in range(2 if len(left[name]) == 1 else 1):  # the log may be read again
+                ids.add(name, left[name][-1])
+        if dice.random() < 0.1:
+            ids.load(ids.pack())
+        assert {name: ids.find(name) for name in left} == {name: (*of, None)[0] for name, of in left.items()}
+        assert len(ids) == sum(map(len, left.values()))

@@ -196,18 +196,6 @@ async def test_a_session_is_not_removed_while_the_result_of_its_close_is_being_s
     assert not await until_gone(w, "s", text=b"")
 
 
-async def test_a_session_opened_again_keeps_its_entries_after_the_close(quiet_wire: Start) -> None:
-    w = await quiet_wire(closed_ttl_s=1.0)
-    await w.send("s", append("a", "first life"))
-    await w.send("s", CLOSE)
-    await w.send("s", {"type": "open", "id": "o"})
-    await w.send("s", append("b", "second"))
-    await until_left(w, "s", ["o", "b"], ["o", "b"])
-    await w.worker.stop()
-    w = await quiet_wire(closed_ttl_s=1.0)
-    assert (await w.send("s", append("d")))["position"] == 11
-
-
 async def test_an_id_used_before_a_close_can_be_used_for_one_request_in_the_reopened_session(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,23 +247,6 @@ async def test_a_forgotten_session_leaves_the_log_and_the_token_stream_at_once(q
     tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=f"{w.prefix}.default.s.>")
     assert not tokens.state.subjects
     assert (await w.send("s", append("b")))["code"] == "unknown_session"
-
-
-async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(Retention, "wake", lambda _: None)
-        patched.setattr(retention, "_PERIOD_S", 60.0)
-        w = await quiet_wire()
-        await w.send("s", append("a", "a secret"))
-        await w.send("s", generate("g", text="eee"))
-        await w.send("s", FORGET)
-        assert any(b"secret" in body for body in (await bodies(w, "s"))["in"])
-        await w.worker.stop()
-    w = await quiet_wire()
-    await until_gone(w, "s", text=b"secret")
-    await until_streamed(w, {})
 
 
 async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_note_without_a_result(
@@ -486,32 +457,6 @@ async def test_requests_sent_after_a_close_but_before_its_result_stay_in_the_log
     assert (await w.send("s", append("d")))["position"] == 11
 
 
-async def test_the_next_worker_also_removes_entries_stored_between_a_forget_and_its_result(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the close waits, the log stores results of earlier requests, and checkpoints."""
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Retention, "wake", lambda _: None)
-        patched.setattr(retention, "_PERIOD_S", 60.0)
-        patched.setattr(record, "_CHECKPOINT_EVERY", 3)
-        w = await quiet_wire()
-        for n in range(5):
-            await w.publish("s", append(f"a{n}", "a secret"))
-        await w.publish("s", generate("g", text="eee", max_tokens=50))
-        closing = await w.publish("s", FORGET)
-        opened = await w.publish("s", {"type": "open", "id": "o"})
-        last = await w.publish("s", append("b", "second"))
-        assert (await w.result(closing))["type"] == "closed"
-        assert (await w.result(opened))["type"] == "opened"
-        assert (await w.result(last))["position"] == 6
-        assert "checkpoint" in await bodies(w, "s")
-        await w.worker.stop()
-    w = await quiet_wire()
-    await until_left(w, "s", ["c", "o", "b"], ["c", "o", "b"])
-    assert (result := await w.send("s", append("d")))["position"] == 11, result
-
-
 async def test_a_session_continues_after_the_removal_of_a_close_result_between_two_other_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,26 +523,6 @@ async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened
     assert (await w.send("s", FORGET))["repeat_of"]
     await asyncio.sleep(0.5)
     assert b"second life" in b"".join((await bodies(w, "s"))["in"])
-
-
-@pytest.mark.parametrize("life", ["first", "second"])
-async def test_a_forgotten_session_can_be_opened_again_and_read_by_the_next_worker(
-    quiet_wire: Start, life: str
-) -> None:
-    """Its log then begins with a close, whose position and digest belong to removed tokens."""
-    w = await quiet_wire()
-    await w.send("s", append("a", "a secret"))
-    await w.send("s", FORGET)
-    if life == "second":
-        await w.send("s", {"type": "open", "id": "o"})
-        assert (await w.send("s", append("b")))["position"] == 5
-    await w.worker.stop()
-    w = await quiet_wire()
-    if life == "first":
-        assert (await w.send("s", append("z")))["code"] == "unknown_session"
-        assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
-        assert (await w.send("s", append("b")))["position"] == 5
-    assert (await w.send("s", append("d")))["position"] == 10
 
 
 async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_memory(

@@ -36,7 +36,6 @@ from worker.sessions.giving_up import AttemptNote, excuse
 from worker.sessions.pending import PendingRequest
 from worker.wire.chunks import PublishedChunks
 from worker.wire.fence import FencedError
-from worker.wire.retention import Retention
 
 
 @pytest.fixture(scope="module")
@@ -321,23 +320,6 @@ async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
         await world.session.refresh()  # as `info` does
     assert (await world.ask(Append(id="new", text="b"))).position == 4
     assert len(world.results) == 4
-
-
-async def test_a_repeated_close_removes_nothing_of_the_reopened_session(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removed: list[Any] = []
-    monkeypatch.setattr(Retention, "wake", lambda _: removed.append(1))
-    close = Close(id="c", forget=True)
-    await world.ask(Append(id="a", text="one"))
-    await world.ask(close)
-    assert removed
-    await world.ask(Open(id="o"))
-    await world.ask(Append(id="b", text="two"))
-    removed.clear()
-    repeated = await world.ask(close)
-    assert repeated.repeat_of
-    assert not removed
 
 
 async def test_checkpoints_are_still_stored_after_a_refused_close(

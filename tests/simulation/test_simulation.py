@@ -213,34 +213,6 @@ def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_tha
             run(loop, main(history))
 
 
-def test_a_request_repeated_minutes_later_gets_its_recorded_result_again() -> None:
-    """The worker may have evicted the session from its memory in between."""
-
-    async def main(history: History) -> None:
-        worker = history.supervisors[0].prepare()
-        assert history.supervisors[0].process is not None
-        history.supervisors[0].process.start(worker.run())
-        await worker.ready.wait()
-        for pause_s in (5, 60, 130):
-            for body in ('{"type":"append","id":"a","text":"x"}', '{"type":"append","id":"b","text":"y"}'):
-                history.server.handle("turnkeep.t.s.in", "", body.encode(), None)
-            await asyncio.sleep(pause_s)
-        history.server.handle("turnkeep.t.s.in", "", b'{"type":"append","id":"a","text":"x"}', None)
-        await asyncio.sleep(5)
-        log = history.server.jetstream.streams["turnkeep_log"]
-        results = [decode_result(one.data) for one in log.matching("turnkeep.t.s.out")]
-        assert [(one.id, one.position, one.repeat_of is not None) for one in results] == [
-            ("a", 1, False), ("b", 2, False), *[("a", 1, True), ("b", 2, True)] * 2, ("a", 1, True)
-        ]  # fmt: skip
-
-    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
-        plan = replace(Plan.of(Random(1)), num_workers=1, leases=True)
-        plan.settings |= {"idle_timeout_s": 100.0}
-        history = History(loop, server, plan, note)
-        with patched(history):
-            run(loop, main(history))
-
-
 @pytest.mark.parametrize(
     "seed", ["8100450", "8100518", "9001005", "10001516", "30000467", "4101331", "941006054"]
 )
