@@ -224,6 +224,38 @@ class StoredKv:
         restored = await self.load(match, only=KvPart(match.policy, found))
         return ((), {}) if restored is None else (found, restored.tensors)
 
+    async def block(self, chain: Chain, tokens: Sequence[int], span: Span) -> dict[str, Any] | None:
+        """Read the KV of one block, of all layers; None if the block is not stored or cannot be read.
+
+        `tokens` must end with the block.
+        """
+        found: dict[str, Any] = {}
+        for reach in dict.fromkeys(self._under(chain.policy).layout.reaches):
+            match = self.match(chain, tokens)
+            if match.num_tokens < span.end:
+                self.release(match)
+                return None
+            part = await self.load(match, only=KvPart(reach, (span,)))
+            if part is None:
+                return None
+            found |= part.tensors
+        return found
+
+    async def condemn(self, chain: Chain, tokens: Sequence[int], span: Span, why: str) -> str:
+        """Move a block with wrong KV to quarantine, and remove all blocks that continue it.
+
+        `tokens` must end with the block. Returns the name of its file.
+        """
+        digest = chain.names(as_tokens(tokens))[span.end // chain.block]
+        later = [digest]
+        for one in later:
+            later += [node.digest for node in self._index.children(one)]
+        await self._threads.run(partial(self._folder.quarantine, digest), LOAD_S)
+        for one in reversed(later):
+            if (node := self._index.get(one)) is not None:
+                self.rejected += self._remover.reject(node, why)
+        return self._folder.codec.file_name(digest)
+
     async def past(
         self, chain: Chain, tokens: Sequence[int], end: int, patience_s: float
     ) -> StoredPast | None:

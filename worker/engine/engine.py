@@ -40,6 +40,7 @@ from worker.device.turn import (
 from worker.observe.traces import Phase
 from worker.process.concurrency import task_group
 
+from .audit import Audit
 from .grants import Grants
 from .kv_lookup import Finder
 from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
@@ -103,8 +104,9 @@ class Engine(EnginePort):
         self._runs = self._grants.runs
         self._turns: dict[DeviceTurn, Run] = {}  # turns on the device, in order of submission, and their runs
         self._finder = Finder(device, store, ledger)
-        self._saving = None
+        self._saving, self._audit = None, None
         if store is not None:
+            self._audit = Audit(self, store, telemetry, self._is_idle, self._has_spare)
             self._saving = UnsavedKv(store, self._residency, self._at_work, device.copy, device.kv)
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
@@ -167,6 +169,8 @@ class Engine(EnginePort):
             phases=[] if phases is None else phases,
         )
         self._runs[run] = run
+        if self._audit is not None and request.audited is None:
+            self._audit.interrupt()
         is_over = False
         try:
             while not is_over and await self._admitted(run):
@@ -198,6 +202,13 @@ class Engine(EnginePort):
         else:
             await self._saving.run()
 
+    async def audit(self) -> None:
+        """Compute some of the restored KV again while no request runs; run until cancelled."""
+        if self._audit is None:
+            await asyncio.Event().wait()
+        else:
+            await self._audit.run()
+
     async def save_all(self, within_s: float) -> None:
         """Save what the disk lacks after `stop`, and wait until all is on disk, for at most `within_s`."""
         if self._saving is not None:
@@ -211,6 +222,14 @@ class Engine(EnginePort):
 
     def _at_work(self) -> set[SessionKey]:
         return {run.key for run in self._runs.values()}
+
+    def _is_idle(self) -> bool:
+        """Whether no request runs or waits, other than an audit."""
+        return all(run.request.audited is not None for run in self._runs.values())
+
+    def _has_spare(self, num_tokens: int, policy: Policy) -> bool:
+        """Whether the KV of `num_tokens` tokens fits beside that of all idle sessions."""
+        return self.ledger.used_bytes + self.size_bytes(num_tokens, policy) <= self.ledger.max_bytes
 
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step."""
@@ -291,6 +310,8 @@ class Engine(EnginePort):
                 for key in keys:
                     self._residency.pop(key)
                 self._grants.decide()
+            case SnapshotCut(turn) if self._audit is not None and turn.request.audited is not None:
+                self._audit.take(event.tensors)
             case SnapshotCut(turn) if self._saving is not None:
                 self._saving.save(event, self._turns.get(turn))
             case CopiedSession(turn) if self._saving is not None:
@@ -370,6 +391,8 @@ class Engine(EnginePort):
             found_s = restores[0].start_s if restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *restores]
             num_restored = sum(phase.num_tokens for phase in restores)
+            if self._audit is not None and run.request.audited is None:
+                self._audit.note(run.request, num_restored)
             self._telemetry.tenants.count_tokens("restored", run.key.tenant, num_restored)
             if self._stopping:
                 raise StoppingError
@@ -464,6 +487,8 @@ class Engine(EnginePort):
 
     def _result(self, run: Run) -> TurnResult:
         result = run.result()
+        if run.request.audited is not None:
+            return result
         num_cached, num_prefilled = result.num_cached, result.num_prefilled
         self._telemetry.totals.cached_tokens += num_cached
         self._telemetry.totals.prefilled_tokens += num_prefilled

@@ -147,6 +147,8 @@ class Finder:
             num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
         snapshots = TurnSnapshots(store, chain, request.context)
         spans = store.kv.wanted(chain, request.context[: request.target - request.target % chain.block])
+        if request.audited is not None:
+            spans = [request.audited]
         plan = TurnPlan(
             plan.num_kept,
             num_restored,
