@@ -23,7 +23,7 @@ import click
 
 from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
-from ops.log.copies import OWN
+from ops.log.session_file import OWN
 from turnkeep_client.errors import TurnkeepError
 from worker.observe.logs import logs_on_stderr
 from worker.observe.progress import terminal_progress

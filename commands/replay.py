@@ -122,7 +122,7 @@ def _renamed(run: str, name: str) -> str:
 
 async def _logs(client: Client, sessions: Sequence[str], source: Path | None) -> list[SessionLog]:
     """Read these sessions, or all, from the file `source` or the log."""
-    from ops.log.copies import of_file
+    from ops.log.session_file import of_file
 
     if source is not None:
         found = of_file(source)

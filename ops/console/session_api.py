@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ops.log import conversation, copies, searching, written
+from ops.log import conversation, searching, session_file, written
 from ops.log.costs import SessionCosts
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
@@ -145,7 +145,9 @@ class SessionApi:
             return await self._written(name, form)
         key = session_key(self._client.tenant, name)
         log = await read(self._client.stored, key)
-        file = await asyncio.to_thread(copies.exported, log, await copies.read_parts(self._client, log))
+        file = await asyncio.to_thread(
+            session_file.exported, log, await session_file.read_parts(self._client, log)
+        )
         attached = {"Content-Disposition": f'attachment; filename="{name}.turnkeep"'}
         return StreamingResponse(pieces(file), 200, attached, "application/octet-stream")
 

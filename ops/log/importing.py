@@ -13,7 +13,7 @@ from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER
 from turnkeep_client.messages import Asked, Close, Closed, decode_request, decode_result
 from turnkeep_client.stream import UnsentMessage
 
-from .copies import HEADERS, CopyError
+from .session_file import HEADERS, CopyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.subjects import SessionKey
 
-    from .copies import ExchangeLine
+    from .session_file import ExchangeLine
 
 #: Most messages of one atomic batch; JetStream takes at most 1,000.
 _TOGETHER: Final = 900

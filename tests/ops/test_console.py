@@ -30,7 +30,7 @@ from ops.console.model_api import ServedPrefix
 from ops.console.serving import listening, server
 from ops.console.token_check import PAGE
 from ops.console.turns import shown
-from ops.log import copies, searching
+from ops.log import searching, session_file
 from ops.log.conversation import LoggedTurn, part
 from tests.commands.command_runs import command, environment
 from tests.ops.test_workers_history import Watched
@@ -395,7 +395,7 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         answer = await page.http.get("/api/sessions/a/export")
         assert 'filename="a.turnkeep"' in answer.headers["content-disposition"]
         file.write_bytes(answer.content)
-        manifest, lines = copies.read(file)
+        manifest, lines = session_file.read(file)
         assert (manifest.session, len(lines)) == ("a", 1)
         assert (await page.post("a/close"))["said"] == "closed at position 40"
         assert (await page.get("sessions/a"))["row"]["state"] == "closed"

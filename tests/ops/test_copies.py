@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ops.log import copies, importing
+from ops.log import importing, session_file
 from ops.log.importing import Import
 from tests.commands.command_runs import command, environment, where
 from tests.parts import LocalWorker, make_tiny_model
@@ -90,10 +90,10 @@ async def test_only_one_of_two_concurrent_imports_under_one_name_is_stored(
 ) -> None:
     """Both find the name unused. The second import must not add to or delete the entries of the first."""
     worker, file = await exported(local_worker, tmp_path)
-    second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
+    second, (_, lines) = await other(local_worker, tmp_path), session_file.read(file)
     both = [Import(second.client, SessionKey("default", "garden")) for _ in range(2)]
     done = await asyncio.gather(*(one.run(lines, lambda *_: None) for one in both), return_exceptions=True)
-    assert {type(one) for one in done} == {type(None), copies.CopyError}, done
+    assert {type(one) for one in done} == {type(None), session_file.CopyError}, done
     assert len(await second.client.log("garden")) == len(await worker.client.log("garden"))
     position = (await worker.client.session("garden").info()).position
     assert (await second.client.session("garden").info()).position == position
@@ -174,7 +174,7 @@ async def test_an_import_that_is_interrupted_while_the_server_stores_a_part_leav
     await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(70)))
     file = tmp_path / "long.turnkeep"
     await command("export", "long", file, *where(worker))
-    second, (_, lines) = await other(local_worker, tmp_path), copies.read(file)
+    second, (_, lines) = await other(local_worker, tmp_path), session_file.read(file)
     call, num_commits = NatsWire.api, 0
 
     async def interrupted(self: NatsWire, subject: str, body: bytes, headers: Any = None) -> Any:
@@ -311,4 +311,4 @@ async def test_an_export_overwrites_a_file_only_with_force(local_worker: Start, 
     )
     assert target.read_text() == "mine"
     assert (await command("export", "garden", target, "--force", *where(worker))).returncode == 0
-    assert copies.read(target)[0].exchanges == 1
+    assert session_file.read(target)[0].exchanges == 1

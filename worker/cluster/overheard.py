@@ -58,7 +58,7 @@ def digest(message: Msg) -> str:
 
 
 class OverheardRequests:
-    """Keeps what other workers answer, and answers it if they do not. Event loop only."""
+    """Keeps the requests of other workers, and answers those that they do not answer. Event loop only."""
 
     def __init__(self, nc: Client, members: Members) -> None:
         self._nc = nc

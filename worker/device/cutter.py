@@ -1,6 +1,6 @@
 """Cuts snapshots: copies spans of a session's KV for the writer, where its queue has room.
 
-It knows no names of snapshots; `saving` says what the disk lacks of an idle session's KV.
+It knows no names of snapshots; `unsaved_kv` says what the disk lacks of an idle session's KV.
 """
 
 from __future__ import annotations

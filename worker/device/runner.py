@@ -22,8 +22,8 @@ from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
 from .cutter import Cutter
-from .pace import Pace
 from .paging import Paging
+from .prefill_budget import PrefillBudget
 from .room import Room, RoomRequest
 from .scheduler import Scheduler
 from .served_model import ServedModel
@@ -102,13 +102,13 @@ class Runner:
         self.cutter = Cutter(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
         device = machine.profile()
-        self._pace = Pace(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
+        self._prefill_budget = PrefillBudget(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
         self._sharing, make = TurnSharing(), self.served.make_caches
         self._acquisition = Acquisition(
             loaded, self._batch, self.room, self._sharing, make, trimmable=trimmable
         )
         parts = (self._batch, self.cutter, self._acquisition)
-        self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
+        self._chooser = StepChooser(self._scheduler, self._prefill_budget, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
         self._vision = Vision(self.served.sight, self.room, self._emit)
         self._events: list[Event] = []
@@ -180,7 +180,7 @@ class Runner:
         """Correct later estimates by a step's time and memory."""
         num_tokens = sum(num for _, num in choice.step.prefill)
         if num_tokens or not self._batch.has_drafted:  # a step with prompts has no costly drafts
-            self._pace.learn(len(choice.step.decode), num_tokens, step_s)
+            self._prefill_budget.learn(len(choice.step.decode), num_tokens, step_s)
         self._chooser.learn(choice, measured_bytes)
 
     def _give_up(self, choice: ChosenStep) -> None:
@@ -312,10 +312,10 @@ class Runner:
         """
         pieces, small = pieces or {}, False
         if pieces and machine.was_too_much(error):
-            small = self._pace.shrink(sum(len(piece.tokens) for piece in pieces.values()))
+            small = self._prefill_budget.shrink(sum(len(piece.tokens) for piece in pieces.values()))
         log.error(
             "an evaluation failed on the device; its turns start again from SSD",
-            most_prompt_tokens=self._pace.most,
+            most_prompt_tokens=self._prefill_budget.most,
             exc_info=error,
         )
         self._num_lost += not small

@@ -1,7 +1,7 @@
 """Chooses the device's next step so that it fits into memory. Device thread only.
 
-The scheduler decides which turns run next, and `pace` how many prompt tokens; this module checks that the
-step fits. The scheduler's state changes only if the step fits.
+The scheduler decides which turns run next, and `prefill_budget` how many prompt tokens; this module checks
+that the step fits. The scheduler's state changes only if the step fits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cache.kv import layers
 
 from .memory import num_scores
-from .pace import LEAST
+from .prefill_budget import LEAST
 from .scheduler import Step
 from .turn import Starvation
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
     from .cutter import Cutter
-    from .pace import Pace
+    from .prefill_budget import PrefillBudget
     from .room import Room
     from .scheduler import Scheduler
     from .starting_kv import Acquisition
@@ -59,7 +59,7 @@ class StepChooser:
     def __init__(
         self,
         scheduler: Scheduler,
-        pace: Pace,
+        prefill_budget: PrefillBudget,
         room: Room,
         batch: Batch,
         cutter: Cutter,
@@ -68,7 +68,7 @@ class StepChooser:
     ) -> None:
         """`starve` is called if only dropping snapshots that wait for the disk can still free memory."""
         self._scheduler = scheduler
-        self._pace = pace
+        self._prefill_budget = prefill_budget
         self._room = room
         self._batch = batch
         self._cutter = cutter
@@ -97,7 +97,7 @@ class StepChooser:
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))
         num_rows = len(self._scheduler.decoding)
-        budget = self._pace.budget(num_rows)
+        budget = self._prefill_budget.budget(num_rows)
         while True:
             step = self._scheduler.next(budget)
             ready = [(turn, num) for turn, num in step.prefill if not self._cutter.is_behind(turn, num)]

@@ -45,7 +45,7 @@ from .grants import Grants
 from .kv_lookup import Finder
 from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
 from .run import Run, on_device, resolve
-from .saving import UnsavedKv
+from .unsaved_kv import UnsavedKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -17,8 +17,8 @@ from worker.device.memory import GROWTH_TOKENS
 from worker.device.turn import DeviceTurn, KvRead, TurnPlan
 from worker.observe.traces import Phase
 
-from .rates import Rates
 from .residency import LEAST_SHARED
+from .restore_times import RestoreTimes
 from .run import resolve
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .run import Run
 
 #: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more
-#: than 1/16 of the latter. If it is, the measured `Rates` decide.
+#: than 1/16 of the latter. If it is, the measured `RestoreTimes` decide.
 _RESTORE_GAIN: Final = 16
 #: How long a turn waits for blocks being written, rather than prefill their tokens again.
 SETTLE_S: Final = 5.0
@@ -93,7 +93,7 @@ class Finder:
         self._ledger = ledger
         self._residency = ledger.residency
         #: The measured speeds of restoring and prefilling.
-        self.rates = Rates()
+        self.rates = RestoreTimes()
 
     @asynccontextmanager
     async def found(
