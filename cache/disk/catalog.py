@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("turnkeep.cache")
 
 #: Increase with each change of the tables: an index of another version is made again from the files.
-_SCHEMA_VERSION: Final = 7
+_SCHEMA_VERSION: Final = 8
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -45,7 +45,7 @@ _DISKS_FAULTS: Final = frozenset(
 _SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS snapshot (
-        digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
+        digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
         size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL, mark BLOB NOT NULL,
         proof BLOB
     ) WITHOUT ROWID
@@ -59,6 +59,8 @@ _SCHEMA: Final = (
 )
 #: Suffixes of the files that SQLite makes beside the catalog.
 _SIDE_FILES: Final = ("-wal", "-shm", "-journal")
+#: Rows that are read at a time: all at once would need three times the memory of the index.
+_TOGETHER: Final = 4096
 _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
@@ -162,7 +164,7 @@ class Catalog:
         db.execute("PRAGMA wal_autocheckpoint=100")
         # SQLite's default page cache of 2 MiB is not worth its memory: the system caches the file too.
         db.execute("PRAGMA cache_size=-256")
-        # Rows contain tokens, which `forget` must erase.
+        # Rows contain digests of tokens, which `forget` must erase.
         db.execute("PRAGMA secure_delete=ON")
         if not version:  # a file that exists opens without a write, so on a full disk too
             for table in _SCHEMA:
@@ -170,10 +172,12 @@ class Catalog:
             db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def read(self) -> list[Row]:
-        """Read all rows without verifying them; `catalog_repair` verifies them."""
+    def read(self) -> Iterator[list[Row]]:
+        """Read all rows, many at a time, without verifying them; `catalog_repair` verifies them."""
         made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
-        return list(self._codec.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
+        found = self._db.execute("SELECT * FROM snapshot")
+        while rows := found.fetchmany(_TOGETHER):
+            yield list(self._codec.rows(list(map(made, rows))))
 
     def identities(self) -> dict[bytes, int]:
         """Read the identities of all models that may have snapshots here; return their tokens per block."""

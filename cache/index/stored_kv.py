@@ -287,7 +287,7 @@ class StoredKv:
         if node is None:
             self._queue.drop(reason or "disk_limit")
             return False
-        self._queue.write(node, encoded)
+        self._queue.write(node, name.tokens, encoded)
         used = prefixes.window(chain, tokens)
         if used:  # the blocks that the session has left behind become the least recently used
             self._queue.use(self._index.use([*used, node]), [one.digest for one in used])

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Tensor
+from cache.names.tokens import Chain, as_tokens, pack
 from cache.store import Store
 
 BLOCK = 4
@@ -71,6 +74,20 @@ async def num_restored(store: Store, tokens: Sequence[int], tenant: str = "a") -
         return 0
     assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
     return restored.num_tokens
+
+
+def traces(directory: Path, tokens: list[int]) -> list[str]:
+    """Return the entries of the directory that contain two consecutive tokens, or the digest of a block."""
+    chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
+    told = list(chain.names(as_tokens(tokens))[1:])
+    told += [pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
+    found = set()
+    for path in directory.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        content += str(path.relative_to(directory)).encode()
+        if any(one in content or one.hex().encode() in content for one in told):
+            found.add(path.relative_to(directory).parts[0])
+    return sorted(found)
 
 
 async def uploaded(store: Store) -> None:

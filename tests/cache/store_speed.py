@@ -165,7 +165,7 @@ def fill(folder: Path, num_blocks: int) -> None:
         draft = snapshot_format.encode(name, IDENTITY, tensors)
         parent = name.digest
         files.path(parent).write_bytes(draft.header + bytes(2 * data.nbytes))
-        rows.append(Row(parent, name.parent, start, name.tokens, draft.size_bytes, i + 1))
+        rows.append(Row(parent, name.parent, start, name.num_tokens, draft.size_bytes, i + 1))
     catalog.put(rows)
     catalog.close()
     files.close()

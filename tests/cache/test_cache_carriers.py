@@ -91,12 +91,12 @@ def test_splitting_a_buffer_at_a_position_divides_its_spans_and_memory() -> None
 
 @pytest.mark.parametrize(
     "num_tokens",
-    [3, 40, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP - 2, 2 * GROUP, 3 * GROUP + 1, len(TOKENS)],
+    [40, GROUP - BLOCK, GROUP, GROUP + BLOCK, 2 * GROUP, 3 * GROUP + BLOCK, len(TOKENS)],
 )
 async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_after_the_last_carrier(
     stored, num_tokens
 ) -> None:
-    """The session ends at, before or after the end of a group, or within a carrier."""
+    """The session ends at, before or after the end of a group."""
     store, chain = stored
     match = store.kv.match(chain, TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens

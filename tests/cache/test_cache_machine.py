@@ -40,10 +40,6 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return num_common(pack(one), pack(other))
 
 
-def unpacked(packed: bytes) -> tuple[int, ...]:
-    return tuple(memoryview(packed).cast("I"))
-
-
 class Driven(RuleBasedStateMachine):
     """A hypothesis state machine that runs operations on a store in a real directory."""
 
@@ -163,20 +159,17 @@ class Faithful(Driven):
     def longest(self, parent: Node, tokens: tuple[int, ...]) -> int:
         longest = len(parent[2])
         for child in self.children(parent):
-            shared = common(child[2], tokens)
-            longest = max(longest, self.longest(child, tokens) if shared == len(child[2]) else shared)
+            if child[2] == tokens[: len(child[2])]:
+                longest = max(longest, self.longest(child, tokens))
         return longest
 
-    def node(self, tenant: str, entry) -> Node:
-        """Return an entry of the store's index as a node of the model, with all tokens before it."""
-        if entry.digest not in self.named:
-            before = self.named.get(entry.parent, (tenant, (), ()))
-            if before == (tenant, (), ()):
-                assert entry.parent == blocks.root(identity().digest(), tenant), "names begin with the tenant"
-            assert (before[0], len(before[2])) == (tenant, entry.start)
-            own = unpacked(entry.name.tokens)
-            self.named[entry.digest] = (tenant, (*before[1], entry.start), before[2] + own)
-        return self.named[entry.digest]
+    def name(self, tenant: str, entry, tokens: tuple[int, ...]) -> Node:
+        """Note an entry of the store's index that was saved for these tokens; return it as a node."""
+        root = blocks.root(identity().digest(), tenant)
+        before = (tenant, (), ()) if entry.parent == root else self.named[entry.parent]
+        assert before == (tenant, before[1], tokens[: entry.start])
+        assert entry.digest == blocks.link(entry.parent, pack(tokens[entry.start : entry.end]))
+        return self.named.setdefault(entry.digest, (tenant, (*before[1], entry.start), tokens[: entry.end]))
 
     def take_stock(self) -> None:
         """Check the store's entries: all were saved, and a missing one is contained in another entry."""
@@ -195,7 +188,7 @@ class Faithful(Driven):
         wanted = self.store.kv.wanted(self.store.kv.chain(tenant), tokens)
         assert save_all(self.store, tenant, tokens) == [True] * len(wanted)
         added = sorted(set(self.store._index) - before, key=lambda entry: entry.start)
-        new = [self.node(tenant, entry) for entry in added]
+        new = [self.name(tenant, entry, tokens) for entry in added]
         assert sorted((cuts[-1], held) for _, cuts, held in new) == [
             (span.start, tokens[: span.end]) for span in wanted
         ]
@@ -209,7 +202,7 @@ class Faithful(Driven):
         num_tokens = self.longest((tenant, (), ()), tokens)
         assert match.num_tokens == num_tokens
         # If two snapshots share equally many tokens, either may be used, but it must be stored.
-        path = [self.node(tenant, entry) for entry in match.nodes]
+        path = [self.named[entry.digest] for entry in match.nodes]
         assert set(path) <= self.nodes
         bad = next((node for node in path if node in self.bad), None)
         if bad is not None:

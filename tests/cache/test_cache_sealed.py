@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 import pytest
-from made_kv import BLOCK, cut, identity, num_restored, save_all
+from made_kv import cut, identity, num_restored, save_all, traces
 
 from cache.admin import archive, pruning, survey
 from cache.disk import codec as codecs
@@ -19,7 +19,7 @@ from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError, SealedError
 from cache.names.snapshot import Name
-from cache.names.tokens import Chain, as_tokens, pack
+from cache.names.tokens import pack
 from cache.store import codec_by
 
 pytest.importorskip("cryptography")
@@ -37,20 +37,6 @@ KEY, OTHER_KEY = sealing.Sealed(bytes(range(32))), sealing.Sealed(bytes(32))
 
 def snapshots(directory: Path) -> list[Path]:
     return sorted((directory / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-
-
-def traces(directory: Path, tokens: list[int]) -> list[str]:
-    """Return the entries of the directory that contain two consecutive tokens, or the hash of a block."""
-    chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
-    told = list(chain.names(as_tokens(tokens)))
-    told += [pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
-    found = set()
-    for path in directory.rglob("*"):
-        content = path.read_bytes() if path.is_file() else b""
-        content += str(path.relative_to(directory)).encode()
-        if any(one in content or one.hex().encode() in content for one in told):
-            found.add(path.relative_to(directory).parts[0])
-    return sorted(found)
 
 
 async def filled(open_store: Callable[..., Any], *runs: Iterable[int], **settings: Any) -> Store:
@@ -108,7 +94,7 @@ async def test_a_lost_index_of_an_encrypted_cache_is_rebuilt_from_its_files(open
     assert await num_restored(store, TOKENS) == 10
 
 
-@pytest.mark.parametrize("column", ["digest", "parent", "start", "tokens", "size_bytes", "resumable"])
+@pytest.mark.parametrize("column", ["digest", "parent", "start", "num_tokens", "size_bytes", "mark"])
 async def test_a_changed_index_row_of_an_encrypted_cache_is_rebuilt_from_its_file(
     open_store, tmp_path, column: str
 ) -> None:

@@ -63,29 +63,19 @@ async def test_saved_snapshots_are_restored_by_a_reopened_store(open_store) -> N
     [
         (TOKENS, 10),
         ([*TOKENS, 77, 78], 10),
-        (TOKENS[:9], 9),  # a part of the tail
-        ([*TOKENS[:9], 77], 9),
+        (TOKENS[:9], 8),  # not a part of the tail
         (TOKENS[:8], 8),
-        (TOKENS[:7], 7),
-        ([*TOKENS[:5], 77, 78, 79], 5),
-        ([0, 77], 1),
+        ([*TOKENS[:5], 77, 78, 79], 4),
+        ([0, 77], 0),
         ([77, *TOKENS[1:]], 0),
         ([], 0),
     ],
 )
-async def test_a_match_finds_the_longest_stored_prefix_exact_to_the_token(open_store, tokens, found) -> None:
+async def test_a_match_finds_the_longest_prefix_of_whole_snapshots(open_store, tokens, found) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     await store.queue.drained(5)
     assert await num_restored(store, tokens) == found
-
-
-async def test_a_block_is_not_matched_for_fewer_than_a_quarter_of_its_tokens(open_store) -> None:
-    store = await open_store(identity=identity(block_tokens=16))
-    save_all(store, "a", list(range(16)))
-    await store.queue.drained(5)
-    assert store.kv.match(store.kv.chain("a"), [0, 1, 2, 99]).num_tokens == 0
-    assert store.kv.match(store.kv.chain("a"), [0, 1, 2, 3, 99]).num_tokens == 4
 
 
 async def test_a_tenant_does_not_find_the_snapshots_of_another_tenant(open_store) -> None:
@@ -116,7 +106,6 @@ async def test_the_method_wanted_returns_only_spans_that_are_not_yet_stored_or_q
     save_all(store, "a", TOKENS)
     await store.queue.drained(5)
     assert store.kv.wanted(store.kv.chain("a"), TOKENS[:10]) == []
-    assert store.kv.wanted(store.kv.chain("a"), TOKENS[:9]) == [], "the tail to 10 holds the tail to 9"
     assert store.kv.wanted(store.kv.chain("a"), [*TOKENS, 1, 2, 3]) == [Span(8, 12), Span(12, 13)]
 
 
@@ -154,16 +143,6 @@ async def test_tails_that_a_longer_snapshot_replaces_are_removed_as_a_session_gr
     assert store.stats().stored == files(tmp_path) == 3
     assert store.stats().evicted == 0
     assert await num_restored(store, TOKENS) == 10
-
-
-async def test_a_tail_replaced_by_a_longer_one_is_still_found_by_other_sessions(open_store) -> None:
-    """For example a shared system prompt: its tail was removed, but the block that replaced it has it."""
-    store = await open_store()
-    save_all(store, "a", [1, 2, 3])
-    await store.queue.drained(5)
-    save_all(store, "a", [1, 2, 3, 50, 51])
-    await store.queue.drained(5)
-    assert await num_restored(store, [1, 2, 3, 60, 61]) == 3
 
 
 async def test_branches_of_a_session_share_the_blocks_of_their_common_prefix(open_store, tmp_path) -> None:
@@ -344,7 +323,7 @@ async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_a
     assert await store.eraser.erase_marked("a", Marks.of("a", pack(longer), shared))
     assert await store.close()
     store = await open_store(identity=identity(block_tokens=16))
-    assert await num_restored(store, tokens) == max(shared // 16 * 16, 100)
+    assert await num_restored(store, tokens) == max(shared // 16 * 16, 96)
     assert await num_restored(store, branch) == len(branch)
     assert await num_restored(store, tokens, "b") == length
 
