@@ -18,6 +18,7 @@ from cache.disk import codec as codecs
 from cache.disk import format as snapshot_format
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError, SealedError
+from cache.names.marks import Marks
 from cache.names.snapshot import Name
 from cache.names.tokens import pack
 from cache.store import codec_by
@@ -55,6 +56,8 @@ async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_f
     shown = [] if codec is KEY else ["index.sqlite-wal", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown
     await store.close()
+    mark = Marks.of("a", b"").digests
+    assert (mark in (tmp_path / "cache" / "index.sqlite").read_bytes()) == (codec is not KEY)
     shown = [] if codec is KEY else ["index.sqlite", "snapshots"]
     assert traces(tmp_path / "cache", TOKENS) == shown
 
