@@ -245,14 +245,6 @@ async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_set
     assert store.stats().stored == 13
 
 
-async def test_an_erase_leaves_the_copies_of_another_tenant(open_store) -> None:
-    store = await stored(open_store, TOKENS)
-    save_all(store, "b", TOKENS)
-    assert await store.queue.drained(10)
-    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
-    assert store.kv.match(store.kv.chain("b"), TOKENS).num_tokens == 10
-
-
 def test_erase_marks_differ_by_tenant_and_depend_on_all_tokens_before_them() -> None:
     """With `shared`, marks also depend on the number of first tokens that are kept."""
     packed, other = pack(range(300)), pack([9, *range(1, 200)])

@@ -7,14 +7,14 @@ import os
 import sqlite3
 
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, identity, save_all
+from made_kv import assert_is_kv_of, save_all
 from structlog.testing import capture_logs
 
 from cache.index import catalog_repair as reconciling
 from cache.index.index import Index
 from cache.names import blocks
 from cache.names.snapshot import Name
-from cache.names.tokens import Chain, as_tokens, pack
+from cache.names.tokens import pack
 
 ROOT = bytes(blocks.DIGEST_BYTES)
 
@@ -131,35 +131,6 @@ async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path
     assert after == before
 
 
-async def test_a_truncated_file_is_detected_when_it_is_read_and_not_restored(open_store, tmp_path) -> None:
-    """A start checks only the names of files; their length is checked when they are read."""
-    await stored_once(open_store)
-    tokens = as_tokens(TOKENS)
-    digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(tokens)[2]
-    path = tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors"
-    path.write_bytes(path.read_bytes()[:-1])
-    store = await open_store()
-    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS))
-    assert restored.num_tokens == BLOCK
-    assert (store.stats().rejected, store.stats().stored) == (1, 2)
-
-
-async def test_a_store_opened_without_a_block_s_file_keeps_the_others_and_the_block_can_be_saved_again(
-    open_store, tmp_path
-) -> None:
-    await stored_once(open_store)
-    digest = Chain(blocks.root(identity().digest(), "a"), BLOCK).names(as_tokens(TOKENS))[1]
-    (tmp_path / "cache" / "snapshots" / f"{digest.hex()}.safetensors").unlink()
-    with capture_logs() as logs:
-        store = await open_store()
-    assert [(log["lost"], log["orphans"], log["log_level"]) for log in logs] == [(1, 0, "info")]
-    assert store.stats().stored == 2
-    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0
-    assert save_all(store, "a", TOKENS) == [True]
-    assert await store.queue.drained(5)
-    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 10
-
-
 async def test_opening_a_store_removes_a_piece_of_a_tail_whose_earlier_piece_is_missing(
     open_store, tmp_path
 ) -> None:
@@ -250,23 +221,3 @@ async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None
     save_all(store, "d", [1, 2])
     left = {tenant: store.kv.find(store.kv.chain(tenant), [1, 2]).num_tokens for tenant in "abc"}
     assert left == {"a": 2, "b": 0, "c": 2}
-
-
-async def test_after_a_restart_a_prefix_still_has_the_last_use_of_its_evicted_leaf(open_store) -> None:
-    """The file of the index has the last use of leaves only; an evicted leaf's passes to its parent."""
-    store = await open_store(clock=lambda: 1000.0)
-    save_all(store, "old", [1, 2, 3, 4])
-    save_all(store, "new", [1, 2, 3, 4])
-    await store.queue.drained(5)
-    size = store.stats().stored_bytes // 2
-    save_all(store, "old", [1, 2, 3, 4, 5])
-    await store.queue.drained(5)
-    leaf = store.kv.match(store.kv.chain("old"), [1, 2, 3, 4, 5])
-    store.kv.release(leaf)
-    store._remover.discard([leaf.nodes[-1]])
-    await store.close()
-
-    store = await open_store(max_bytes=2 * size + 50)
-    assert save_all(store, "newest", [1, 2, 3, 4]) == [True]
-    assert store.kv.match(store.kv.chain("old"), [1, 2, 3, 4]).num_tokens == 4
-    assert store.kv.match(store.kv.chain("new"), [1, 2, 3, 4]).num_tokens == 0

@@ -137,7 +137,8 @@ class Faithful(Driven):
         self.nodes: set[Node] = set()
         #: All snapshots that were ever saved, by their digests.
         self.named: dict[bytes, Node] = {}
-        self.bad: set[Node] = set()
+        #: Snapshots whose files were damaged, and how.
+        self.bad: dict[Node, str] = {}
 
     def children(self, parent: Node) -> list[Node]:
         tenant, cuts, tokens = parent
@@ -155,6 +156,18 @@ class Faithful(Driven):
         for child in self.children(bad) if len(tokens) % BLOCK else ():
             lost |= self.lost_with(child)
         return lost
+
+    def lose(self, lost: set[Node]) -> None:
+        self.nodes -= lost
+        for node in lost & self.bad.keys():
+            del self.bad[node]
+
+    def path(self, node: Node) -> Path:
+        tenant, cuts, tokens = node
+        digest = blocks.root(identity().digest(), tenant)
+        for start, end in pairwise((*cuts, len(tokens))):
+            digest = blocks.link(digest, pack(tokens[start:end]))
+        return self.directory / "snapshots" / self.codec.file_name(digest)
 
     def longest(self, parent: Node, tokens: tuple[int, ...]) -> int:
         longest = len(parent[2])
@@ -180,7 +193,7 @@ class Faithful(Driven):
                 other[0] == tenant and cuts[: len(other[1])] == other[1] and other[2][: len(tokens)] == tokens
                 for other in there
             )
-        self.nodes = there
+        self.lose(self.nodes - there)
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def take_a_turn(self, tenant, tokens) -> None:
@@ -206,11 +219,14 @@ class Faithful(Driven):
         assert set(path) <= self.nodes
         bad = next((node for node in path if node in self.bad), None)
         if bad is not None:
-            num_tokens = bad[1][-1]
-            gone = self.lost_with(bad)
-            self.nodes -= gone
-            self.bad -= gone
+            num_tokens, damage = bad[1][-1], self.bad[bad]
+            self.lose(self.lost_with(bad))
         assert self.load(tenant, tokens, match) == num_tokens
+        if bad is not None:
+            self.settle()
+            assert not self.path(bad).exists()
+            kept = self.directory / "quarantine" / self.path(bad).name
+            assert kept.exists() == (damage != "removed")
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def forget(self, tenant, tokens) -> None:
@@ -222,38 +238,38 @@ class Faithful(Driven):
             owner, _, held = node
             if owner == tenant and held == tokens[: len(held)] and gone.issuperset(self.children(node)):
                 gone.add(node)
-        self.nodes -= gone
-        self.bad -= gone
+        self.lose(gone)
         assert self.store.eraser.forget(tenant, pack(tokens)) == len(gone)
 
     @precondition(lambda self: self.nodes)
-    @rule(data=st.data())
-    def damage(self, data) -> None:
+    @rule(data=st.data(), damage=st.sampled_from(["flipped", "cut short", "removed"]))
+    def damage(self, data, damage) -> None:
         self.settle()
         self.take_stock()
         node = data.draw(st.sampled_from(sorted(self.nodes)))
-        tenant, cuts, tokens = node
-        digest = blocks.root(identity().digest(), tenant)
-        for start, end in pairwise((*cuts, len(tokens))):
-            digest = blocks.link(digest, pack(tokens[start:end]))
-        path = self.directory / "snapshots" / self.codec.file_name(digest)
-        whole = bytearray(path.read_bytes())
-        whole[-1] ^= 1 if node not in self.bad else 0
-        path.write_bytes(whole)
-        self.bad.add(node)
+        if node in self.bad:
+            return
+        path = self.path(node)
+        whole = path.read_bytes()
+        if damage == "removed":
+            path.unlink()
+        else:
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1] if damage == "flipped" else []))
+        self.bad[node] = damage
 
     @rule(lose_the_catalog=st.booleans())
     def restart(self, lose_the_catalog) -> None:
         self.settle()
         self.take_stock()
         assert self.run(self.store.close(60))
+        found = {"removed"}
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
-            if self.codec is not PLAIN:  # such a small file is one encrypted chunk: the header is damaged too
-                bad = self.bad & self.nodes
-                self.nodes -= bad.union(*map(self.lost_with, bad))
-                self.bad.clear()
+            # Such a small file is one encrypted chunk: the header is damaged too.
+            found |= {"cut short"} if self.codec is PLAIN else {"cut short", "flipped"}
+        for node in [node for node, damage in self.bad.items() if damage in found]:
+            self.lose(self.lost_with(node))
         self.open()
         assert self.store.stats().stored == len(self.nodes)
 
@@ -261,7 +277,8 @@ class Faithful(Driven):
     def look_at_the_disk(self) -> None:
         self.settle()
         self.take_stock()
-        assert len(self.files()) == self.store.stats().stored == len(self.nodes)
+        num_removed = [*self.bad.values()].count("removed")
+        assert len(self.files()) + num_removed == self.store.stats().stored == len(self.nodes)
 
 
 class Cramped(Driven):

@@ -89,14 +89,6 @@ async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_
     ).left_bytes in {*sizes}
 
 
-async def test_a_lost_index_of_an_encrypted_cache_is_rebuilt_from_its_files(open_store, tmp_path) -> None:
-    await (await filled(open_store, TOKENS, codec=KEY)).close()
-    for path in (tmp_path / "cache").glob("index.sqlite*"):
-        path.unlink()
-    store = await open_store(codec=KEY)
-    assert await num_restored(store, TOKENS) == 10
-
-
 @pytest.mark.parametrize("column", ["digest", "parent", "start", "num_tokens", "size_bytes", "mark"])
 async def test_a_changed_index_row_of_an_encrypted_cache_is_rebuilt_from_its_file(
     open_store, tmp_path, column: str

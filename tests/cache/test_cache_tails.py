@@ -130,15 +130,6 @@ async def test_a_full_block_does_not_replace_a_tail_piece_that_another_session_c
     assert store.eraser.forget("a", pack(list(range(16)))) == 1
 
 
-async def test_forgetting_tokens_removes_all_pieces_of_their_tail(open_store, tmp_path) -> None:
-    store = await open_store(identity=identity(block_tokens=LONG))
-    for end in (8, 12, 14, 15):
-        save_all(store, "a", list(range(end)))
-    assert store.eraser.forget("a", pack(list(range(15)))) == 4
-    await store.queue.drained(5)
-    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
-
-
 @pytest.mark.parametrize("forget", [False, True])
 async def test_a_turn_can_extend_tail_pieces_that_other_turns_replaced_or_forgot_meanwhile(
     open_store, forget
