@@ -94,8 +94,7 @@ class Catalog:
                 return self._in_memory(error)
         db.close()
         _log.warning("index_discarded", path=str(self._path), reason=reason)
-        for suffix in ("", *_SIDE_FILES):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self._remove_file()
         db = self._connect()
         try:
             return self._prepare(db, 0)
@@ -106,8 +105,7 @@ class Catalog:
     def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
         """Open a database in memory instead of the file, which cannot be written (on a full disk, say).
 
-        Copies the readable part of the file to memory. Later changes are lost when the process ends, unless
-        an erasure can put the database in place of the file (`_put_back`).
+        Copies the readable part of the file to memory. Later changes are lost when the process ends.
         """
         _log.error("index_not_written", path=str(self._path), error=str(error))
         self._is_lasting = False
@@ -120,30 +118,9 @@ class Catalog:
         db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def _put_back(self) -> bool:
-        """Replace the file by the database in memory, if that is in use; return whether the file is in use.
-
-        The old file may have rows of what was erased. A reader that still holds it keeps only its own view.
-        """
-        if self._is_lasting:
-            return True
-        fresh = self._path.with_name(f"{self._path.name}-new")
-        try:
-            fresh.unlink(missing_ok=True)
-            os.close(private.opener(str(fresh), os.O_RDWR | os.O_CREAT))
-            self._db.execute("VACUUM INTO ?", (str(fresh),))  # a backup would copy deleted rows too
-            sync(fresh)
-            for suffix in _SIDE_FILES:
-                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-            fresh.replace(self._path)
-            sync(self._path.parent)
-            db = self._prepare(self._connect(), _SCHEMA_VERSION)
-        except (OSError, sqlite3.Error) as error:
-            _log.warning("index_still_not_written", path=str(self._path), error=str(error))
-            return False
-        self._db.close()
-        self._db, self._is_lasting = db, True
-        return True
+    def _remove_file(self) -> None:
+        for suffix in ("", *_SIDE_FILES):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
     def _connect(self) -> sqlite3.Connection:
         with suppress(OSError):  # SQLite reports the error itself; its log gets the same mode
@@ -203,8 +180,16 @@ class Catalog:
 
     def purge_log(self) -> bool:
         """Remove deleted rows from SQLite's write-ahead log too; False if some may still be on the disk."""
+        if not self._is_lasting:  # the file, which may have the rows, is of no use: the next start makes it
+            try:
+                self._remove_file()
+                sync(self._path.parent, through=True)
+            except OSError as error:
+                _log.warning("index_still_not_written", path=str(self._path), error=str(error))
+                return False
+            return True
         # The log still has the pages from before the deletion.
-        if not self._put_back() or self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+        if self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             return False
         with suppress(FileNotFoundError):  # the directory was removed
             # SQLite syncs the bytes that it writes, but not the truncation of the log.
