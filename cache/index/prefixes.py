@@ -1,11 +1,12 @@
 """Searches the index for the longest stored prefix of some tokens, its files, and the blocks worth saving.
 
 Changes nothing. Finds full blocks, and the pieces of the tail, which is the tokens after the last full block,
-by their chained digests (`blocks`). A snapshot is used with all its tokens or not at all.
+by their chained digests (`blocks`). So it finds snapshots that have only tokens of the session.
 """
 
 from __future__ import annotations
 
+from heapq import nlargest
 from typing import TYPE_CHECKING, NamedTuple
 
 from cache.disk.chain_reader import ChainFile, ChainRead
@@ -29,7 +30,8 @@ class Match(NamedTuple):
     """The longest stored prefix of some tokens: `num_tokens` tokens.
 
     `placed` are the snapshots that a session needs to resume there, in order, each with the position of its
-    first token. The prefix ends where the last one does, which has the state if the model's layers have one.
+    first token. The prefix ends where the last one does, which has the state if the model's layers have one;
+    if `StoredKv.extend` added the last one, it may end within that.
     """
 
     num_tokens: int
@@ -83,6 +85,14 @@ class Prefixes:
         for node in path:
             kept.append((kept[-1][0] + kept[-1][1].num_tokens if kept else 0, node))
         return Match(num_tokens, tuple(kept), chain.policy)
+
+    def branches(self, match: Match, chain: Chain, tokens: Tokens, most: int) -> list[Node]:
+        """Return snapshots that continue a match, the last used first, if a session can resume within one."""
+        if self.is_stateful or match.num_tokens == len(tokens):
+            return []
+        parent = match.nodes[-1].digest if match.placed else chain.root
+        found = (node for node in self._index.children(parent) if node.usable)
+        return nlargest(most, found, key=lambda node: (node.used, node.num_tokens, node.digest))
 
     def _usable(self, name: bytes) -> Node | None:
         node = self._index.get(name)

@@ -15,7 +15,7 @@ from cache.names.blocks import Span
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Tensor
 from cache.names.tokens import Chain, as_tokens, pack
-from cache.store import Store
+from cache.store import Match, Store
 
 BLOCK = 4
 HEADS, DIM = 2, 3
@@ -69,11 +69,19 @@ def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None
 
 async def num_restored(store: Store, tokens: Sequence[int], tenant: str = "a") -> int:
     """Restore the longest stored prefix of these tokens and check its KV; return its number of tokens."""
-    restored = await store.kv.load(store.kv.match(store.kv.chain(tenant), tokens))
+    restored = await store.kv.load(await extended(store, tokens, tenant))
     if restored is None:
         return 0
     assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
     return restored.num_tokens
+
+
+async def extended(
+    store: Store, tokens: Sequence[int], tenant: str = "a", chain: Chain | None = None
+) -> Match:
+    """Match these tokens, exact to the token."""
+    chain = chain or store.kv.chain(tenant)
+    return await store.kv.extend(store.kv.match(chain, tokens), chain, tokens)
 
 
 def traces(directory: Path, tokens: list[int]) -> list[str]:

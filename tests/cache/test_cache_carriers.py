@@ -9,7 +9,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, identity, kv
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, identity, kv
 
 from cache.disk import format as snapshot_format
 from cache.disk.header import read_header
@@ -91,14 +91,14 @@ def test_splitting_a_buffer_at_a_position_divides_its_spans_and_memory() -> None
 
 @pytest.mark.parametrize(
     "num_tokens",
-    [40, GROUP - BLOCK, GROUP, GROUP + BLOCK, 2 * GROUP, 3 * GROUP + BLOCK, len(TOKENS)],
+    [3, 40, GROUP - 1, GROUP, GROUP + 1, 2 * GROUP - 2, 2 * GROUP, 3 * GROUP + 1, len(TOKENS)],
 )
 async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_after_the_last_carrier(
     stored, num_tokens
 ) -> None:
-    """The session ends at, before or after the end of a group."""
+    """The session ends at, before or after the end of a group, or within a carrier."""
     store, chain = stored
-    match = store.kv.match(chain, TOKENS[:num_tokens])
+    match = await extended(store, TOKENS[:num_tokens], chain=chain)
     assert match.num_tokens == num_tokens
     spans = {node: Span(node.start, node.end) for node in match.nodes}
     num_carried = max((span.end for span in spans.values() if carried(span, BLOCK)), default=0)

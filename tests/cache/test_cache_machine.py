@@ -27,10 +27,12 @@ from cache.names import blocks
 from cache.names.tokens import num_common, pack
 from cache.store import Store
 
-WRITE, LOAD_S = snapshot_format.write, stored_kv.LOAD_S
+WRITE, LOAD_S, BRANCHES = snapshot_format.write, stored_kv.LOAD_S, stored_kv._MOST_BRANCHES
 
 TENANTS = st.sampled_from("ab")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
+
+DAMAGES = ("flipped", "cut short", "removed")
 
 #: A snapshot in the model: its tenant, where it and those before it start, and all tokens up to its end.
 Node = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -57,6 +59,7 @@ class Driven(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         stored_kv.LOAD_S = 60.0  # on a busy machine a read may take long
+        stored_kv._MOST_BRANCHES = 1000  # all
         self.store = self.run(
             Store.open(
                 self.directory,
@@ -82,7 +85,7 @@ class Driven(RuleBasedStateMachine):
         return {digest.hex() for digest in found}
 
     def teardown(self) -> None:
-        stored_kv.LOAD_S = LOAD_S
+        stored_kv.LOAD_S, stored_kv._MOST_BRANCHES = LOAD_S, BRANCHES
         if hasattr(self, "store"):
             self.run(self.store.close(60))
         self.run(self.loop.shutdown_default_executor())
@@ -176,6 +179,12 @@ class Faithful(Driven):
                 longest = max(longest, self.longest(child, tokens))
         return longest
 
+    def most_shared(self, parent: Node, tokens: tuple[int, ...]) -> int:
+        """Return how many tokens after `parent` a snapshot that continues it begins with, by its header."""
+        unreadable = {"removed", "cut short"} if self.codec is PLAIN else {*DAMAGES}
+        found = (child for child in self.children(parent) if self.bad.get(child) not in unreadable)
+        return max((common(child[2], tokens) - len(parent[2]) for child in found), default=0)
+
     def name(self, tenant: str, entry, tokens: tuple[int, ...]) -> Node:
         """Note an entry of the store's index that was saved for these tokens; return it as a node."""
         root = blocks.root(identity().digest(), tenant)
@@ -214,6 +223,10 @@ class Faithful(Driven):
         match = self.store.kv.match(self.store.kv.chain(tenant), tokens)
         num_tokens = self.longest((tenant, (), ()), tokens)
         assert match.num_tokens == num_tokens
+        path = [self.named[entry.digest] for entry in match.nodes]
+        num_tokens += self.most_shared(path[-1] if path else (tenant, (), ()), tokens)
+        match = self.run(self.store.kv.extend(match, self.store.kv.chain(tenant), tokens))
+        assert match.num_tokens == num_tokens
         # If two snapshots share equally many tokens, either may be used, but it must be stored.
         path = [self.named[entry.digest] for entry in match.nodes]
         assert set(path) <= self.nodes
@@ -242,7 +255,7 @@ class Faithful(Driven):
         assert self.store.eraser.forget(tenant, pack(tokens)) == len(gone)
 
     @precondition(lambda self: self.nodes)
-    @rule(data=st.data(), damage=st.sampled_from(["flipped", "cut short", "removed"]))
+    @rule(data=st.data(), damage=st.sampled_from(DAMAGES))
     def damage(self, data, damage) -> None:
         self.settle()
         self.take_stock()
@@ -267,7 +280,7 @@ class Faithful(Driven):
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
             # Such a small file is one encrypted chunk: the header is damaged too.
-            found |= {"cut short"} if self.codec is PLAIN else {"cut short", "flipped"}
+            found |= {"cut short"} if self.codec is PLAIN else {*DAMAGES}
         for node in [node for node, damage in self.bad.items() if damage in found]:
             self.lose(self.lost_with(node))
         self.open()
@@ -395,6 +408,9 @@ class WithKey(Faithful):
         super().__init__()
         self.codec = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
 
+
+#: Thousands of examples take longer than a test may.
+pytestmark = [pytest.mark.timeout(0)] if HUNT else []
 
 FEW = settings(
     max_examples=int(HUNT or 30),

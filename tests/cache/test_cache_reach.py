@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, identity, kv
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, identity, kv
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from cache.disk.header import read_header
@@ -66,14 +66,14 @@ def test_a_restore_buffer_gives_the_offset_of_each_part_of_a_span_or_none_if_it_
     assert seen(Policy(0, 6), 8) == (Span(2, 8),)
 
 
-@pytest.mark.parametrize("num_tokens", [4, 8, 12, 16, 24, 40, 41])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 7, 8, 9, 12, 14, 25, 40, 41])
 @pytest.mark.parametrize("layout", [HYBRID, LAYOUT.under(POLICY), HYBRID.under(Policy(1, 9)), SHORT])
 async def test_a_restore_gives_each_layer_exactly_its_visible_tokens(open_store, layout, num_tokens) -> None:
-    """The restored prefix ends at, before and after ends of sinks and windows."""
+    """The restored prefix ends at, before and after ends of blocks, sinks and windows, or within a file."""
     store = await open_store(layout=layout)
     save(store, layout, store.kv.chain("a"), TOKENS)
     assert await store.queue.drained(5)
-    match = store.kv.match(store.kv.chain("a"), TOKENS[:num_tokens])
+    match = await extended(store, TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens
     assert_restored(await store.kv.load(match, capacity_tokens=300), layout, TOKENS[:num_tokens])
 

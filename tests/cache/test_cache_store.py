@@ -9,7 +9,7 @@ import threading
 import weakref
 
 import pytest
-from made_kv import assert_sum_rule, cut, identity, num_restored, save_all
+from made_kv import assert_sum_rule, cut, extended, identity, num_restored, save_all
 
 from cache.disk import format as snapshot_format
 from cache.disk.folder import Folder
@@ -44,6 +44,48 @@ async def test_queued_snapshots_are_dropped_to_free_memory_while_the_disk_hangs(
     assert save_all(store, "a", TOKENS) == [True, True], "and are saved when they come again"
     assert await store.queue.drained(10)
     assert await num_restored(store, TOKENS) == 10
+
+
+@pytest.mark.parametrize(
+    ("tokens", "found"),
+    [
+        (TOKENS, 10),
+        ([*TOKENS, 77, 78], 10),
+        (TOKENS[:9], 9),  # a part of the tail
+        ([*TOKENS[:9], 77], 9),
+        (TOKENS[:8], 8),
+        (TOKENS[:7], 7),
+        ([*TOKENS[:5], 77, 78, 79], 5),
+        ([0, 77], 1),
+        ([77, *TOKENS[1:]], 0),
+        ([], 0),
+    ],
+)
+async def test_a_restore_gives_the_longest_stored_prefix_exact_to_the_token(
+    open_store, tokens, found
+) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    await store.queue.drained(5)
+    assert await num_restored(store, tokens) == found
+
+
+async def test_a_block_is_not_read_for_fewer_than_a_quarter_of_its_tokens(open_store) -> None:
+    store = await open_store(identity=identity(block_tokens=16))
+    save_all(store, "a", list(range(16)))
+    await store.queue.drained(5)
+    assert (await extended(store, [0, 1, 2, 99])).num_tokens == 0
+    assert (await extended(store, [0, 1, 2, 3, 99])).num_tokens == 4
+
+
+async def test_a_tail_replaced_by_a_longer_one_is_still_found_by_other_sessions(open_store) -> None:
+    """For example a shared system prompt: its tail was removed, but the block that replaced it has it."""
+    store = await open_store()
+    save_all(store, "a", [1, 2, 3])
+    await store.queue.drained(5)
+    save_all(store, "a", [1, 2, 3, 50, 51])
+    await store.queue.drained(5)
+    assert await num_restored(store, [1, 2, 3, 60, 61]) == 3
 
 
 async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(open_store) -> None:
@@ -200,7 +242,7 @@ async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_a
     assert await store.eraser.erase_marked("a", Marks.of("a", pack(longer), shared))
     assert await store.close()
     store = await open_store(identity=identity(block_tokens=16))
-    assert await num_restored(store, tokens) == max(shared // 16 * 16, 96)
+    assert await num_restored(store, tokens) == max(shared // 16 * 16, 100)
     assert await num_restored(store, branch) == len(branch)
     assert await num_restored(store, tokens, "b") == length
 
