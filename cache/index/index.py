@@ -102,6 +102,11 @@ class Index:
             yield before
             before = self._nodes.get(before.parent)
 
+    @property
+    def last_used(self) -> int:
+        """The time of the last use, in microseconds since 1970."""
+        return self._now
+
     def next_use(self) -> int:
         """Return the time of a use: microseconds since 1970, always later than the previous result."""
         self._now = max(self._now + 1, int(self._clock() * 1e6))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -254,6 +255,21 @@ async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(
     store.eraser.note_erased(ErasureProgress("log", 7, 2.5))
     assert await store.close()
     assert (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5)
+
+
+async def test_a_directory_without_its_index_was_there_to_erase_until_its_last_use(
+    open_store, tmp_path
+) -> None:
+    """Else a worker that was away while notes expired would keep what they were to erase."""
+    store = await open_store()
+    save_all(store, "a", TOKENS)
+    store.eraser.note_erased(ErasureProgress("log", 7, 2e9))
+    assert await store.close()
+    (tmp_path / "cache" / "index.sqlite").unlink()
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        os.utime(path, (1000, 1000))
+    store = await open_store()
+    assert store.eraser.erased_up_to("log") == ErasureProgress("log", 0, 1000.0)
 
 
 async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_path, gate) -> None:
