@@ -17,10 +17,10 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
 from .flags import tenant_option, tool_option, with_answer_options, with_settings
+from .nats_connection import CLIENT_SETTINGS, named, talk
 from .sampling import asked, cut
 from .screen import complain, printable
 from .stream import stream, while_reachable
-from .talking import CLIENT_SETTINGS, named, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
 
-    from .flags import AnswerOptions, Given
+    from .flags import AnswerOptions, GivenSettings
 
 #: How long to wait for the end of a temporary session.
 _CLOSE_S: Final = 2.0
@@ -73,7 +73,7 @@ _INTERRUPTED: Final = 130
 @with_answer_options
 @with_settings(*CLIENT_SETTINGS)
 def ask(
-    given: Given,
+    given: GivenSettings,
     question: str | None,
     name: str | None,
     tenant: str,

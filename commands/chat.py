@@ -22,11 +22,11 @@ from .close import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
 from .flags import tenant_option, with_answer_options
+from .nats_connection import with_client
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
 from .stream import stream
-from .talking import with_client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from turnkeep_client.generation import Generation
     from turnkeep_client.messages import SessionInfo
 
-    from .exchanges import Exchange
+    from .exchanges import ShownExchange
     from .flags import AnswerOptions
 
 _KEYS: Final = (
@@ -128,7 +128,7 @@ class _Chat:
             except TurnkeepError as error:
                 _say(f"turnkeep: {error}")
 
-    async def _enter(self) -> list[Exchange]:
+    async def _enter(self) -> list[ShownExchange]:
         """Start or continue the session, and print its position or a greeting; return its last exchanges."""
         info = await self._begin()
         if not self._defaults:
@@ -153,7 +153,7 @@ class _Chat:
         await self._session.open()  # needed to use the name of a closed session again
         return await self._session.info()
 
-    def _greet(self, info: SessionInfo, past: Sequence[Exchange]) -> None:
+    def _greet(self, info: SessionInfo, past: Sequence[ShownExchange]) -> None:
         where = f"session {self._name!r}, {info.position or 'no'} tokens"
         _say(f"{info.model} on {info.worker.device}, {where}.\n{_KEYS}\n")
         if past:
@@ -340,7 +340,7 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _write(path: Path, past: Sequence[Exchange]) -> None:
+def _write(path: Path, past: Sequence[ShownExchange]) -> None:
     """Write exchanges to a new Markdown file, questions as quotations. Raises `InvalidMessageError`."""
     text = "".join(f"> {one.question.replace(_LINE, _QUOTED)}\n\n{one.answer}\n\n" for one in past)
     try:

@@ -19,8 +19,8 @@ from worker.process.installed import as_installed
 
 from .exchanges import last_exchanges_and_position
 from .flags import tenant_option, with_result_timeout
+from .nats_connection import named, with_client
 from .screen import complain, printable
-from .talking import named, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client

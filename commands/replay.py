@@ -18,18 +18,18 @@ from turnkeep_client.subjects import session_key
 from worker.observe.progress import terminal_progress
 
 from .flags import as_json, moment, tenant_option, with_result_timeout, with_settings
+from .nats_connection import CLIENT_SETTINGS, connected, no_session, talk
 from .printing import table
-from .talking import CLIENT_SETTINGS, connected, no_session, talk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from ops.log.replay import Report
+    from ops.log.replay import ReplayReport
     from turnkeep_client.client import Client
     from turnkeep_client.session_log import SessionLog
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 #: Most characters of a session's name.
 _MOST_NAME: Final = 64
@@ -66,7 +66,7 @@ def _speed(_: Any, __: Any, value: str) -> float:
 @as_json
 @with_settings(*CLIENT_SETTINGS)
 def replay(
-    given: Given,
+    given: GivenSettings,
     sessions: tuple[str, ...],
     tenant: str,
     source: Path | None,
@@ -90,7 +90,7 @@ def replay(
     settings = given.load()
     run = uuid4().hex[:8]
 
-    async def play(client: Client) -> Report:
+    async def play(client: Client) -> ReplayReport:
         logs = await _logs(client, sessions, source)
         record = fold(within(one, since, until) for one in logs)
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
@@ -122,7 +122,7 @@ def _renamed(run: str, name: str) -> str:
 
 async def _logs(client: Client, sessions: Sequence[str], source: Path | None) -> list[SessionLog]:
     """Read these sessions, or all, from the file `source` or the log."""
-    from ops.log.copies import of_file
+    from ops.log.session_file import of_file
 
     if source is not None:
         found = of_file(source)
@@ -137,7 +137,7 @@ async def _logs(client: Client, sessions: Sequence[str], source: Path | None) ->
     return logs
 
 
-def _print_replay(report: Report, *, keep: bool) -> None:
+def _print_replay(report: ReplayReport, *, keep: bool) -> None:
     sides = {"recorded": report.recorded} | ({"replayed": report.replayed} if report.replayed else {})
     times = {
         "turnaround, median": [side.turnaround[0] for side in sides.values()],

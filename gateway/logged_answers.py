@@ -1,7 +1,7 @@
 """Finds answers in the log by their ids, with the conversations before them; follows and cancels them.
 
 An id names a session and one of its requests, so the log alone is enough, also after a restart. A request
-whose answer clients may read later has a `Note` in a header of its own, which workers ignore.
+whose answer clients may read later has a `LoggedHeader` in a header of its own, which workers ignore.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ID: Final = re.compile(r"[0-9a-f]{48}")
 _OWN: Final = ("type", "id", "messages", "text", "tokens", "expect_position")
 
 
-class Note(Struct, frozen=True, omit_defaults=True, dict=True):
+class LoggedHeader(Struct, frozen=True, omit_defaults=True, dict=True):
     """The content of a request's header in the log: fields that the answer repeats, and a fork's history.
 
     `before` has the messages before the fork; if they are too long, only the parent's log has them. `api`
@@ -102,7 +102,7 @@ class _Exchange(NamedTuple):
 
     seq: int
     request: Generate | Append | Close
-    note: Note | None
+    note: LoggedHeader | None
     result: Result | None
     prompt: _Conversation
 
@@ -116,7 +116,7 @@ class LoggedAnswer(NamedTuple):
     session: str
     seq: int
     request: Generate
-    note: Note
+    note: LoggedHeader
     turn: ClientTurn
     result: Generated | Failed | None
 
@@ -131,27 +131,29 @@ def digest(api: str, body: bytes) -> str:
     return blake2b(api.encode() + body, digest_size=16).hexdigest()
 
 
-def new_note(own_id: str, created: int, turn: ClientTurn, api: str = RESPONSES, body: str = "") -> Note:
+def new_note(
+    own_id: str, created: int, turn: ClientTurn, api: str = RESPONSES, body: str = ""
+) -> LoggedHeader:
     """Build the note for a `ClientTurn`; `body` is the digest of the request's body. Raises `Fault`."""
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
     is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
-    note = Note(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
+    note = LoggedHeader(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
     if len(note.packed) > MOST_BYTES:
         raise refused("the names of model and tools are too long to keep", "model")
     return note
 
 
-def num_bytes(note: Note) -> int:
+def num_bytes(note: LoggedHeader) -> int:
     """Return the largest size in bytes that a note's header can have."""
     return MOST_BYTES if note.has_messages else len(note.packed)
 
 
-def answer_id(session: str, note: Note) -> str:
+def answer_id(session: str, note: LoggedHeader) -> str:
     """Build an answer's id from its session's name and its note's id."""
     return session.removeprefix(PREFIX) + note.id
 
 
-def headers(note: Note, before: tuple[Message, ...] | None) -> dict[str, str]:
+def headers(note: LoggedHeader, before: tuple[Message, ...] | None) -> dict[str, str]:
     """Encode a note as a NATS header; `before` are the messages that a fork takes from its parent."""
     before = before if note.has_messages else None
     whole = note if before == note.before else msgspec.structs.replace(note, before=before)
@@ -198,7 +200,7 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
     return found
 
 
-async def note_of(client: Client, session: str, request_id: str) -> Note | None:
+async def note_of(client: Client, session: str, request_id: str) -> LoggedHeader | None:
     """Find the note with which the log first stored a request. Raises `NoWorkerError`."""
     async for one in _exchanges(client, session_key(client.tenant, session), conversation=False):
         if one.request.id == request_id and one.note is not None:
@@ -276,7 +278,7 @@ def _after(prompt: tuple[Message, ...], result: Generated, prefix: str = "") -> 
     return (*prompt, answer_message(result, prefix))
 
 
-def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> ClientTurn:
+def _turn(request: Generate, note: LoggedHeader, prompt: tuple[Message, ...] | None) -> ClientTurn:
     fields = msgspec.to_builtins(request)
     options = {name: value for name, value in fields.items() if name not in _OWN}
     options["max_tokens"] = request.max_tokens  # the log leaves out the default, a turn does not
@@ -292,10 +294,10 @@ def _turn(request: Generate, note: Note, prompt: tuple[Message, ...] | None) -> 
     )
 
 
-def _note(headers: Mapping[str, str]) -> Note | None:
+def _note(headers: Mapping[str, str]) -> LoggedHeader | None:
     with suppress(KeyError, ValueError, zlib.error, msgspec.MsgspecError):
         packed = b64decode(headers[HEADER], validate=True)
-        return msgspec.json.decode(zlib.decompressobj().decompress(packed, _MOST_INFLATED), type=Note)
+        return msgspec.json.decode(zlib.decompressobj().decompress(packed, _MOST_INFLATED), type=LoggedHeader)
     return None
 
 

@@ -233,7 +233,7 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
     }
     of_console = {
         f"ops/console/{name}.py"
-        for name in ("app", "door", "json_http", "model_api", "question_api", "serving", "session_api")
+        for name in ("app", "token_check", "json_http", "model_api", "question_api", "serving", "session_api")
     }
     assert users("starlette", "uvicorn") == of_gateway | of_console
     dialects = [path for name in DIALECTS for path in (ROOT / "gateway" / name).glob("*.py")]
@@ -277,7 +277,7 @@ def attributes(path: Path) -> list[ast.Attribute]:
 ON_THE_WAY = {
     "request": ("worker/device/request.py", "TurnRequest", set()),
     "plan": ("worker/device/turn.py", "TurnPlan", set()),
-    "turn": ("worker/device/turn.py", "Turn", {"device"}),
+    "turn": ("worker/device/turn.py", "DeviceTurn", {"device"}),
     "row": ("worker/batch/rows.py", "Row", {"device", "batch"}),
     "run": ("worker/engine/run.py", "Run", {"engine"}),
 }

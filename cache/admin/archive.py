@@ -21,7 +21,7 @@ from cache.disk.codec import PLAIN
 from cache.disk.folder import scan
 from cache.disk.format import is_lack, prove
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
 from .pruning import opened
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cache.disk.catalog import Catalog
     from cache.disk.codec import Codec, FileWriter
     from cache.disk.folder import Folder
-    from cache.index.index import Index
+    from cache.index.index import SnapshotIndex
     from cache.names.snapshot import Name
 
 _COPY_BYTES: Final = 4 << 20
@@ -161,7 +161,7 @@ class _Importer:
     """Adds the members of an archive one by one to an open cache, within its limits."""
 
     def __init__(
-        self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
+        self, folder: Folder, catalog: Catalog, index: SnapshotIndex, max_bytes: int, min_free_bytes: int
     ) -> None:
         self.transferred = Transfer()
         self._folder = folder
@@ -199,7 +199,7 @@ class _Importer:
             self._folder.place(path, digest)
         self._ends[digest] = name.span.end
         used = time.time_ns() // 1000
-        self._catalog.put([Row.of(digest, name, size_bytes, used)])
+        self._catalog.put([SnapshotRow.of(digest, name, size_bytes, used)])
         self._used_bytes += size_bytes
         self.transferred.num_files += 1
         self.transferred.size_bytes += size_bytes

@@ -17,8 +17,8 @@ from cache.disk import format as snapshot_format
 from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import Row, is_right
-from cache.index.index import Index
+from cache.disk.rows import SnapshotRow, is_right
+from cache.index.index import SnapshotIndex
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
     """List chains and disk usage. Reads one header per chain. Raises `CacheError`, `OSError`."""
     check(directory, codec)
     rows, survey, names = _read(directory, codec)
-    index = Index(lambda: 0.0, rows)
+    index = SnapshotIndex(lambda: 0.0, rows)
     models: dict[str, StoredModel] = {}
     counted: set[bytes] = set()
     for node in index:
@@ -179,12 +179,12 @@ def _proved(directory: Path, progress: Callable[[int, int], None], codec: Codec)
     return survey
 
 
-def _read(directory: Path, codec: Codec) -> tuple[list[Row], Survey, dict[str, str]]:
+def _read(directory: Path, codec: Codec) -> tuple[list[SnapshotRow], Survey, dict[str, str]]:
     """Read model names and rows from a copy of the index; make new rows where the files differ."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
-        stored = [Row(*row) for row in db.execute("SELECT * FROM snapshot")]
+        stored = [SnapshotRow(*row) for row in db.execute("SELECT * FROM snapshot")]
         known = {row.digest: row for row in codec.rows(stored) if is_right(row)}
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []
@@ -197,7 +197,7 @@ def _read(directory: Path, codec: Codec) -> tuple[list[Row], Survey, dict[str, s
                     survey.num_foreign += 1
                     survey.foreign_bytes += size_bytes
                     continue
-                row = Row.of(digest, read_name(file, codec), size_bytes, mtime_ns // 1000)
+                row = SnapshotRow.of(digest, read_name(file, codec), size_bytes, mtime_ns // 1000)
         except FileNotFoundError:
             continue
         except (DoubtfulSnapshotError, OSError) as error:
@@ -250,7 +250,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _stored_chain(index: Index, links: list[Node], model: StoredModel) -> StoredChain:
+def _stored_chain(index: SnapshotIndex, links: list[Node], model: StoredModel) -> StoredChain:
     node, own_bytes = links[0], 0
     for link in links:
         if len(index.children(link.digest)) > 1:

@@ -18,7 +18,7 @@ from cache.names.marks import ErasureProgress
 
 from . import private
 from .fsync import sync
-from .rows import Row, columns, proofs
+from .rows import SnapshotRow, columns, proofs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -149,9 +149,11 @@ class Catalog:
             db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def read(self) -> Iterator[list[Row]]:
+    def read(self) -> Iterator[list[SnapshotRow]]:
         """Read all rows, many at a time, without verifying them; `catalog_repair` verifies them."""
-        made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
+        made = partial(
+            tuple.__new__, SnapshotRow
+        )  # as `SnapshotRow._make`, without a Python call for each row
         found = self._db.execute("SELECT * FROM snapshot")
         while rows := found.fetchmany(_TOGETHER):
             yield list(self._codec.rows(list(map(made, rows))))
@@ -201,13 +203,13 @@ class Catalog:
         with self._transaction() as db:
             db.execute("DELETE FROM snapshot")
 
-    def put(self, rows: Iterable[Row]) -> None:
+    def put(self, rows: Iterable[SnapshotRow]) -> None:
         """Add or replace the rows of snapshots."""
         rows = list(rows)
         with self._transaction() as db:
             db.executemany(_PUT, map(self._codec.hidden_row, rows, proofs(columns(rows))))
 
-    def remove(self, rows: Iterable[Row]) -> None:
+    def remove(self, rows: Iterable[SnapshotRow]) -> None:
         """Delete rows."""
         with self._transaction() as db:
             hidden = ((self._codec.hidden(row.digest),) for row in rows)

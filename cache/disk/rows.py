@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Columns: TypeAlias = "tuple[tuple[Any, ...], ...]"
 
 
-class Row(NamedTuple):
+class SnapshotRow(NamedTuple):
     """A snapshot in the catalog. `used` is microseconds since 1970.
 
     `resumable` is 1 if a session can resume at the snapshot's end, otherwise 0. `proof` is the row's checksum
@@ -44,9 +44,9 @@ class Row(NamedTuple):
         return cls(digest, name.parent, name.start, name.num_tokens, size_bytes, used, resumable, name.mark)
 
 
-def columns(rows: Sequence[Row]) -> Columns:
+def columns(rows: Sequence[SnapshotRow]) -> Columns:
     """Transpose rows into columns, since at a start a Python call for each row would take too long."""
-    return tuple(zip(*rows, strict=True)) if rows else ((),) * len(Row._fields)
+    return tuple(zip(*rows, strict=True)) if rows else ((),) * len(SnapshotRow._fields)
 
 
 def proofs(columns: Columns) -> Iterator[bytes]:
@@ -61,7 +61,7 @@ def proofs(columns: Columns) -> Iterator[bytes]:
     return map(xxhash.xxh3_64_digest, marks, seeds)
 
 
-def is_right(row: Row) -> bool:
+def is_right(row: SnapshotRow) -> bool:
     """Whether a row agrees with its checksum. The file's length is verified when the file is read."""
     try:
         fields = columns([row])

@@ -15,10 +15,10 @@ import structlog
 
 from cache.disk.format import is_lack
 from cache.disk.header import read_header
-from cache.disk.rows import Row, columns, fit, is_right, proofs
+from cache.disk.rows import SnapshotRow, columns, fit, is_right, proofs
 from cache.names.errors import DoubtfulSnapshotError
 
-from .index import Index
+from .index import SnapshotIndex
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ _log = structlog.get_logger("turnkeep.cache")
 
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
-) -> tuple[Index, int, dict[bytes, int]]:
+) -> tuple[SnapshotIndex, int, dict[bytes, int]]:
     """Compare the catalog with the folder's `files`, repair the catalog, and build the index.
 
     Returns the index, the number of doubtful files, and the models of adopted files: identities, with their
@@ -45,17 +45,17 @@ def reconcile(
     search can find it.
     """
     with suppress(_CatalogDiffersError):
-        return Index(clock, _verified(catalog, files, folder.codec)), 0, {}
+        return SnapshotIndex(clock, _verified(catalog, files, folder.codec)), 0, {}
     stored = [row for rows in catalog.read() for row in rows]
     stored, doubtful, identities = _mended(folder, catalog, stored, files)
-    return Index(clock, stored), doubtful, identities
+    return SnapshotIndex(clock, stored), doubtful, identities
 
 
 class _CatalogDiffersError(Exception):
     """A row is damaged or has no file, or a snapshot file has no row."""
 
 
-def _verified(catalog: Catalog, files: set[str], codec: Codec) -> Iterator[Row]:
+def _verified(catalog: Catalog, files: set[str], codec: Codec) -> Iterator[SnapshotRow]:
     """Yield all rows; raise `_CatalogDiffersError` unless each is intact, and rows and files agree.
 
     SQLite has no checksums of its own, so all rows are verified, by column, without Python code for each.
@@ -77,15 +77,15 @@ def _verified(catalog: Catalog, files: set[str], codec: Codec) -> Iterator[Row]:
 
 
 def _mended(
-    folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]
-) -> tuple[list[Row], int, dict[bytes, int]]:
+    folder: Folder, catalog: Catalog, rows: list[SnapshotRow], files: set[str]
+) -> tuple[list[SnapshotRow], int, dict[bytes, int]]:
     codec = folder.codec
     known = {row.digest: row for row in rows if is_right(row) and codec.file_name(row.digest) in files}
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := codec.digest_of(file)) is not None} - known.keys()
     adopted, identities = _adopted(folder, strays)
     doubtful = len(strays) - len(adopted)
-    kept: dict[bytes, Row] = {}
+    kept: dict[bytes, SnapshotRow] = {}
     orphans = []
     for row in sorted((known | adopted).values(), key=attrgetter("start")):
         if row.start == 0 or row.parent in kept or not _is_piece(folder, row):
@@ -102,7 +102,7 @@ def _mended(
     return list(kept.values()), doubtful, identities
 
 
-def _is_piece(folder: Folder, row: Row) -> bool:
+def _is_piece(folder: Folder, row: SnapshotRow) -> bool:
     """Whether a snapshot is a piece of a tail, and not the first; also if its file cannot be read."""
     try:
         return row.start % read_header(folder.path(row.digest), folder.codec).block_tokens != 0
@@ -110,9 +110,9 @@ def _is_piece(folder: Folder, row: Row) -> bool:
         return True
 
 
-def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], dict[bytes, int]]:
+def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, SnapshotRow], dict[bytes, int]]:
     """Make rows for files without one; quarantine damaged files. Return the rows and the models."""
-    adopted: dict[bytes, Row] = {}
+    adopted: dict[bytes, SnapshotRow] = {}
     identities: dict[bytes, int] = {}
     for digest in strays:
         try:
@@ -126,11 +126,13 @@ def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], dict
             continue
         if not header.is_foreign:
             identities[bytes.fromhex(header.identity)] = header.block_tokens
-        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
+        adopted[digest] = SnapshotRow.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
     return adopted, identities
 
 
-def _repair(catalog: Catalog, wrong: list[Row], identities: dict[bytes, int], lacking: list[Row]) -> None:
+def _repair(
+    catalog: Catalog, wrong: list[SnapshotRow], identities: dict[bytes, int], lacking: list[SnapshotRow]
+) -> None:
     try:
         catalog.remove(wrong)
         if identities:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .directory import OpenDirectory
     from .nodes import Node
-    from .remote import Remote
+    from .remote import TierAccess
     from .remover import Remover
     from .write_queue import WriteQueue
 
@@ -39,7 +39,7 @@ class Eraser:
     """Erases snapshots of all models and policies in an open directory, and their copies in the tier."""
 
     def __init__(
-        self, opened: OpenDirectory, queue: WriteQueue, remover: Remover, remote: Remote | None
+        self, opened: OpenDirectory, queue: WriteQueue, remover: Remover, remote: TierAccess | None
     ) -> None:
         self._index = opened.index
         self._identities = opened.identities

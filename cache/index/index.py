@@ -11,7 +11,7 @@ from bisect import insort
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names import blocks
 from cache.names.tokens import TOKEN_BYTES
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BY_START: Final = attrgetter("start")
 
 
-class Index:
+class SnapshotIndex:
     """The snapshots of all tenants and models in the directory, by digest.
 
     A node is one snapshot. Any node may be removed, whatever continues it. The least recently used node is
@@ -35,12 +35,12 @@ class Index:
     more, which no turn uses, is evicted before all that sessions still need.
     """
 
-    def __init__(self, clock: Callable[[], float], stored: Iterable[Row] = ()) -> None:
+    def __init__(self, clock: Callable[[], float], stored: Iterable[SnapshotRow] = ()) -> None:
         self._clock = clock
         self._now = 0
         self._fill(stored)
 
-    def _fill(self, stored: Iterable[Row]) -> None:
+    def _fill(self, stored: Iterable[SnapshotRow]) -> None:
         """Take over the catalog's rows."""
         self._nodes: dict[bytes, Node] = {}
         #: By the digest of a prefix: the node that continues it, or all.
@@ -119,7 +119,7 @@ class Index:
         """
         digest, before = name.digest, self._nodes.get(name.parent)
         used = self.next_use() if before is None else before.used
-        node = self._nodes[digest] = Node(Row.of(digest, name, size_bytes, used), durable=False)
+        node = self._nodes[digest] = Node(SnapshotRow.of(digest, name, size_bytes, used), durable=False)
         if before is not None:
             node.parent = before.digest
         self._add_child(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 
 
 class Node:
@@ -27,7 +27,7 @@ class Node:
         "used",
     )
 
-    def __init__(self, row: Row, *, durable: bool) -> None:
+    def __init__(self, row: SnapshotRow, *, durable: bool) -> None:
         self.digest = row.digest
         self.parent = row.parent
         self.start = row.start
@@ -67,9 +67,9 @@ class Node:
         return self.durable and not self.holds
 
     @property
-    def row(self) -> Row:
+    def row(self) -> SnapshotRow:
         """The catalog's row of the snapshot."""
-        return Row(
+        return SnapshotRow(
             self.digest,
             self.parent,
             self.start,

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cache.names.identity import Identity
-    from cache.names.snapshot import ModelLayout, Only
+    from cache.names.snapshot import KvPart, ModelLayout
     from cache.names.tokens import Chain, Tokens
 
-    from .index import Index
+    from .index import SnapshotIndex
     from .nodes import Node
 
 
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The longest stored prefix of some tokens: `num_tokens` tokens.
 
     `placed` are the snapshots that a session needs to resume there, in order, each with the position of its
@@ -44,7 +44,7 @@ class Match(NamedTuple):
         return tuple(node for _, node in self.placed)
 
 
-class Known(NamedTuple):
+class KnownPrefix(NamedTuple):
     """The stored and queued prefix of some tokens.
 
     `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
@@ -58,7 +58,7 @@ class Known(NamedTuple):
 class Prefixes:
     """The stored prefixes of one model under one policy: its snapshots have this identity and layout."""
 
-    def __init__(self, index: Index, identity: Identity, layout: ModelLayout) -> None:
+    def __init__(self, index: SnapshotIndex, identity: Identity, layout: ModelLayout) -> None:
         self.identity = identity
         self.digest = identity.digest()
         self.layout = layout
@@ -69,7 +69,7 @@ class Prefixes:
         self._index = index
         self._block = identity.block_tokens
 
-    def longest(self, chain: Chain, tokens: Tokens) -> Match:
+    def longest(self, chain: Chain, tokens: Tokens) -> PrefixMatch:
         """Return the longest stored prefix of `tokens`, at whose end a session can resume."""
         names = chain.names(tokens)
         found = [self._usable(name) for name in names[1:]]
@@ -84,9 +84,9 @@ class Prefixes:
         kept = [(i * self._block, node) for i in needed if (node := found[i]) is not None]
         for node in path:
             kept.append((kept[-1][0] + kept[-1][1].num_tokens if kept else 0, node))
-        return Match(num_tokens, tuple(kept), chain.policy)
+        return PrefixMatch(num_tokens, tuple(kept), chain.policy)
 
-    def branches(self, match: Match, chain: Chain, tokens: Tokens, most: int) -> list[Node]:
+    def branches(self, match: PrefixMatch, chain: Chain, tokens: Tokens, most: int) -> list[Node]:
         """Return snapshots that continue a match, the last used first, if a session can resume within one."""
         if self.is_stateful or match.num_tokens == len(tokens):
             return []
@@ -142,7 +142,7 @@ class Prefixes:
         found = (self._index.get(names[i]) for i in self._needed(len(names), len(tokens)))
         return [node for node in found if node is not None]
 
-    def known(self, chain: Chain, tokens: Tokens) -> Known:
+    def known(self, chain: Chain, tokens: Tokens) -> KnownPrefix:
         """Find the stored or queued prefix of `tokens`, with which a session could resume once it is stored.
 
         States are not asked for.
@@ -159,7 +159,7 @@ class Prefixes:
                 break
             num = self._first_missing(there) if self._sees_all else missing
         nodes = (*(node for i in needed if (node := there[i]) is not None), *path)
-        return Known((at, *(node.end for node in path)), nodes)
+        return KnownPrefix((at, *(node.end for node in path)), nodes)
 
     @staticmethod
     def _first_missing(there: Sequence[Node | None]) -> int:
@@ -200,7 +200,7 @@ class Prefixes:
         path = self._index.furthest(before, tokens.packed(grid, start))
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
-    def to_read(self, match: Match, only: Only | None = None) -> tuple[list[Node], ChainRead]:
+    def to_read(self, match: PrefixMatch, only: KvPart | None = None) -> tuple[list[Node], ChainRead]:
         """Return what to read for a session that resumes at the end of a match.
 
         Reads the KV that the session's next token sees, and the state at its end; with `only`, that part of

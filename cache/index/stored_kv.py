@@ -23,10 +23,10 @@ from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, Span
 from cache.names.marks import Marker
 from cache.names.policy import FULL
-from cache.names.snapshot import Name, Only
+from cache.names.snapshot import KvPart, Name
 from cache.names.tokens import Chain, as_tokens
 
-from .prefixes import Known, Match, Prefixes
+from .prefixes import KnownPrefix, Prefixes, PrefixMatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .directory import OpenDirectory
     from .nodes import Node
     from .quota import Quota
-    from .remote import Remote, RemotePrefix
+    from .remote import RemotePrefix, TierAccess
     from .remover import Remover
     from .write_queue import WriteQueue
 
@@ -71,7 +71,7 @@ class StoredKv:
         queue: WriteQueue,
         remover: Remover,
         quota: Quota,
-        remote: Remote | None,
+        remote: TierAccess | None,
         identity: Identity,
         layout: ModelLayout,
         *,
@@ -112,17 +112,17 @@ class StoredKv:
         chain = Chain(root, block, policy, tenant)
         return chain if of is None else of.chains.setdefault(root, chain)
 
-    def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
+    def find(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest prefix of `tokens` on disk; also once the store is closed. Protects nothing."""
         return self._under(chain.policy).longest(chain, as_tokens(tokens))
 
-    def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
+    def match(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest stored prefix of `tokens`; protect it from eviction until `load` or `release`."""
         match = self.find(chain, tokens)
         self._hold(match.nodes)
         return match
 
-    async def extend(self, match: Match, chain: Chain, tokens: Sequence[int]) -> Match:
+    async def extend(self, match: PrefixMatch, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
         """Return a held match of `tokens`, extended by the beginning of one more snapshot if one has that.
 
         The index has no tokens, so this reads the headers of the `_MOST_BRANCHES` last used snapshots that
@@ -142,13 +142,13 @@ class StoredKv:
                 return match
             self._hold([best])
             placed = (*match.placed, (match.num_tokens, best))
-            return Match(match.num_tokens + num_tokens, placed, match.policy)
+            return PrefixMatch(match.num_tokens + num_tokens, placed, match.policy)
         except (TimeoutError, OSError):  # the load will tell
             return match
         finally:
             self._release(branches)
 
-    def hold(self, chain: Chain, tokens: Sequence[int]) -> Known:
+    def hold(self, chain: Chain, tokens: Sequence[int]) -> KnownPrefix:
         """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
 
         Protects those that a session needs to resume at their end; they count as used now.
@@ -161,7 +161,7 @@ class StoredKv:
         self._index.hold(nodes)
         self._queue.use(self._index.use(nodes), [node.digest for node in nodes])
 
-    def release(self, prefix: Match | Known) -> None:
+    def release(self, prefix: PrefixMatch | KnownPrefix) -> None:
         """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
         self._release(prefix.nodes)
 
@@ -199,7 +199,7 @@ class StoredKv:
         return await self._remote.find(chain, as_tokens(tokens), num_stored, prefixes.needed)
 
     async def load(
-        self, match: Match, *, capacity_tokens: int = 0, only: Only | None = None
+        self, match: PrefixMatch, *, capacity_tokens: int = 0, only: KvPart | None = None
     ) -> RestoredKv | None:
         """Read a match on I/O threads into evaluated arrays, with memory for `capacity_tokens` tokens in all.
 
@@ -255,7 +255,7 @@ class StoredKv:
         if not found:
             self.release(match)
             return (), {}
-        restored = await self.load(match, only=Only(match.policy, found))
+        restored = await self.load(match, only=KvPart(match.policy, found))
         return ((), {}) if restored is None else (found, restored.tensors)
 
     async def past(
@@ -275,7 +275,7 @@ class StoredKv:
         match = self.find(chain, whole)
         if match.num_tokens < end:
             return None
-        only = Only(chain.policy, (Span(0, end),))
+        only = KvPart(chain.policy, (Span(0, end),))
         _, read = self._under(chain.policy).to_read(match._replace(num_tokens=end), only)
         return StoredPast(self._folder, read, chain.policy, self._threads)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cache.disk.disk_work import DropReason
     from cache.disk.format import EncodedSnapshot
-    from cache.disk.rows import Row
+    from cache.disk.rows import SnapshotRow
     from cache.names.marks import ErasureProgress
     from cache.names.snapshot import Name
 
@@ -160,7 +160,7 @@ class WriteQueue:
             if write.state is WriteState.QUEUED:
                 write.abandon("memory")
 
-    def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
+    def unlink(self, rows: list[SnapshotRow], *, quarantined: bool = False) -> None:
         """Queue the removal of files and rows; with `quarantined` also of their copies in quarantine.
 
         Never waits, and does not count against the queue's limit in bytes.

@@ -94,7 +94,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
     return tuple(Span(start, end) for start, end in reach.seen(num_tokens))
 
 
-class Only(NamedTuple):
+class KvPart(NamedTuple):
     """A part of a session's KV: the tokens in `spans`, of all layers that see `reach`, or of one `layer`."""
 
     reach: Policy

@@ -10,8 +10,8 @@ from msgspec import Struct
 
 from gateway import form
 from gateway.openai import common as openai
-from gateway.turn import ClientTurn, Fault, Whole, as_whole, check, parts_checked, prefilled, refused
-from turnkeep_client.content_blocks import Warned, block_text, text_of
+from gateway.turn import ClientTurn, Fault, WholeNumber, as_whole, check, parts_checked, prefilled, refused
+from turnkeep_client.content_blocks import ContentWarning, block_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -65,7 +65,7 @@ class _Choice(Struct, frozen=True):
 
 class _Thinking(Struct, frozen=True):
     type: str
-    budget_tokens: Whole | None = None
+    budget_tokens: WholeNumber | None = None
 
 
 class _Format(Struct, frozen=True):
@@ -81,7 +81,7 @@ class _Thread(Struct, frozen=True):
     type: str
 
 
-class _Request(openai.Sampled, frozen=True, kw_only=True):
+class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     """A request: Anthropic's fields, and OpenAI's fields for sampling."""
 
     messages: list[_Message]
@@ -152,7 +152,7 @@ def _budget(thinking: _Thinking | None) -> int | None:
     return None if budget == openai.ANY else budget
 
 
-def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Message]:
+def _system(given: str | list[Any] | None, warnings: list[ContentWarning]) -> list[Message]:
     parts = [given] if isinstance(given, str) else given or []
     texts = [block_text(part, f"system[{at}]", warnings) for at, part in enumerate(parts)]
     if texts and _BILLING.match(texts[0]):
@@ -161,7 +161,7 @@ def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Messa
     return [Message("system", text)] if text else []
 
 
-def _messages(given: _Message, where: str, warnings: list[Warned]) -> list[Message]:
+def _messages(given: _Message, where: str, warnings: list[ContentWarning]) -> list[Message]:
     """Convert a message to the protocol's messages: each tool result becomes a message of its own."""
     blocks = [given.content] if isinstance(given.content, str) else given.content
     match given.role:
@@ -174,7 +174,7 @@ def _messages(given: _Message, where: str, warnings: list[Warned]) -> list[Messa
     raise refused(f"the role {given.role!r} is not one of user, assistant, system", f"{where}.role")
 
 
-def _said(blocks: list[Any], where: str, warnings: list[Warned]) -> Message:
+def _said(blocks: list[Any], where: str, warnings: list[ContentWarning]) -> Message:
     calls, texts = [], []
     for at, block in enumerate(blocks):
         if not _is(block, "tool_use"):
@@ -185,7 +185,7 @@ def _said(blocks: list[Any], where: str, warnings: list[Warned]) -> Message:
     return Message("assistant", "".join(texts), None, tuple(calls))
 
 
-def _asked(blocks: list[Any], where: str, warnings: list[Warned]) -> list[Message]:
+def _asked(blocks: list[Any], where: str, warnings: list[ContentWarning]) -> list[Message]:
     found, texts = [], []
     for at, block in enumerate(blocks):
         if not _is(block, "tool_result"):
@@ -214,7 +214,7 @@ def _converted(block: dict[str, Any], kind: type[_T], where: str) -> _T:
         raise refused(str(error), where) from None
 
 
-def _tools(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
+def _tools(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     """Return the generate options for tools, without those that Anthropic's servers would run, which warn."""
     tools = []
     for number, tool in enumerate(asked.tools or ()):
@@ -226,7 +226,9 @@ def _tools(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
         elif (known := client_tools.described(tool.type)) is not None:
             given = known
         else:
-            warnings.append(Warned(f"tools[{number}]", f"{tool.type} is left out: nobody would run it"))
+            warnings.append(
+                ContentWarning(f"tools[{number}]", f"{tool.type} is left out: nobody would run it")
+            )
             continue
         tools.append({"type": "function", "function": {"name": tool.name, **given}})
     choice = asked.tool_choice or _Choice("auto")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
-from gateway.turn import ClientTurn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
+from gateway.turn import ClientTurn, WholeNumber, as_whole, check, decoded, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import other_text, text_of
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
@@ -17,7 +17,7 @@ from . import common as openai
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.content_blocks import Warned
+    from turnkeep_client.content_blocks import ContentWarning
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
 
@@ -80,11 +80,11 @@ class _Chosen(Struct, frozen=True):
     allowed_tools: _Allowed | None = None
 
 
-class _Request(openai.Sampled, frozen=True, kw_only=True):
+class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     messages: list[_Message]
-    max_completion_tokens: Whole | None = None
+    max_completion_tokens: WholeNumber | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = None
+    top_logprobs: WholeNumber | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Chosen | None = None
     parallel_tool_calls: bool | None = None
@@ -183,7 +183,7 @@ def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
     return {name: fields[name] for name in (*tool, *fields) if name in fields}
 
 
-def _message(given: _Message, where: str, warnings: list[Warned]) -> Message:
+def _message(given: _Message, where: str, warnings: list[ContentWarning]) -> Message:
     if given.role == "function":
         result = _Message("tool", given.content or "", tool_call_id=_OLD_ID)
         return _message(result, where, warnings)
@@ -250,7 +250,7 @@ def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Gene
     }
 
 
-class ChatEvents(openai.Stream):
+class ChatEvents(openai.CompletionStream):
     """Encodes the events of one streamed response."""
 
     def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:

@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway.form import Events
-from gateway.turn import ALL_THAT_FITS, Whole, decoded, refused
-from turnkeep_client.content_blocks import Warned, printed
+from gateway.turn import ALL_THAT_FITS, WholeNumber, decoded, refused
+from turnkeep_client.content_blocks import ContentWarning, printed
 from turnkeep_client.messages import OPTIONS
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 #: How the protocol's types are written here: some clients write 2.0 for 2, and JSON has texts as keys.
-_KINDS: Final = {int: Whole, float: float, bool: bool, dict: dict[str, float], tuple: str | list[str]}
+_KINDS: Final = {int: WholeNumber, float: float, bool: bool, dict: dict[str, float], tuple: str | list[str]}
 if TYPE_CHECKING:
     _Options = Struct
 else:
@@ -60,7 +60,7 @@ else:
     )
 
 
-class Sampled(_Options, frozen=True, kw_only=True):
+class SamplingFields(_Options, frozen=True, kw_only=True):
     """The fields that the requests of several APIs share, with all sampling options of the protocol.
 
     Unknown fields are ignored, with a warning.
@@ -69,8 +69,8 @@ class Sampled(_Options, frozen=True, kw_only=True):
     model: str = ""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Whole | None = None
-    max_tokens: Whole | None = None
+    n: WholeNumber | None = None
+    max_tokens: WholeNumber | None = None
     logit_bias: dict[str, float] | None = None
     response_format: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -83,7 +83,7 @@ def answered(options: dict[str, Any], param: str) -> dict[str, Any]:
     return options
 
 
-def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
+def sampling(asked: SamplingFields, max_tokens: int | None) -> dict[str, Any]:
     """Convert the shared fields to options of a generate request. Raises `Fault`."""
     given = {name: getattr(asked, name) for name in OPTIONS}
     options = {name: _plain(value) for name, value in given.items() if value is not None}
@@ -109,7 +109,7 @@ def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, Whole) else value
+    return int(value) if isinstance(value, WholeNumber) else value
 
 
 def _best_effort(form: Any) -> Any:
@@ -122,7 +122,7 @@ def _best_effort(form: Any) -> Any:
 
 def request(
     decoder: msgspec.json.Decoder[_R], body: bytes, without_effect: Iterable[str] = ()
-) -> tuple[_R, list[Warned]]:
+) -> tuple[_R, list[ContentWarning]]:
     """Decode a request's body; return it with a warning for each field that has no effect. Raises `Fault`.
 
     Such fields are unknown ones, and those in `without_effect`.
@@ -130,7 +130,7 @@ def request(
     asked = decoded(decoder, body)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
-    return asked, [Warned(printed(name), "has no effect") for name in sorted(given - known)]
+    return asked, [ContentWarning(printed(name), "has no effect") for name in sorted(given - known)]
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-class Stream(Events):
+class CompletionStream(Events):
     """Encodes the events that streams of chat and text completions share; each has the fields `head`."""
 
     #: A comment, which shows clients that the stream is alive. No blank line follows it: after an event with

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from gateway.logged_answers import LoggedAnswer
-    from turnkeep_client.content_blocks import Warned
+    from turnkeep_client.content_blocks import ContentWarning
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _NUM_ITEMS, _MOST_ITEMS = 20, 100
@@ -45,7 +45,7 @@ class Item(Struct, frozen=True):
 
 
 def messages(
-    items: Sequence[Item], known: Mapping[str, dict[str, Any]], warnings: list[Warned]
+    items: Sequence[Item], known: Mapping[str, dict[str, Any]], warnings: list[ContentWarning]
 ) -> list[Message]:
     """Convert items to messages; `known` has, by id, the items that an `item_reference` may name.
 
@@ -84,7 +84,7 @@ def _joined(said: Sequence[Message]) -> Message:
     return Message("assistant", text or None, None, calls)
 
 
-def _message(item: Item, where: str, warnings: list[Warned]) -> Message:
+def _message(item: Item, where: str, warnings: list[ContentWarning]) -> Message:
     match item.type:
         case "message" | None:
             if item.role not in _ROLES:

@@ -10,8 +10,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ops.log import conversation, copies, searching, written
-from ops.log.costs import Costs
+from ops.log import conversation, searching, session_file, written
+from ops.log.costs import SessionCosts
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
 from turnkeep_client.errors import TurnkeepError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from ops.log.conversation import Turn
+    from ops.log.conversation import LoggedTurn
     from turnkeep_client.client import Client
     from turnkeep_client.history import Turn as Past
 
@@ -48,7 +48,7 @@ class SessionApi:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._costs = Costs(client)
+        self._costs = SessionCosts(client)
 
     def routes(self) -> list[Route]:
         """Return the routes, which all need NATS."""
@@ -101,7 +101,7 @@ class SessionApi:
         found = await find_session(self._client, session_key(self._client.tenant, name))
         row = (await running(self._client, [found]))[0] if found else None
         before, ends = read_number(asked.get("before")), read_number(asked.get("end"))
-        mark = None if before is None or ends is None else conversation.Mark(before, ends)
+        mark = None if before is None or ends is None else conversation.ConversationEnd(before, ends)
         turns, more = await conversation.part(self._client, name, _TURNS, mark)
         cost = (await self._costs.of([row]))[0] if row else None
         past = await self._inherited(name, turns)
@@ -110,7 +110,7 @@ class SessionApi:
         )
         return as_json({"row": row, "cost": cost, "turns": there, "more": more})
 
-    async def _inherited(self, name: str, turns: Sequence[Turn]) -> tuple[Past, ...]:
+    async def _inherited(self, name: str, turns: Sequence[LoggedTurn]) -> tuple[Past, ...]:
         """Return the last turns that a fork has from its parent, if its `open` is among `turns`."""
         opens = [turn for turn in turns if isinstance(turn.result, Opened) and turn.result.parent]
         if not opens:
@@ -127,7 +127,10 @@ class SessionApi:
         return as_json(variants(name, await begun(self._client, order(rows, "last")[:_READ])))
 
     async def _tree(self, request: Request) -> Response:
-        """Return a session's tree of forks among the most recently active sessions; null if there is none."""
+        """Return the tree of forks that a session is in, built from the most recently active sessions.
+
+        Null if the session is not among these.
+        """
         name = request.path_params["name"]
         rows = order(await list_sessions(self._client, self._client.tenant), "last")[:_READ]
         try:
@@ -142,7 +145,9 @@ class SessionApi:
             return await self._written(name, form)
         key = session_key(self._client.tenant, name)
         log = await read(self._client.stored, key)
-        file = await asyncio.to_thread(copies.exported, log, await copies.read_parts(self._client, log))
+        file = await asyncio.to_thread(
+            session_file.exported, log, await session_file.read_parts(self._client, log)
+        )
         attached = {"Content-Disposition": f'attachment; filename="{name}.turnkeep"'}
         return StreamingResponse(pieces(file), 200, attached, "application/octet-stream")
 
@@ -161,6 +166,6 @@ class SessionApi:
         return Response(body, 200, attached, kind)
 
 
-def _varies(turn: Turn) -> bool:
+def _varies(turn: LoggedTurn) -> bool:
     """Whether a turn only began a variant of a conversation, which is no event to show."""
     return isinstance(turn.result, Opened) and VARIANT in turn.result.tags

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from turnkeep_client.session_log import SessionLog
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class LoggedTurn(Struct, frozen=True, kw_only=True):
     """A request and its result. `request` is None if it is invalid; `result` is None if none is valid.
 
     `seq` and `answered_seq` are their sequences in the log.
@@ -34,12 +34,12 @@ class Turn(Struct, frozen=True, kw_only=True):
     build: dict[str, str]
 
 
-def conversation(log: SessionLog) -> Iterator[Turn]:
+def conversation(log: SessionLog) -> Iterator[LoggedTurn]:
     """Yield a session's requests in order, each with its result."""
     answered = {one.asked.seq: one for one in log.exchanges}
     for number, (entry, request) in enumerate(log.asked, 1):
         exchange = answered.get(entry.seq)
-        yield Turn(
+        yield LoggedTurn(
             number=number,
             seq=entry.seq,
             answered_seq=exchange.answered.seq if exchange else None,
@@ -65,7 +65,7 @@ def taken_over(result: Appended | Generated) -> str:
     return f"by {model.name}, after {before.name}" + (f" with {differs}" if model.name == before.name else "")
 
 
-class Mark(NamedTuple):
+class ConversationEnd(NamedTuple):
     """Limits a part of a conversation to requests before sequence `before` and results before `end`."""
 
     before: int
@@ -73,8 +73,8 @@ class Mark(NamedTuple):
 
 
 async def part(
-    client: Client, session: str, num: int, mark: Mark | None = None
-) -> tuple[list[Turn], Mark | None]:
+    client: Client, session: str, num: int, mark: ConversationEnd | None = None
+) -> tuple[list[LoggedTurn], ConversationEnd | None]:
     """Return the last `num` turns before a mark, and the mark for the turns before these.
 
     The argument None means the end of the conversation. The returned mark is None if there are no earlier
@@ -83,7 +83,7 @@ async def part(
     Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
     Raises `TurnkeepError`.
     """
-    turns: list[Turn] = []
+    turns: list[LoggedTurn] = []
     async for log in tails(client.stored, session_key(client.tenant, session), mark and mark.end):
         turns = [
             turn
@@ -96,4 +96,4 @@ async def part(
     if len(turns) == len(shown):
         return shown, None
     begin = shown[0].seq
-    return shown, Mark(begin, 1 + max([begin, *(turn.answered_seq or 0 for turn in shown)]))
+    return shown, ConversationEnd(begin, 1 + max([begin, *(turn.answered_seq or 0 for turn in shown)]))

@@ -15,7 +15,7 @@ from cache.names.blocks import Span
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Tensor
 from cache.names.tokens import Chain, as_tokens, pack
-from cache.store import Match, Store
+from cache.store import PrefixMatch, Store
 
 BLOCK = 4
 HEADS, DIM = 2, 3
@@ -78,7 +78,7 @@ async def num_restored(store: Store, tokens: Sequence[int], tenant: str = "a") -
 
 async def extended(
     store: Store, tokens: Sequence[int], tenant: str = "a", chain: Chain | None = None
-) -> Match:
+) -> PrefixMatch:
     """Match these tokens, exact to the token."""
     chain = chain or store.kv.chain(tenant)
     return await store.kv.extend(store.kv.match(chain, tokens), chain, tokens)

@@ -33,15 +33,15 @@ from collections.abc import Sequence
 from cache.disk.catalog import Catalog
 from cache.disk.codec import PLAIN, Codec
 from cache.disk.folder import Folder
-from cache.disk.rows import Row
-from cache.disk.sealing import Sealed
+from cache.disk.rows import SnapshotRow
+from cache.disk.sealing import SealedCodec
 from cache.names import blocks
 from cache.names.identity import Identity
 from cache.names.marks import MARK_BYTES
 from cache.names.snapshot import ModelLayout, Name, Tensor
 from cache.names.tokens import TOKEN_BYTES, as_tokens, pack
 from cache.store import Store
-from worker.process.heap import Spare
+from worker.process.heap import SpareMemory
 
 LENGTHS = (300, 1500, 6000)
 LAYERS, HEADS, DIM, BLOCK, CHAIN, EVICTED = 30, 3, 64, 128, 1_000, 10_000
@@ -105,7 +105,7 @@ async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
     """Write and restore sessions, alternately without and with encryption; print the speeds."""
     stores = {
         name: await opened(folder / name, LAYOUT, codec)
-        for name, codec in (("plain", PLAIN), ("sealed", Sealed(bytes(32))))
+        for name, codec in (("plain", PLAIN), ("sealed", SealedCodec(bytes(32))))
     }
     figures: dict[str, list[float]] = {
         f"{name} {deed}": [] for name in stores for deed in ("write", "restore")
@@ -176,14 +176,14 @@ def fill(folder: Path, num_blocks: int) -> None:
     for first in range(0, num_blocks, CHAIN):
         parent = blocks.root(IDENTITY.digest(), TENANT)
         packed = pack(tokens_of(first, CHAIN * BLOCK))
-        rows: list[Row] = []
+        rows: list[SnapshotRow] = []
         for i in range(min(CHAIN, num_blocks - first)):
             start = i * BLOCK
             own = packed[start * TOKEN_BYTES : (start + BLOCK) * TOKEN_BYTES]
             name = Name(parent, start, own, mark=random.randbytes(MARK_BYTES))
             parent = name.digest
             files.path(parent).touch()
-            rows.append(Row.of(parent, name, 1, first + 1))
+            rows.append(SnapshotRow.of(parent, name, 1, first + 1))
         catalog.put(rows)
     catalog.close()
     files.close()
@@ -224,7 +224,7 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     sys.setswitchinterval(0.001)  # a worker's
     if given.spare:
-        spare = Spare(256 << 20)
+        spare = SpareMemory(256 << 20)
         spare.fill()
         spare.release()
     with tempfile.TemporaryDirectory(dir=given.dir) as folder:

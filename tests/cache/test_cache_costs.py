@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from made_kv import BLOCK, cut, identity, save_all
 
-from cache.index.index import Index
+from cache.index.index import SnapshotIndex
 from cache.index.nodes import Node
 from cache.names import blocks
 from cache.names.tokens import Chain, as_tokens
@@ -28,7 +28,7 @@ def steps(monkeypatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(blocks, "link", lambda *_: 1)
-    count(Index, "furthest", lambda *_: 1)
+    count(SnapshotIndex, "furthest", lambda *_: 1)
     return counted
 
 

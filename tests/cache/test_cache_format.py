@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from cache.disk import format as snapshot_format
 from cache.disk.header import read_name
 from cache.kv import cuda
-from cache.kv.arrays import Blank
+from cache.kv.arrays import BlankTensors
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
@@ -40,7 +40,7 @@ def load(path, layout=None, num_tokens=BLOCK, **changes):
     """Read a file with the functions of a restore; return its arrays."""
     wanted = {"digest": NAME.digest, "start": 0, "identity": IDENTITY.digest(), **changes}
     layout = layout or snapshot_format.peek(path, **wanted)[0]
-    blank = Blank(ModelLayout(layout), wanted["start"] + num_tokens)
+    blank = BlankTensors(ModelLayout(layout), wanted["start"] + num_tokens)
     snapshot_format.read(path, **wanted, layout=layout, places=blank.places)
     return blank.arrays()
 
@@ -261,7 +261,7 @@ def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
     identity_digest = IDENTITY.digest()
     one, two = chain_of_two(tmp_path, tokens)
     layout, _ = snapshot_format.peek(**one, identity=identity_digest)
-    blank = Blank(ModelLayout(layout), num_read)
+    blank = BlankTensors(ModelLayout(layout), num_read)
     for wanted in (two, one):
         size_bytes = snapshot_format.read(
             **wanted, identity=identity_digest, layout=layout, places=blank.places
@@ -308,7 +308,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_rejected(path, monkeypatch) -> 
     wanted = (NAME.digest, 0, IDENTITY.digest())
     (layout, _), size_bytes = snapshot_format.peek(path, *wanted), path.stat().st_size
     monkeypatch.setattr(os, "readv", late)
-    blank = Blank(ModelLayout(layout), BLOCK)
+    blank = BlankTensors(ModelLayout(layout), BLOCK)
     with pytest.raises(DoubtfulSnapshotError, match="shorter than its header says"):
         snapshot_format.read(path, *wanted, layout=layout, places=blank.places)
 

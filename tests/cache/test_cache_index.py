@@ -11,7 +11,7 @@ from made_kv import assert_is_kv_of, save_all
 from structlog.testing import capture_logs
 
 from cache.index import catalog_repair as reconciling
-from cache.index.index import Index
+from cache.index.index import SnapshotIndex
 from cache.names import blocks
 from cache.names.snapshot import Name
 from cache.names.tokens import pack
@@ -24,7 +24,7 @@ def name(tokens, parent=ROOT) -> Name:
 
 
 def test_snapshots_that_were_used_together_are_evicted_from_the_last_one_on() -> None:
-    index = Index(lambda: 0.0)
+    index = SnapshotIndex(lambda: 0.0)
     one = index.add(name((1, 2)), 1)
     two = index.add(Name(one.digest, 2, pack((3,))), 1)
     other = index.add(name((4,)), 1)
@@ -44,7 +44,7 @@ def test_snapshots_that_were_used_together_are_evicted_from_the_last_one_on() ->
 
 def test_times_of_use_always_increase_even_if_the_clock_goes_back() -> None:
     times = iter([5.0, 3.0, 5.0, 9.0])
-    index = Index(lambda: next(times))
+    index = SnapshotIndex(lambda: next(times))
     assert [index.next_use() for _ in range(4)] == [5_000_000, 5_000_001, 5_000_002, 9_000_000]
 
 

@@ -33,7 +33,7 @@ from cache.store import Store
 
 #: Numbers that occur nowhere else, so that a search finds their bytes wherever they are.
 TOKENS = [0x5A5A0000 + i for i in range(10)]
-KEY, OTHER_KEY = sealing.Sealed(bytes(range(32))), sealing.Sealed(bytes(32))
+KEY, OTHER_KEY = sealing.SealedCodec(bytes(range(32))), sealing.SealedCodec(bytes(32))
 
 
 def snapshots(directory: Path) -> list[Path]:

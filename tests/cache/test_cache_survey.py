@@ -13,12 +13,12 @@ from made_kv import save_all
 from cache.admin import archive, survey
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names.errors import CacheError
 
 
-def rows_of(num: int, first: int) -> list[Row]:
-    return [Row(i.to_bytes(16), bytes(16), 0, 4, 0, i) for i in range(first, first + num)]
+def rows_of(num: int, first: int) -> list[SnapshotRow]:
+    return [SnapshotRow(i.to_bytes(16), bytes(16), 0, 4, 0, i) for i in range(first, first + num)]
 
 
 def listed(directory) -> set[bytes]:

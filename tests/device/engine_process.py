@@ -18,7 +18,7 @@ from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from cache.store import Store
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import TurnRequest
 from worker.engine.admission import Ledger
@@ -67,7 +67,7 @@ class Process:
         self,
         tokens: list[int],
         num: int,
-        sampling: Sampling = GREEDY,
+        sampling: RowSampling = GREEDY,
         name: str = "s",
         policy: Policy = FULL,
     ) -> tuple[TurnResult, list[int], list[bytes]]:

@@ -9,25 +9,16 @@ from typing import Any
 
 import httpx2
 import pytest
-from crafted import generated
 
 from gateway.http import answer_response
-from gateway.models import ServedModel
+from gateway.models import GatewayModel
 from gateway.ollama import answers, requests
 from gateway.turn import Fault
-from turnkeep_client.chunks import Assembly
 from turnkeep_client.generation import Generation
 from worker.metrics_message import unloaded
 
 Start = Any
 HELLO = [{"role": "user", "content": "Hello."}]
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
-    },
-}
 
 
 def read(**more: Any) -> Any:
@@ -87,51 +78,6 @@ def test_ollamas_tool_results_are_matched_to_calls_by_tool_name() -> None:
         read(messages=[{"role": "judge", "content": "a"}])
 
 
-async def test_ollamas_chat_endpoint_answers_whole_and_streamed_and_continues_the_session(
-    http: httpx2.AsyncClient,
-) -> None:
-    body = {"model": "m:latest", "messages": HELLO, "options": {"num_predict": 8, "temperature": 0}}
-    whole = (await http.post("/api/chat", json={**body, "stream": False})).json()
-    assert (whole["model"], whole["done"], whole["done_reason"], whole["eval_count"]) == (
-        "m:latest",
-        True,
-        "length",
-        8,
-    )
-    streamed = lines(await http.post("/api/chat", json=body))
-    assert "".join(one["message"]["content"] for one in streamed) == whole["message"]["content"]
-    assert [one["done"] for one in streamed] == [False] * (len(streamed) - 1) + [True]
-    assert streamed[-1]["prompt_eval_count"] == whole["prompt_eval_count"]
-    said = [*HELLO, whole["message"], {"role": "user", "content": "More."}]
-    more = await http.post("/api/chat", json={**body, "messages": said})
-    assert more.headers["x-turnkeep-session"].endswith(" continued")
-    key = {"idempotency-key": "one"}
-    first, second = [
-        await http.post("/api/chat", json={**body, "stream": False}, headers=key) for _ in range(2)
-    ]
-    assert first.json()["message"] == second.json()["message"]
-
-
-def test_ollamas_answers_have_tool_calls_and_reasoning_whole_and_streamed() -> None:
-    turn = read(tools=[TOOL])
-    done = generated("tool_calls", ("c1", "weather", '{"city": "Rome"}'), text="So.", reasoning="Hm.")
-    calls = [{"id": "c1", "function": {"name": "weather", "arguments": {"city": "Rome"}}}]
-    whole = answers.CHAT.whole(turn, "x", 5, [done])
-    message = {"role": "assistant", "content": "So.", "thinking": "Hm.", "tool_calls": calls}
-    assert (whole["message"], whole["done_reason"]) == (message, "stop")
-    assert whole["created_at"] == "1970-01-01T00:00:05Z"
-    writer = answers.CHAT.events(turn, "x", 5)
-    chunk = Assembly().finish(done)
-    assert chunk is not None
-    first, last = (json.loads(one) for one in (writer.chunk(0, chunk) + writer.finish(0, done)).splitlines())
-    assert first["message"] == message
-    assert last | {"message": message} == whole
-    assert json.loads(writer.heartbeat)["message"]["content"] == ""
-    assert json.loads(writer.error(Fault(500, "broken"))) == {"error": "broken"}
-    thought = answers.GENERATE.whole(turn, "x", 5, [done])
-    assert (thought["response"], thought["thinking"]) == ("So.", "Hm.")
-
-
 async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     http: httpx2.AsyncClient,
 ) -> None:
@@ -142,8 +88,6 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     system = (await http.post("/api/generate", json={**body, "system": "Hm.", "stream": False})).json()
     raw = (await http.post("/api/generate", json={**body, "raw": True, "stream": False})).json()
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
-    refused = await http.post("/api/generate", json={**body, "suffix": "end"})
-    assert (refused.status_code, refused.json()) == (400, {"error": "suffix is not supported"})
 
 
 async def test_an_ollama_request_without_a_prompt_loads_or_unloads(http: httpx2.AsyncClient) -> None:
@@ -176,7 +120,7 @@ async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: htt
 
 def test_an_unloaded_model_is_listed_as_such_and_a_reasoning_model_as_a_thinking_one() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
-    model = ServedModel("m", unloaded(**more))
+    model = GatewayModel("m", unloaded(**more))
     (studio,) = answers.page_v0([model])["data"]
     assert (studio["state"], studio["max_context_length"]) == ("not-loaded", 2048)
     assert "loaded_context_length" not in studio
@@ -190,9 +134,6 @@ async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason
     for name, words in [("embeddings", "/api/embed"), ("pull", "turnkeep model")]:
         refused = await http.post(f"/api/{name}", json={"model": "m"})
         assert (refused.status_code, words in refused.json()["error"]) == (501, True)
-    long = {"model": "m", "messages": [{"role": "user", "content": "word " * 900}]}
-    refused = await http.post("/api/chat", json=long)
-    assert (refused.status_code, "maximum context length" in refused.json()["error"]) == (400, True)
 
 
 async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_its_request_yet(
@@ -218,14 +159,3 @@ def test_options_beside_the_field_options_count_too_as_vercels_provider_sends_th
     assert (options["max_tokens"], options["temperature"], options["top_p"]) == (3, 1, 0.5)
     assert read(max_tokens=4, seed=5).options["seed"] == 5
     assert not read(max_output_tokens=3).warnings
-
-
-async def test_what_continues_or_renders_a_prompt_in_another_way_is_refused_and_not_dropped(
-    http: httpx2.AsyncClient,
-) -> None:
-    body = {"model": "m", "prompt": "Once", "stream": False, "options": {"num_predict": 1}}
-    for name, value in (("context", [1, 2]), ("template", "{{ .Prompt }}")):
-        refused = await http.post("/api/generate", json={**body, name: value})
-        assert (refused.status_code, name in refused.json()["error"]) == (400, True)
-    for name, none in (("context", []), ("context", None), ("template", "")):
-        assert (await http.post("/api/generate", json={**body, name: none})).status_code == 200

@@ -24,15 +24,15 @@ from msgspec.structs import replace
 from commands.console import token_of
 from ops.console import question_api, streams
 from ops.console import serving as console_serving
-from ops.console.app import Console, Place
-from ops.console.door import PAGE
-from ops.console.live import Live
-from ops.console.model_api import Served
+from ops.console.app import Addresses, Console
+from ops.console.live import LiveFigures
+from ops.console.model_api import ServedPrefix
 from ops.console.serving import listening, server
+from ops.console.token_check import PAGE
 from ops.console.turns import shown
-from ops.log import copies, searching
-from ops.log.conversation import Turn, part
-from tests.commands.command_runs import command, environment, where
+from ops.log import searching, session_file
+from ops.log.conversation import LoggedTurn, part
+from tests.commands.command_runs import command, environment
 from tests.ops.test_workers_history import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port
 from tests.protocol.scripted_worker import metrics
@@ -60,7 +60,7 @@ TOKEN = "of-these-tests"
 
 
 class OnShelf:
-    """A fake `Shelf`: three models on this machine, a recommended one, and a download that is half done."""
+    """Fake `LocalModels`: three on this machine, a recommended one, and a download that is half done."""
 
     def __init__(self) -> None:
         self.pulled = list[str]()
@@ -97,7 +97,7 @@ class OnShelf:
         return f"downloading {name}"
 
 
-PLACE = Place(
+PLACE = Addresses(
     "nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep info --url"
 )
 SHELF = OnShelf()
@@ -114,10 +114,12 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve a console in this process for `client`, and one for each of `others`; yield the address."""
     clients = [client, *others]
-    served = [Served(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))]
+    served = [
+        ServedPrefix(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))
+    ]
     consoles = {
         of.prefix: Console(
-            *(one, live or Live(one, 60), plainly, lambda: PLACE, SHELF),
+            *(one, live or LiveFigures(one, 60), plainly, lambda: PLACE, SHELF),
             clients=dict(zip(served, clients, strict=True)),
             prefix=of.prefix,
             read_only=read_only,
@@ -288,65 +290,6 @@ async def test_the_session_list_has_pages_first_words_states_costs_search_and_fi
         assert (await page.http.get("/api/sessions", params={"skip": "-1"})).status_code == 400
 
 
-def result(
-    seq: int, num_prefilled: int, num_generated: int, *, stored: datetime | None = None, **more: Any
-) -> bytes:
-    """Return a worker's result of the request `seq`, which the log `stored` then, as it is in the log."""
-    usage = {"prompt_tokens": 1, "cached_tokens": 0, "prefilled_tokens": num_prefilled}
-    told = {"type": "generated", "position": 61, "text": "x", "kv_live_bytes": 0, "seq": seq, **more}
-    told |= {"tokens": [5] * num_generated, "usage": usage | {"completion_tokens": num_generated}}
-    asked = {
-        "stored": stored or datetime.now(UTC),
-        "request": {"type": "generate", "id": told["id"], "text": "x"},
-    }
-    times = {"queued": 0, "prefill": 0, "first_token": 0, "total": 0.1}
-    return encode(told | {"seconds": times, "asked": asked})
-
-
-async def test_session_costs_include_a_new_result_even_if_the_number_of_entries_is_unchanged(
-    local_worker: Start,
-) -> None:
-    """A worker's note of an attempt is removed when the result is stored, so the number does not change."""
-    worker = await local_worker()
-    await worker.stop()
-    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.killed"
-    js, cancelled = raw.jetstream(), {"finish_reason": "cancelled"}
-    first = await js.publish(f"{subject}.in", b'{"type":"generate","id":"a","text":"x"}')
-    note = await js.publish(f"{subject}.attempt", b"{}")
-    second = await js.publish(f"{subject}.in", b'{"type":"generate","id":"b","text":"y"}')
-    await js.publish(f"{subject}.commit", result(second.seq, 0, 0, id="b", **cancelled))
-    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
-    async with client, opened(client) as page:
-        (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
-        assert (row["entries"], cost["generated"]) == (2, 0)
-        await js.publish(f"{subject}.commit", result(first.seq, 47, 64, id="a", **cancelled))
-        await js.delete_msg(f"{worker.settings.prefix}_log", note.seq)
-        (row,), (cost,) = [(await page.get("sessions"))[name] for name in ("rows", "costs")]
-        assert (row["entries"], cost["prefilled"], cost["generated"]) == (2, 47, 64)
-    await raw.close()
-
-
-async def test_the_duration_of_an_answer_resumed_after_a_crash_counts_from_its_request(
-    local_worker: Start,
-) -> None:
-    worker = await local_worker()
-    await worker.stop()
-    raw, subject = await nats.connect(worker.settings.nats), f"{worker.settings.prefix}.default.crashed"
-    stored = datetime.now(UTC)
-    asked = await raw.jetstream().publish(f"{subject}.in", b'{"type":"generate","id":"r","text":"x"}')
-    await asyncio.sleep(0.5)
-    told = result(asked.seq, 1, 60, stored=stored, id="r", finish_reason="length", resumed_tokens=56)
-    await raw.jetstream().publish(f"{subject}.commit", told)
-    await raw.close()
-    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
-    async with client, opened(client) as page:
-        (cost,) = (await page.get("sessions"))["costs"]
-        said = await command("show", "crashed", *where(worker))
-    assert cost["generated"] == 60
-    assert cost["seconds"] >= 0.5
-    assert "answer 60 tokens, 56 of them before a crash, the rest in 0.10 s (length)" in said.stdout
-
-
 async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("long")
@@ -407,7 +350,7 @@ def test_a_turn_shows_its_text_reasoning_tool_calls_and_costs_separately() -> No
     )
     told = [{"role": "tool", "content": "21", "tool_call_id": "b"}]
     request = decode_request(encode({"type": "generate", "id": "r", "messages": told}))
-    turn = Turn(
+    turn = LoggedTurn(
         number=1, seq=3, stored=datetime.now(UTC), request=request, result=result, model=None, build={}
     )
     found = json.loads(encode(shown(turn)))
@@ -452,7 +395,7 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         answer = await page.http.get("/api/sessions/a/export")
         assert 'filename="a.turnkeep"' in answer.headers["content-disposition"]
         file.write_bytes(answer.content)
-        manifest, lines = copies.read(file)
+        manifest, lines = session_file.read(file)
         assert (manifest.session, len(lines)) == ("a", 1)
         assert (await page.post("a/close"))["said"] == "closed at position 40"
         assert (await page.get("sessions/a"))["row"]["state"] == "closed"
@@ -540,7 +483,7 @@ async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: 
             assert answer.status_code == 404
 
 
-async def test_a_question_in_the_console_passes_on_sampling_options_and_a_json_schema(
+async def test_a_question_passes_on_options_and_another_answer_is_sampled_at_0_7_unless_one_is_chosen(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -548,53 +491,13 @@ async def test_a_question_in_the_console_passes_on_sampling_options_and_a_json_s
         schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
         options = {"seed": 7, "top_p": 0.5, "temperature": 0.9, "max_tokens": 30}
         await page.post("s/ask", {"id": "q", "text": "x", "schema": schema, **options})
-        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
-        asked = decode_request(entry.body)
-        assert isinstance(asked, Generate)
-        assert (asked.seed, asked.top_p, asked.temperature, asked.max_tokens) == (7, 0.5, 0.9, 30)
-        assert asked.response_format is not None
-
-
-@pytest.mark.parametrize(("chosen", "found"), [(None, 0.7), (0.0, 0.0), (0.3, 0.3)])
-async def test_regenerating_an_answer_samples_at_temperature_0_7_unless_another_is_chosen(
-    local_worker: Start, chosen: float | None, found: float
-) -> None:
-    client = (await local_worker()).client
-    async with opened(client) as page:
-        await page.post("s/ask", {"id": "q", "text": "x", "vary": True, "temperature": chosen})
-        (entry,) = [entry for entry in await client.log("s") if entry.kind == "in"]
-        asked = decode_request(entry.body)
-        assert isinstance(asked, Generate)
-        assert asked.temperature == found
-
-
-async def test_an_answer_is_shown_with_the_prefix_that_its_request_gave(local_worker: Start) -> None:
-    client = (await local_worker()).client
-    await client.session("s").generate(
-        messages=[{"role": "user", "content": "x"}], prefix="**So**", max_tokens=2
-    )
-    async with opened(client) as page:
-        (turn,) = (await page.get("sessions/s"))["turns"]
-        assert turn["said"][-1]["text"].startswith("**So**")
-
-
-async def test_a_fork_shows_the_conversation_inherited_from_its_parent(local_worker: Start) -> None:
-    client = (await local_worker()).client
-    garden = client.session("garden")
-    for text in ("What grows?", "And then?"):
-        await garden.generate(messages=[{"role": "user", "content": text}], max_tokens=2)
-    async with opened(client) as page:
-        await page.post("garden/fork", {"name": "later"})
-        await page.post("garden/fork", {"name": "silent"})
-        await client.session("later").generate(messages=[{"role": "user", "content": "Why?"}], max_tokens=2)
-        there = (await page.get("sessions/garden"))["turns"]
-        for name in ("later", "silent"):
-            turns = (await page.get(f"sessions/{name}"))["turns"]
-            assert turns[: len(there)] == [
-                {key: value for key, value in turn.items() if key not in {"stored", "id"}} | {"id": None}
-                for turn in there
-            ], name
-        assert [turn["kind"] for turn in turns] == ["generate", "generate", "open"]
+        for name, chosen in (("r", None), ("r0", 0.0)):
+            await page.post("s/ask", {"id": name, "text": "x", "vary": True, "temperature": chosen})
+    log = [decode_request(entry.body) for entry in await client.log("s") if entry.kind == "in"]
+    asked, *again = [one for one in log if isinstance(one, Generate)]
+    assert (asked.seed, asked.top_p, asked.temperature, asked.max_tokens) == (7, 0.5, 0.9, 30)
+    assert asked.response_format is not None
+    assert [one.temperature for one in again] == [0.7, 0.0]
 
 
 async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
@@ -972,24 +875,3 @@ async def test_on_macos_the_console_is_opened_by_the_command_open(
         async with asyncio.timeout(10):
             while not opened.exists() or "token=t" not in opened.read_text():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-
-
-async def test_the_command_console_ends_silently_on_sigterm_while_it_streams_an_answer(
-    local_worker: Start,
-) -> None:
-    worker = await local_worker()
-    await worker.stop()
-    async with started(*where(worker)) as (process, url), asyncio.timeout(60):
-        page = Page(url.split("/?")[0])
-        async with page.http:
-            await page.http.get(url)
-            asked = await page.post("s/ask", {"id": "q", "text": "x"})
-            async with page.http.stream("GET", f"/api/sessions/s/answers/{asked['seq']}") as answer:
-                parts = answer.aiter_text()
-                assert "event: begin" in await anext(parts)
-                process.send_signal(signal.SIGTERM)
-                rest = "".join([part async for part in parts])
-        assert "event: end" not in rest, "the browser connects again"
-        assert await asyncio.to_thread(process.wait, 30) == 143
-        assert process.stderr is not None
-        assert process.stderr.read() == ""

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from tests.commands.command_runs import environment
 from tests.ops.browser import Browser, browsing
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
-from tests.parts import LocalWorker, WorkerProcess, free_port
+from tests.parts import LocalWorker, WorkerProcess
 from turnkeep_client.client import Client
 from turnkeep_client.messages import Generated, decode_result, encode
 from turnkeep_client.results import failure
@@ -371,40 +370,6 @@ async def test_the_page_models_shows_which_models_fit_and_downloads_one(
     SHELF.pulled.clear()
 
 
-async def test_a_question_asked_while_no_model_is_loaded_loads_it(
-    browser: Browser, worker_process: Callable[..., WorkerProcess]
-) -> None:
-    worker = worker_process("--console", str(free_port()))
-    worker.forks = False
-    worker.start()
-    served = "document.querySelector('.models').innerText"
-
-    def look() -> None:
-        while not (printed := re.search(r"the console is at (\S+)", worker.log)):
-            time.sleep(0.05)
-        browser.open(printed[1])
-        browser.click("Models")
-        browser.wait_for(f"/tiny\\s+in memory\\s+Unload/.test({served})")
-        browser.click("Unload", "button[aria-label='Unload tiny']")
-        browser.click("Unload", "#dialog-yes")
-        browser.run("setInterval(() => dispatchEvent(new Event('doubt')), 200)")  # the page asks now and then
-        browser.wait_for(f"/tiny\\s+not loaded\\s+Load/.test({served})")
-        browser.click("Sessions")
-        browser.click("Rhubarb?", ".sessions a")
-        browser.wait_for("document.querySelector('.user .text')?.innerText === 'Rhubarb?'")
-        browser.type(".side input", "rhub")
-        browser.wait_for("document.querySelectorAll('.side li').length === 1")
-        browser.click("Options")
-        browser.type("input[placeholder='what fits']", "5")
-        browser.type("#message", "What grows?\ue007")
-        browser.wait_for("document.querySelectorAll('.turn.done').length === 2")
-
-    async with await worker.client(timeout_s=60) as client:
-        notes = client.session("notes")
-        await notes.generate(messages=[{"role": "user", "content": "Rhubarb?"}], max_tokens=3, timeout_s=60)
-    await asyncio.to_thread(look)
-
-
 async def test_scripts_in_names_and_messages_are_shown_as_text(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
@@ -585,27 +550,4 @@ async def test_a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(
         assert browser.run(f"return {focused}") == "Fork"
 
     async with serving(client) as url:
-        await asyncio.to_thread(look, url)
-
-
-async def test_a_read_only_page_has_no_action_but_export(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    worker = await local_worker()
-    await worker.client.session("a").append(text="abc")
-
-    def look(url: str) -> None:
-        browser.open(f"{url}/?token={TOKEN}")
-        browser.click("Sessions")
-        browser.click("abc", ".sessions a")
-        browser.wait_for("document.querySelectorAll('.turn').length === 1")
-        buttons = "return [...document.querySelectorAll('main :is(button, .button, textarea)')]"
-        seen = browser.run(f"{buttons}.filter((one) => one.checkVisibility()).map((one) => one.innerText)")
-        assert seen == ["⋯"]
-        entries = browser.run(
-            "return [...document.querySelectorAll('.menu > div > *')].map((one) => one.tagName)"
-        )
-        assert entries == ["A"] * 3
-
-    async with serving(worker.client, read_only=True) as url:
         await asyncio.to_thread(look, url)

@@ -250,6 +250,7 @@ def test_each_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_pa
             ],
             [one, three],
         ),
+        "TurnkeepWrongKv": ([series("wrong_blocks_total", "0x18 1 1 1", **one)], [one]),
         # A single one is no reason to wake somebody.
         "TurnkeepSnapshotsDropped": (
             [

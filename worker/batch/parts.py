@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .attention import Attention
-    from .ring_attention import Sight
+    from .ring_attention import VisibleSlots
 
 
 class Part(Protocol):
@@ -48,7 +48,7 @@ class OwnPart:
         self.caches = caches
         self._num_tokens = num_tokens
         self._fetched: tuple[Any, Any] = (None, None)
-        self._sights: dict[tuple[int, ...], Sight] = {}  # by ring kind; most models have one
+        self._sights: dict[tuple[int, ...], VisibleSlots] = {}  # by ring kind; most models have one
         self.offsets = list(range(start, start + num_tokens))
 
     def grid(self, layer: int) -> int:
@@ -113,7 +113,7 @@ class OwnPart:
             ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
             yield at, run
 
-    def _sight(self, ring: RingCache, at: int, num: int) -> Sight:
+    def _sight(self, ring: RingCache, at: int, num: int) -> VisibleSlots:
         kind = (ring.grid, ring.sink, ring.window, at)
         if kind not in self._sights:
             self._sights[kind] = ring_attention.sight(ring, [at + num], num)

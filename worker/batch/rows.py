@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from .image_rows import ImageRows
     from .parts import Part
-    from .row_sampler import Drawn, RowSampler
+    from .row_sampler import DrawnToken, RowSampler
     from .slots import Form
 
 
@@ -34,7 +34,7 @@ class Row:
 
     `known` are the session's last tokens, from which drafts are made. The last token has no KV yet. The
     first `num_cached` tokens of the session have KV: in `caches`, or, if `caches` is None, in the batch's
-    `Keeping`. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if the
+    `CommonKv`. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if the
     logits were finite. `num_left` counts the tokens that the answer may still get. `most_held` is the most
     tokens whose KV is stored at a time, if the session has a window. A drafter may reuse its state of the row
     for later rows of the same `session`, unless `session` is None.
@@ -46,12 +46,12 @@ class Row:
     num_cached: int
     num_left: int
     most_held: int = sys.maxsize
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[DrawnToken] = field(default_factory=list)
     is_sound: bool = True
     session: Hashable = None
     form: Form | None = None  # decides which pools can hold the row
 
-    def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:
+    def append(self, drawn: list[DrawnToken], *, is_sound: bool = True) -> None:
         """Add the tokens that a step has drawn for the row to its answer."""
         tokens = [one.token for one in drawn]
         self.drawn, self.is_sound = drawn, is_sound
@@ -120,7 +120,7 @@ class Pass(Protocol):
         """
 
 
-class Keeping:
+class CommonKv:
     """Keeps KV of several rows in common arrays, instead of the rows' own caches. This base class keeps none.
 
     A row is called kept while this object has its KV.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .attention import Attention
-    from .ring_attention import Sight
+    from .ring_attention import VisibleSlots
 
 #: For each layer its ring's sink, window, grid and kept tokens, or None for a plain cache. Rows of equal form
 #: share pools.
@@ -207,7 +207,7 @@ class PoolPart:
         self._keys, self._values, self._rings = keys, values, rings
         self._slots = mx.array(slots)[:, None]
         self._ends: dict[tuple[int, int, int], mx.array] = {}  # flat row indices, by heads, sink and window
-        self._sights: dict[tuple[int, int, int], Sight] = {}  # by ring kind; most models have one
+        self._sights: dict[tuple[int, int, int], VisibleSlots] = {}  # by ring kind; most models have one
         self._laid: dict[int, mx.array] = {}  # the mask, by number of heads
         # Attention runs over all slots from the first row's to the last row's, even the free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
@@ -280,7 +280,7 @@ class PoolPart:
             self._laid[num_heads] = metal.spread(mask, num_heads)
         return self._laid[num_heads]
 
-    def _sight(self, ring: RingCache) -> Sight:
+    def _sight(self, ring: RingCache) -> VisibleSlots:
         key = (ring.sink, ring.window, ring.grid)
         if key not in self._sights:
             self._sights[key] = ring_attention.sight(ring, [length + 1 for length in self._held], 1)

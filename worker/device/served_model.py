@@ -27,7 +27,7 @@ from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
 from worker.batch.image_rows import takes_rows
 from worker.batch.lookup import Lookup
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 from worker.batch.trials import SHIPPED, Trials
 from worker.models.code import code_digest, package_digest
@@ -214,7 +214,7 @@ class ServedModel:
 
     def works(self, caches: list[Any]) -> bool:
         """Run one token with empty `caches`; say whether its logits are finite. No step may be in flight."""
-        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
+        row = Row(caches, array("I", [0]), RowSampler(RowSampling()), num_cached=1, num_left=1)
         self.batch.step([PrefillPiece(caches, 0, [0], row)])
         self.batch.remove(row)
         return row.is_sound
@@ -224,7 +224,7 @@ class ServedModel:
         pieces = []
         for _ in range(2):
             caches = self.make_caches(FULL)
-            row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=num_tokens, num_left=2)
+            row = Row(caches, array("I", [0]), RowSampler(RowSampling()), num_cached=num_tokens, num_left=2)
             pieces.append(PrefillPiece(caches, 0, [0] * num_tokens, row))
         self.batch.step(pieces)
         self.batch.step([PrefillPiece(self.make_caches(FULL), 0, [0])])  # alone, answers would be timed

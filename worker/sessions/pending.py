@@ -14,7 +14,7 @@ from turnkeep_client.log import BEGAN_HEADER
 from turnkeep_client.messages import Append, Generate, decode_request
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,7 +27,7 @@ _LONG: Final = 2**17
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingRequest:
     """A request without a result."""
 
     seq: int
@@ -115,22 +115,22 @@ class Pending:
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
-def pending_at(entry: Entry) -> Pending:
-    """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
+def pending_at(entry: StoredMessage) -> PendingRequest:
+    """Decode a request from the log. An invalid request becomes a `PendingRequest` with an error."""
     try:
         parent, own = trace_headers(entry.headers), _own(entry.headers)
         request = decode_request(entry.body)
         body = entry.body if len(entry.body) <= _LONG else b""  # a long one is read again when it is stored
-        return Pending(entry.seq, request, None, entry.stored, body, own, parent=parent)
+        return PendingRequest(entry.seq, request, None, entry.stored, body, own, parent=parent)
     except InvalidMessageError as error:
         # Its frames have the body, and in a circle the request: they would wait for the garbage collector.
         error.__cause__ = error.__context__ = None
-        return Pending(entry.seq, None, error.with_traceback(None), entry.stored)
+        return PendingRequest(entry.seq, None, error.with_traceback(None), entry.stored)
 
 
-def asked_at(seq: int, asked: Asked, body: bytes) -> Pending:
+def asked_at(seq: int, asked: Asked, body: bytes) -> PendingRequest:
     """Return the request at `seq` as its result has it; `body` is the request as it was sent."""
-    return pending_at(Entry(seq, "in", asked.stored, body, asked.headers))
+    return pending_at(StoredMessage(seq, "in", asked.stored, body, asked.headers))
 
 
 def _own(headers: Mapping[str, str]) -> dict[str, str]:

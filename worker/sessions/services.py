@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .fold import Fold
     from .formats import Formats
-    from .limits import Limits
+    from .limits import RequestLimits
     from .shares import Shares
 
 
@@ -37,7 +37,7 @@ class Services:
     engine: EnginePort
     fold: Fold
     formats: Formats
-    limits: Limits
+    limits: RequestLimits
     telemetry: Telemetry
     retention: Retention
     device_lock: SharedLock

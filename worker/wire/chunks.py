@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey, Subjects
 
-    from .consistent_reads import ConsistentReads, Entry
+    from .consistent_reads import ConsistentReads, StoredMessage
 
 log = structlog.get_logger()
 
 
-class Published(NamedTuple):
+class PublishedChunks(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
     `first_seq` is the sequence of the first chunk, or 0. `has_ended` says that a worker has closed
@@ -79,7 +79,7 @@ class AnswerChunks:
         self._model = model
         self._name = uuid4().hex  # written into seals: a worker ignores its own seals
 
-    async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
+    async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> PublishedChunks:
         """Read the chunks of the request at `seq`, from index 0 to the first gap; republished chunks count.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
@@ -118,7 +118,7 @@ class AnswerChunks:
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended, is_sealed, model, base, first_seq)
+        return PublishedChunks(chunks, last_seq, has_ended, is_sealed, model, base, first_seq)
 
     async def publish(
         self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
@@ -274,7 +274,7 @@ class AnswerChunks:
                 await overwrite(self._js, stream, seq)
 
 
-def _request(entry: Entry) -> int:
+def _request(entry: StoredMessage) -> int:
     """Return the sequence of the request whose chunk, end or seal a message is; 0 if it is none."""
     with contextlib.suppress(InvalidMessageError, ValueError):
         if entry.body:

@@ -594,6 +594,10 @@ export interface Metrics {
   recalled_tokens?: number;
   /** Time in which answers were decoded. */
   decoding_s?: number;
+  /** Restored blocks whose KV was computed again. */
+  audited_blocks?: number;
+  /** Restored blocks whose KV was wrong. */
+  wrong_blocks?: number;
   worker: string;
   version: string;
   model: string;

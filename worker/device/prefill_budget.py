@@ -16,7 +16,7 @@ _GRAIN: Final = 8
 _SHARE: Final = 0.4
 
 
-class Pace:
+class PrefillBudget:
     """Limits the prompt tokens of a step, so that it takes at most `stall_s` while answers run.
 
     Without answers, it takes at most `alone_s`. A step has at most `most` prompt tokens: a block on a CPU,

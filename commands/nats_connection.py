@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
     from worker.process.settings import Settings
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
@@ -270,7 +270,7 @@ def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Call
 
     @with_settings(*CLIENT_SETTINGS)
     @functools.wraps(command)
-    def called(given: Given, tenant: str = DEFAULT_TENANT, **options: Any) -> None:
+    def called(given: GivenSettings, tenant: str = DEFAULT_TENANT, **options: Any) -> None:
         if code := talk(given.load(), tenant, lambda client: command(client, **options)):
             sys.exit(code)
 
