@@ -17,7 +17,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import SnapshotRow
+from cache.disk.rows import SnapshotRow, is_right
 from cache.index.index import SnapshotIndex
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
@@ -184,16 +184,15 @@ def _read(directory: Path, codec: Codec) -> tuple[list[SnapshotRow], Survey, dic
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
-        # The rows are compared with the files below, so their proofs are not needed.
         stored = [SnapshotRow(*row) for row in db.execute("SELECT * FROM snapshot")]
-        known = {row.digest: row for row in codec.rows(stored)}
+        known = {row.digest: row for row in codec.rows(stored) if is_right(row)}
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []
     for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots", codec).items():
         row = known.get(digest)
         file = directory / "snapshots" / codec.file_name(digest)
         try:
-            if row is None or row.size_bytes != size_bytes or row.name.digest != digest:
+            if row is None or row.size_bytes != size_bytes or not row.num_tokens:
                 if read_header(file, codec).is_foreign:
                     survey.num_foreign += 1
                     survey.foreign_bytes += size_bytes

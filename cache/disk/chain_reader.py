@@ -15,8 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import DoubtfulSnapshotError
+from cache.names.tokens import num_common
 
 from . import format as snapshot_format
+from .header import read_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -154,6 +156,17 @@ def read_chain(folder: Folder, chain: ChainRead, limit_s: float, threads: IoThre
     if doubt is not None:
         folder.quarantine(files[num_read].digest)
     return ReadOutcome(restored, num_read, doubt)
+
+
+def num_shared(folder: Folder, digests: Sequence[bytes], packed: bytes) -> list[int]:
+    """Return how many first tokens of `packed` each of these snapshots begins with; 0 for doubtful files."""
+    found = []
+    for digest in digests:
+        try:
+            found.append(num_common(read_name(folder.path(digest), folder.codec).tokens, packed))
+        except (DoubtfulSnapshotError, OSError):
+            found.append(0)
+    return found
 
 
 class _Reading:

@@ -64,6 +64,7 @@ class Write:
     """
 
     row: SnapshotRow
+    tokens: bytes  # packed
     encoded: EncodedSnapshot | None  # None once abandoned, and for a fetched file
     fetched: Path | None = None  # a whole file from the remote tier
     state: WriteState = WriteState.QUEUED
@@ -215,15 +216,19 @@ class DiskWork:
                 self._left.clear()
                 clean = self._cleared = self._in_catalog(self._catalog.clear, []) and not left
             else:
-                self._remove([row for row in self._left.values() if is_of(row.name)])
+                self._remove(self._left_of(is_of))
                 self._folder.remove_quarantined_of(is_of)
-                clean = self._cleared and not any(is_of(row.name) for row in self._left.values())
+                clean = self._cleared and not self._left_of(is_of)
             self._folder.clear_tmp()  # nothing is being written now
             self._folder.sync()
             return clean and not self.has_failed and self._catalog.purge_log()
         except Exception as error:  # noqa: BLE001  # the thread must go on
             _log.error("erasure_failed", error=str(error) or repr(error))
             return False
+
+    def _left_of(self, is_of: Callable[[Name], bool]) -> list[SnapshotRow]:
+        path, may_be = self._folder.path, self._folder.may_be
+        return [row for row in self._left.values() if may_be(path(row.digest), is_of)]
 
     def measure(self) -> tuple[int, int] | None:
         """Return the free bytes of the file system and the bytes in quarantine; None if the disk fails."""

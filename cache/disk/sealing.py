@@ -3,7 +3,7 @@
 A file is its salt, then its contents in chunks. Each chunk is encrypted by AES-256-GCM with a key that is
 derived from the directory's key, the salt and the snapshot's digest. The nonce is the chunk's number, so no
 nonce is used twice with a key. A renamed file or a moved chunk does not decrypt. Digests (and so file names),
-and the tokens of rows are encrypted by AES-SIV, which needs no nonce: an observer sees which of them are
+and the marks of rows are encrypted by AES-SIV, which needs no nonce: an observer sees which of them are
 equal, and nothing else. Sizes, times, positions, and which snapshot continues which, are visible.
 """
 
@@ -114,17 +114,16 @@ class SealedCodec(Codec):
     def hidden_row(self, row: SnapshotRow, proof: bytes) -> tuple[Any, ...]:
         """Encrypt a row and its `proof`, a checksum by which anybody could test guesses of the tokens."""
         digest = self.hidden(row.digest)
-        tokens = self._siv.encrypt(proof + row.mark + row.tokens, [b"row", digest])
-        return (digest, self.hidden(row.parent), row.start, tokens, *row[4:-2], b"", None)
+        mark = self._siv.encrypt(proof + row.mark, [b"row", digest])
+        return (digest, self.hidden(row.parent), *row[2:-2], mark, None)
 
     def rows(self, stored: list[SnapshotRow]) -> Iterator[SnapshotRow]:
         """Decrypt rows, and skip those that do not decrypt."""
         for row in stored:
             with suppress(InvalidTag, TypeError, ValueError):  # a damaged row: its file is adopted again
-                tokens = self._siv.decrypt(row.tokens, [b"row", row.digest])
+                mark = self._siv.decrypt(row.mark, [b"row", row.digest])
                 digest, parent = (self._siv.decrypt(one, _NAME) for one in (row.digest, row.parent))
-                plain = row._replace(digest=digest, parent=parent, tokens=tokens[16:])
-                yield plain._replace(proof=tokens[:8], mark=tokens[8:16])
+                yield row._replace(digest=digest, parent=parent, proof=mark[:8], mark=mark[8:])
 
 
 def _nonce(number: int, *, last: bool) -> bytes:

@@ -217,7 +217,7 @@ class TierAccess:
             return None
         node = self._quota.add(name, size_bytes)
         if node is not None:
-            self._write_queue.write(node, None, path)
+            self._write_queue.write(node, name.tokens, None, path)
             self._there.add(name.digest)
             self.counts.fetched_bytes += size_bytes
         return node

@@ -97,7 +97,7 @@ class Remover:
             self._left.discard(node.digest)
             self._index.mark_durable(node)
             if node.resumable:
-                superseded = self._index.superseded(node)
+                superseded = self._index.superseded(node, write.tokens)
                 self.discard(superseded)
                 for other in superseded:
                     if not self._index.has(other):

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from cache.disk import format as snapshot_format
-from cache.disk.chain_reader import read_chain, release_thread
+from cache.disk.chain_reader import num_shared, read_chain, release_thread
 from cache.disk.io_threads import IoThreads
 from cache.disk.stored_past import StoredPast
 from cache.names import blocks
@@ -53,6 +53,11 @@ _IO_THREADS: Final = min(max((os.cpu_count() or 1) // 2, 2), 4)
 #: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
 _LOAD_BYTES_PER_S: Final = 32 << 20
+#: Of more snapshots that continue a match differently, `extend` reads only the headers of the last used.
+_MOST_BRANCHES: Final = 8
+#: `extend` uses at least this share of a snapshot: prefilling a few tokens is faster than reading a whole
+#: block for them.
+_MIN_SHARE: Final = 0.25
 #: The interval at which `settle` checks again.
 _SETTLE_S: Final = 0.005
 
@@ -117,6 +122,32 @@ class StoredKv:
         self._hold(match.nodes)
         return match
 
+    async def extend(self, match: PrefixMatch, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
+        """Return a held match of `tokens`, extended by the beginning of one more snapshot if one has that.
+
+        The index has no tokens, so this reads the headers of the `_MOST_BRANCHES` last used snapshots that
+        continue the match. If it is cancelled, the match stays held.
+        """
+        prefixes = self._under(chain.policy)
+        branches = prefixes.branches(match, chain, as_tokens(tokens), _MOST_BRANCHES)
+        if not branches or self._queue.is_closing:
+            return match
+        rest = as_tokens(tokens).packed(match.num_tokens, match.num_tokens + chain.block)
+        self._index.hold(branches)
+        try:
+            digests = [node.digest for node in branches]
+            shared = await self._threads.run(partial(num_shared, self._folder, digests, rest), LOAD_S)
+            num_tokens, best = max(zip(shared, branches, strict=True), key=lambda one: one[0])
+            if not best.usable or num_tokens < max(1, _MIN_SHARE * best.num_tokens):
+                return match
+            self._hold([best])
+            placed = (*match.placed, (match.num_tokens, best))
+            return PrefixMatch(match.num_tokens + num_tokens, placed, match.policy)
+        except (TimeoutError, OSError):  # the load will tell
+            return match
+        finally:
+            self._release(branches)
+
     def hold(self, chain: Chain, tokens: Sequence[int]) -> KnownPrefix:
         """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
 
@@ -132,8 +163,11 @@ class StoredKv:
 
     def release(self, prefix: PrefixMatch | KnownPrefix) -> None:
         """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
-        self._index.release(prefix.nodes)
-        self._remover.discard_released(prefix.nodes)
+        self._release(prefix.nodes)
+
+    def _release(self, nodes: Sequence[Node]) -> None:
+        self._index.release(nodes)
+        self._remover.discard_released(nodes)
         self._quota.check()
 
     async def settle(
@@ -319,7 +353,7 @@ class StoredKv:
         if node is None:
             self._queue.drop(reason or "disk_limit")
             return False
-        self._queue.write(node, encoded)
+        self._queue.write(node, name.tokens, encoded)
         used = prefixes.window(chain, tokens)
         if used:  # the blocks that the session has left behind become the least recently used
             self._queue.use(self._index.use([*used, node]), [one.digest for one in used])

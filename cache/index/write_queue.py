@@ -130,9 +130,14 @@ class WriteQueue:
         self.counts.accepted += num_snapshots
         self.counts.dropped[reason] += num_snapshots
 
-    def write(self, node: Node, encoded: EncodedSnapshot | None, fetched: Path | None = None) -> None:
-        """Queue the write of a snapshot or of a fetched file; the caller must have checked `vacant_bytes`."""
-        write = Write(node.row, encoded, fetched)
+    def write(
+        self, node: Node, tokens: bytes, encoded: EncodedSnapshot | None, fetched: Path | None = None
+    ) -> None:
+        """Queue the write of a snapshot or of a fetched file; the caller must have checked `vacant_bytes`.
+
+        `tokens` are the snapshot's own, packed.
+        """
+        write = Write(node.row, tokens, encoded, fetched)
         self.counts.accepted += 1
         self.counts.in_flight += 1
         self.counts.in_flight_bytes += write.row.size_bytes

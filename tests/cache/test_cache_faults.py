@@ -339,32 +339,6 @@ def remove(path) -> None:
     path.unlink()
 
 
-@pytest.mark.parametrize("damage", [flip, truncate, remove])
-@pytest.mark.parametrize(("n", "left"), [(0, 0), (1, 4), (2, 8)])
-async def test_a_damaged_or_missing_file_ends_the_restored_prefix_before_it(
-    open_store, tmp_path, damage, n, left
-) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
-    path = nth_file(tmp_path, n)
-    damage(path)
-    with capture_logs() as logs:
-        assert await restored(store, "a", TOKENS) == left
-    assert [log["event"] for log in logs] == ["snapshot_quarantined"]
-    assert store.stats().rejected == 1
-    assert store.stats().stored == 2, "it alone is gone"
-    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == left
-    await store.queue.drained(5)
-    assert not path.exists()
-    assert (tmp_path / "cache" / "quarantine" / path.name).exists() == (damage is not remove)
-
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
-    assert await restored(store, "a", TOKENS) == 10
-    assert_sum_rule(store)
-
-
 @pytest.fixture
 def no_files_left():
     """A context manager in which the process cannot open any more files."""

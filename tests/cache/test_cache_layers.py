@@ -123,24 +123,6 @@ async def test_attention_never_reads_the_unused_memory_behind_a_restored_session
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
 
-async def test_a_prompt_continued_from_a_snapshot_at_a_block_boundary_gives_identical_logits(
-    model, open_store
-) -> None:
-    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
-    tokens = prompt(5 * BLOCK + 3)
-    caches = make_prompt_cache(model)
-    prefill(model, caches, tokens[: 2 * BLOCK])
-    for span in store.kv.wanted(store.kv.chain("a"), tokens[: 2 * BLOCK]):
-        store.kv.save(store.kv.chain("a"), tokens, span, layers.cut(caches, span.start, span.end))
-    expected = decode(model, caches, prefill(model, caches, tokens), 5)
-
-    await store.queue.drained(5)
-    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
-    assert restored.num_tokens == 2 * BLOCK
-    again = rebuilt(model, restored)
-    assert decode(model, again, prefill(model, again, tokens), 5) == expected
-
-
 def test_copied_kv_does_not_change_when_the_cache_is_trimmed_and_continued(model) -> None:
     """A view of a cache in use would change, since assigning to a slice changes the array in place."""
     caches = make_prompt_cache(model)

@@ -233,21 +233,3 @@ async def test_erase_and_clear_return_in_time_while_the_disk_hangs_and_the_files
     assert_sum_rule(store)
     await store.close()
     assert (await open_store()).stats().stored == 3
-
-
-async def test_erasing_tokens_that_were_never_saved_is_confirmed_and_changes_nothing(
-    open_store, tmp_path
-) -> None:
-    store = await open_store()
-    erased = await store.eraser.erase("a", pack(TOKENS))
-    assert (erased.num_snapshots, erased.settled, files(tmp_path)) == (0, True, 0)
-    assert store.stats().accepted == 0
-
-
-async def test_closing_with_discard_leaves_no_snapshot_files(open_store, tmp_path, gate) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    gate.set()
-    assert await store.close(discard=True)
-    assert files(tmp_path) == 0
-    assert_sum_rule(store)

@@ -172,14 +172,15 @@ class Finder:
         for _ in range(_RESTORE_TRIES):
             match = store.kv.match(chain, usable)
             found_s = monotonic()
-            # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
-            capacity_tokens = min(len(run.request.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            size_bytes = self._device.kv(policy).held(match.num_tokens)
-            is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
-                size_bytes, match.num_tokens - num_found
-            )
             has_room = False
             try:
+                match = await store.kv.extend(match, chain, usable)
+                # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
+                capacity_tokens = min(len(run.request.context) + 1, match.num_tokens + GROWTH_TOKENS)
+                size_bytes = self._device.kv(policy).held(match.num_tokens)
+                is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
+                    size_bytes, match.num_tokens - num_found
+                )
                 has_room = is_better and await self._has_room(run, policy, capacity_tokens)
             finally:  # the wait may be cancelled
                 if not has_room:
