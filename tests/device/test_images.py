@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
@@ -344,6 +345,56 @@ async def test_rows_of_an_image_are_kept_for_other_sessions(seeing, open_process
         await process.engine.erase(SessionKey("default", text), tokens, 0)
         await run(process, seen.prompt("Again: @", image), 4, read)
     assert read.num == 2, "a forgotten image's rows are dropped"
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_tower_that_runs_layer_by_layer_gives_the_same_bits(seeing, kind) -> None:
+    seen = seeing(kind)
+    sight = seen.loaded.sight
+    for view in sight.eyes.views(picture(1, 50, 40)):
+        *layers, rows = sight.tower.stages(view)
+        assert len(layers) == (1 if kind == "llava" else 2), "LLaVA uses the last but one layer"
+        for layer in layers:
+            mx.eval(layer)
+        arrays = {name: mx.array(array) for name, array in view.arrays.items()}
+        tokens = _array([sight.eyes.image_token] * view.num_rows)
+        assert mx.array_equal(rows, seen.direct.get_input_embeddings(tokens, **arrays).inputs_embeds[0])
+
+
+async def test_an_answer_waits_for_one_layer_of_the_tower_at_most(seeing, open_process, monkeypatch) -> None:
+    seen, image = seeing("smolvlm"), picture(1, 50, 40)
+    sight, text, growing = seen.loaded.sight, seen.prompt("only text"), answer(400)
+    num_layers = sum(len(sight.tower.stages(view)) for view in sight.eyes.views(image))
+    layers, counts = list[Any](), list[int]()
+    run_tower, evaluate = vision.Vision.step, mx.eval
+
+    class Watched:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(mx, name)
+
+        def eval(self, array: mx.array) -> None:
+            layers.append(array.shape)
+            evaluate(array)
+
+    def step(self: Any, most_s: float) -> Any:
+        counts.append(len(growing.tokens))
+        return run_tower(self, most_s)
+
+    monkeypatch.setattr(vision, "mx", Watched())
+    monkeypatch.setattr(vision.Vision, "step", step)
+    async with open_process(seen, stall_s=0.0) as process:
+        request = TurnRequest(SessionKey("default", "text"), text, answer=growing)
+        answering = asyncio.create_task(process.engine.run(request, lambda: False))
+        while not growing.tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        tokens = seen.prompt("@?", image)
+        _, found = await run(process, tokens, 6, Reader(seen, image))
+        assert len(growing.tokens) < 400, "the answer runs beside the tower"
+        await answering
+    assert found == seen.answer(tokens, (image,), 6)[0]
+    assert growing.tokens[:20] == seen.answer(text, (), 20)[0]
+    assert len(layers) == len(counts) + 1 == num_layers + 1, "the last evaluation joins the views"
+    assert all(later > before for before, later in itertools.pairwise(counts)), counts
 
 
 async def test_a_view_that_does_not_fit_is_refused_with_the_figures(

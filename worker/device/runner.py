@@ -63,6 +63,8 @@ log = structlog.get_logger()
 _MOST_LOST: Final = 3
 #: How many evaluations in a row may report one failure: command buffers in flight report it again.
 _MOST_REPORTS: Final = 8
+#: The image tower's share of the time that answers may stall; prompts get the rest.
+_TOWER_SHARE: Final = 0.5
 
 
 class Runner:
@@ -145,9 +147,10 @@ class Runner:
 
     def _step(self, *, undisturbed: bool) -> float:
         """Choose, run and report a step; then make snapshots while the event loop publishes the tokens."""
+        started_s = time.monotonic()
         pause_s = self._see()
         self._figures.begin()
-        choice = self._chooser.choose()
+        choice = self._chooser.choose(time.monotonic() - started_s)
         self._run_step(choice.step, undisturbed=undisturbed)
         self._give_up(choice)
         step_s = self._figures.step_s
@@ -160,10 +163,10 @@ class Runner:
         return choice.pause_s or pause_s * (not choice.step)
 
     def _see(self) -> float:
-        """Run one view of an image; return how many seconds to wait before the next one: mostly 0."""
+        """Run layers of the image tower; return how many seconds to wait before the next ones: mostly 0."""
         if not self._vision.is_pending:
             return 0.0
-        ready, failed, pause_s = self._vision.step()
+        ready, failed, pause_s = self._vision.step(self._pace.stall_s * _TOWER_SHARE)
         for turn in ready:
             self._guarded(turn, self._schedule)
         for turn, error in failed.items():

@@ -42,6 +42,8 @@ class Family:
     image: str = "<image>"
     #: The module of transformers' processors, and the class.
     processor_class: tuple[str, str]
+    #: The last layer of the tower that is used, counted from the end.
+    last_layer: int = -1
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Take a model's config.json and its processor's settings; raises anything if they do not fit."""
@@ -122,6 +124,11 @@ class LlavaFamily(Family):
 
     module = "llava"
     processor_class = ("transformers.models.clip.image_processing_pil_clip", "CLIPImageProcessorPil")
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        used = config.get("vision_feature_layer", -2)
+        self.last_layer = used if isinstance(used, int) and used < 0 else -1
 
     @property
     def most_patches(self) -> int:  # noqa: D102

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx import nn
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Tower:
         """`model` is mlx-vlm's, whose language model is a `_Blank`."""
         self._model = model
         self._token = int(model.config.image_token_index)
+        self._outputs = _record_layers(model)
         self.family = family
 
     @property
@@ -48,12 +50,48 @@ class Tower:
         leaves: Any = tree_flatten(self._model.parameters())
         return [array for _, array in leaves]
 
-    def rows(self, view: View) -> mx.array:
-        """Build the rows of a view, (`num_rows`, hidden size); they are not evaluated."""
+    def stages(self, view: View) -> list[mx.array]:
+        """Build a view's rows, (`num_rows`, hidden size), as the last of arrays that are not evaluated.
+
+        The arrays before them are the layers' outputs. Evaluated in order, none takes longer than a layer,
+        and the rows have the same bits as if evaluated at once.
+        """
         tokens = mx.full((1, view.num_rows), self._token)
         arrays = {name: mx.array(array) for name, array in view.arrays.items()}
+        self._outputs.clear()
         rows: mx.array = self._model.get_input_embeddings(tokens, **arrays).inputs_embeds[0]
-        return rows
+        used = self._outputs[: len(self._outputs) + 1 + self.family.last_layer]
+        self._outputs.clear()
+        return [*used, rows]
+
+
+def _record_layers(model: Any) -> list[mx.array]:
+    """Patch a tower so that its layers add their outputs to the returned list, in the order of calls.
+
+    The layers are the modules in a list whose class is not one of MLX's own.
+    """
+    outputs: list[mx.array] = []
+
+    def recorded(kind: Any) -> Any:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            output = kind.__call__(self, *args, **options)
+            outputs.append(output)
+            return output
+
+        return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+    layers = [
+        layer
+        for parent in model.modules()
+        for member in parent.values()
+        if isinstance(member, list)
+        for layer in member
+        if isinstance(layer, Module) and not type(layer).__module__.startswith("mlx.")
+    ]
+    kinds = {kind: recorded(kind) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.__class__ = kinds[type(layer)]
+    return outputs
 
 
 def build(family: Family, config: Mapping[str, Any], dtype: mx.Dtype) -> tuple[Any, Any]:
