@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from cache.names.policy import CHUNK, Policy
 from cache.names.tokens import Tokens, as_tokens
 from turnkeep_client.subjects import SessionKey
+from worker.batch import plane
 from worker.device import vision
 from worker.device.request import TurnRequest
 from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
@@ -47,25 +48,30 @@ class Seeing(NamedTuple):
         ids = self.loaded.tokenizer.encode(written, at_start=True)
         return eyes.placed(ids, [eyes.read(image) for image in images])
 
-    def embeddings(self, tokens: Tokens, images: Sequence[bytes]) -> mx.array:
-        """Return mlx-vlm's input embeddings of a prompt, from all its images at once."""
+    def embeddings(self, tokens: Tokens, images: Sequence[bytes]) -> Any:
+        """Return mlx-vlm's input embeddings of a prompt, and their positions, from all images at once."""
         views = [view for image in images for view in self.loaded.sight.eyes.views(image)]
         axis = 1 if self.kind in ("idefics3", "smolvlm", "wide") else 0
         arrays = {}
         for name in views[0].arrays if views else ():
             found = [view.arrays[name] for view in views]
             sides = np.max([one.shape for one in found], axis=0)
-            padded = [np.pad(one, [(0, n) for n in sides - np.array(one.shape)]) for one in found]
+            gaps = [(sides - one.shape) * (np.arange(one.ndim) != axis) for one in found]
+            padded = [np.pad(one, [(0, n) for n in gap]) for one, gap in zip(found, gaps, strict=True)]
             arrays[name] = mx.array(np.concatenate(padded, axis))
-        rows: mx.array = self.direct.get_input_embeddings(_array(tokens), **arrays).inputs_embeds
-        return rows
+        return self.direct.get_input_embeddings(_array(tokens), **arrays)
 
     def answer(self, tokens: Tokens, images: Sequence[bytes], num: int) -> tuple[list[int], list[Any]]:
         """Return mlx-vlm's greedy answer and its logits, from a pass over everything for each token."""
-        rows, found, all_logits = self.embeddings(tokens, images), list[int](), list[Any]()
+        features, found, all_logits = self.embeddings(tokens, images), list[int](), list[Any]()
+        rows, places = features.inputs_embeds, features.position_ids
         for _ in range(num):
             ids = _array([*tokens.ids(), *found])
-            logits = self.direct.language_model(ids, inputs_embeds=rows).logits[0, -1]
+            more: dict[str, Any] = {} if places is None else {"position_ids": places}
+            logits = self.direct.language_model(ids, inputs_embeds=rows, **more).logits[0, -1]
+            if places is not None:
+                after = mx.zeros_like(places[..., :1]) + places.max() + 1
+                places = mx.concatenate([places, after], axis=-1)
             all_logits.append(np.array(logits))
             found.append(int(mx.argmax(logits).item()))
             row = self.direct.get_input_embeddings(_array(found[-1:])).inputs_embeds
@@ -250,6 +256,39 @@ async def test_a_session_with_a_window_has_images_like_text(seeing, open_process
     assert found[False] == seen.answer(tokens, (image,), 6)[0] != found[True]
 
 
+async def test_a_model_whose_images_lie_in_a_plane_has_no_windows(seeing, open_process) -> None:
+    async with open_process(seeing("qwen2_vl")) as process:
+        assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
+
+
+async def test_pictures_of_as_many_tokens_in_other_shapes_get_their_own_answers(seeing, open_process) -> None:
+    """Tokens, and their numbers, are the same; rows and positions differ."""
+    seen, images = seeing("qwen2_vl"), (picture(1, 48, 16), picture(1, 16, 48), picture(1, 48, 16))
+    asked = [(seen.prompt("It is @ here: @", image, image), (image, image)) for image in images]
+    assert asked[0][0].ids() == asked[1][0].ids()
+    async with open_process(seen) as process:
+        for tokens, some in asked:
+            _, found = await run(process, tokens, 6, Reader(seen, *images))
+            assert found == seen.answer(tokens, some, 6)[0]
+
+
+@pytest.mark.parametrize("cut", [0, 5, 12])
+def test_positions_are_those_of_a_session_that_ends_anywhere(seeing, cut) -> None:
+    """Of two images and a text behind each, as mlx-vlm gives them."""
+    seen, images = seeing("qwen2_vl"), (picture(1, 48, 16), picture(2, 30, 40))
+    tokens = seen.prompt("ab@c @ de", *images)
+    whole = np.array(seen.embeddings(tokens, images).position_ids[:, 0])
+    found = plane.positions(tokens.spans, cut, len(tokens))
+    assert [each if isinstance(each, tuple) else (each,) * 3 for each in found] == [
+        *map(tuple, whole[:, cut:].T)
+    ]
+    assert plane.shift_after(tokens.spans) == whole.max() + 1 - len(tokens)
+    first = tokens.spans[0]
+    for end in range(first.start + 1, first.end):
+        before = [each for each in plane.positions(tokens[:end].spans, 0, end) if isinstance(each, tuple)]
+        assert plane.shift_after(tokens[:end].spans) == max(map(max, before)) + 1 - end
+
+
 async def test_a_paged_session_attends_to_an_image_that_is_on_disk_alone(seeing, open_process) -> None:
     """A prompt attends to all of its tokens, so that the answer's first token is that of full attention."""
     seen, images = seeing("wide"), (picture(1), picture(2))
@@ -273,8 +312,11 @@ async def test_quantised_kv_tells_pictures_apart(seeing, open_process) -> None:
     assert found[0][:2] == seen.answer(seen.prompt("Look: @!", images[0]), images[:1], 2)[0]
 
 
-async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(seeing, open_process) -> None:
-    seen, image = seeing("smolvlm"), picture(4)
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen2_vl"])
+async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(
+    seeing, open_process, kind
+) -> None:
+    seen, image = seeing(kind), picture(4)
     tokens, read = seen.prompt("aaaa aaaa aaaa @ aaaa aaaa", image), Reader(seen, image)
     expected = seen.answer(tokens, (image,), 40)[0]
     async with open_process(seen, max_draft=4) as process:
@@ -430,12 +472,13 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     seen, image = seeing(kind), picture(1, *size)
     eyes = seen.loaded.sight.eyes
     family = seen.loaded.sight.tower.family
+    placeholder = tiny_seeing.PLACEHOLDER.get(kind, "<image>")
     module = import_module(f"mlx_vlm.models.{kind}.processing_{kind}")
-    names = {"lfm2_vl": "Lfm2VlProcessor", "smolvlm": "SmolVLMProcessor"}
+    names = {"lfm2_vl": "Lfm2VlProcessor", "smolvlm": "SmolVLMProcessor", "qwen2_vl": "Qwen2VLProcessor"}
     hf = PreTrainedTokenizerFast(
         tokenizer_file=str(seen.folder / "tokenizer.json"),
         extra_special_tokens={
-            "image_token": "<image>",
+            "image_token": family.image if kind == "qwen2_vl" else "<image>",
             "fake_image_token": "<fake_token_around_image>",
             "global_image_token": "<global-img>",
             "image_start_token": "<|image_start|>",
@@ -457,7 +500,7 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     processor = getattr(module, names.get(kind, f"{kind.capitalize()}Processor"))(
         family.processor, hf, **more.get(kind, {})
     )
-    made = processor(images=[Image.open(io.BytesIO(image))], text=[f"a{family.image}b"])
+    made = processor(images=[Image.open(io.BytesIO(image))], text=[f"a{placeholder}b"])
     (ids,) = np.array(made["input_ids"]).tolist()
     assert seen.prompt("a@b", image).ids().tolist() == ids
     assert eyes.read(image).end - eyes.read(image).start >= 1

@@ -17,6 +17,7 @@ import structlog
 from cache.kv import layers
 from cache.names.errors import LostPastError
 from cache.names.policy import FULL
+from worker.batch import plane
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
@@ -429,12 +430,14 @@ class Runner:
                 num_cached=end,
                 num_left=turn.num_left,
                 most_held=request.policy.num_held(sys.maxsize),
+                shift=plane.shift_after(context.spans),
                 session=request.key,
             )
         self._paging.begin_piece(turn)
         embedding = request.embedding if end == request.target else None
         tokens, images = context.ids(start, end).tolist(), self._vision.rows(turn, start, end)
-        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images)
+        positions = plane.positions(context.spans, start, end) if context.spans else None
+        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images, positions)
 
     def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.

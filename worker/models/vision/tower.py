@@ -33,6 +33,9 @@ class _Blank:
     def embed_tokens(self, tokens: mx.array) -> mx.array:
         return mx.zeros((*tokens.shape, self._size), self._dtype)
 
+    def get_rope_index(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
 
 class Tower:
     """A loaded tower, with the projector to a language model's hidden size."""
@@ -40,7 +43,8 @@ class Tower:
     def __init__(self, model: Any, family: Family) -> None:
         """`model` is mlx-vlm's, whose language model is a `_Blank`."""
         self._model = model
-        self._token = int(model.config.image_token_index)
+        names = ("image_token_index", "image_token_id")
+        self._token = next(int(getattr(model.config, name)) for name in names if hasattr(model.config, name))
         self._outputs = _record_layers(model)
         self.family = family
 
@@ -97,8 +101,9 @@ def _record_layers(model: Any) -> list[mx.array]:
 def build(family: Family, config: Mapping[str, Any], dtype: mx.Dtype) -> tuple[Any, Any]:
     """Build mlx-vlm's model of a family without a language model; return it, and its module."""
     module = import_module(f"mlx_vlm.models.{family.module}")
-    given = module.ModelConfig.from_dict(config)
-    given.text_config = module.TextConfig.from_dict(config["text_config"])
+    given = module.ModelConfig.from_dict(dict(config))  # which some change
+    text = {k: v for k, v in config.get("text_config", config).items() if k != "rope_scaling"}
+    given.text_config = module.TextConfig.from_dict(text)
     given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
     model = module.Model(given)
     size = given.text_config.hidden_size
