@@ -43,7 +43,7 @@ class Family:
     processor_class: tuple[str, str]
     #: The last layer of the tower that is used, counted from the end.
     last_layer: int = -1
-    #: For each rotary frequency, the position that turns it: time 0, height 1, width 2 (see `sectioned_rope`).
+    #: For each rotary frequency, the position that turns it: time 0, height 1, width 2; see `sectioned_rope`.
     axes: Sequence[int] = ()
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
