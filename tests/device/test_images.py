@@ -324,17 +324,21 @@ async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(
         assert [found for _, found in await asyncio.gather(*both)] == [expected] * 2
 
 
-async def test_an_image_that_cannot_be_read_ends_its_turn_alone(seeing, open_process) -> None:
-    seen, good, bad = seeing("idefics3"), picture(1), picture(2)
-    asked = [seen.prompt(text, *images) for text, images in (("@?", (good,)), ("@@?", (good, bad)))]
-    read = Reader(seen, good, bad)
-    read.files = {name: b"\x89PNG" if file == bad else file for name, file in read.files.items()}
+async def test_images_that_cannot_be_read_end_their_turns_alone(seeing, open_process) -> None:
+    """Files that were fine when the prompts were made."""
+    seen, good, bad, other = seeing("idefics3"), picture(1), picture(2), picture(3)
+    both = (("@?", (good,)), ("@@?", (good, bad)), ("no picture", ()), ("@?", (other,)))
+    asked = [seen.prompt(text, *images) for text, images in both]
+    read = Reader(seen, good, bad, other)
+    broken = {bad: b"\x89PNG", other: b"GIF89a" + b"\xff\xff\xff\xff" + b"\0\0\0;"}
+    read.files = {name: broken.get(file, file) for name, file in read.files.items()}
     async with open_process(seen) as process:
         turns = [run(process, tokens, 6, read, name=f"s{i}") for i, tokens in enumerate(asked)]
-        (_, found), error = await asyncio.gather(*turns, return_exceptions=True)
+        (_, found), *errors = await asyncio.gather(*turns, return_exceptions=True)
         assert found == seen.answer(asked[0], (good,), 6)[0]
-        assert isinstance(error, DeviceFaultError)
-        assert "broken or truncated" in str(error)
+        assert errors.pop(1)[1] == seen.answer(asked[2], (), 6)[0]
+        assert all(isinstance(error, DeviceFaultError) for error in errors)
+        assert ["broken or truncated" in str(error) for error in errors] == [True, True]
         assert (await run(process, asked[0], 6, read))[1] == found
 
 

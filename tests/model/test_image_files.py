@@ -9,13 +9,16 @@ import resource
 import struct
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from worker.models.model import load
 from worker.models.vision import image_file
+from worker.models.vision.eyes import Eyes
 from worker.models.vision.image_file import MOST_BYTES, ImageError, decode
 
 RED, BLUE = (250, 5, 5), (5, 5, 250)
@@ -222,12 +225,21 @@ BROKEN: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def eyes(taught_model: Path) -> Eyes:
+    """What a model reads images with."""
+    sight = load(taught_model, dtype="float32").sight
+    assert not isinstance(sight, str), sight
+    sight.eyes.read(saved(halves(size=(64, 64))))
+    return sight.eyes
+
+
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(name: str) -> None:
+def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(name: str, eyes: Eyes) -> None:
     data = BROKEN[name]()
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ImageError, match=r"^the image .*; ") as raised:
-        decode(data)
+        eyes.read(data)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 160
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 << 10
