@@ -478,11 +478,16 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     family = seen.loaded.sight.tower.family
     placeholder = tiny_seeing.PLACEHOLDER.get(kind, "<image>")
     module = import_module(f"mlx_vlm.models.{kind}.processing_{kind}")
-    names = {"lfm2_vl": "Lfm2VlProcessor", "smolvlm": "SmolVLMProcessor", "qwen2_vl": "Qwen2VLProcessor"}
+    names = {
+        "lfm2_vl": "Lfm2VlProcessor",
+        "smolvlm": "SmolVLMProcessor",
+        "qwen2_vl": "Qwen2VLProcessor",
+        "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    }
     hf = PreTrainedTokenizerFast(
         tokenizer_file=str(seen.folder / "tokenizer.json"),
         extra_special_tokens={
-            "image_token": family.image if kind == "qwen2_vl" else "<image>",
+            "image_token": family.image if kind.startswith("qwen") else "<image>",
             "fake_image_token": "<fake_token_around_image>",
             "global_image_token": "<global-img>",
             "image_start_token": "<|image_start|>",

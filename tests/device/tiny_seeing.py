@@ -106,6 +106,22 @@ CONFIGS["qwen2_vl"] = {
         "in_channels": 3,
     },
 }
+CONFIGS["qwen2_5_vl"] = {
+    **CONFIGS["qwen2_vl"],
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 32,
+        "num_heads": 4,
+        "patch_size": 4,
+        "in_channels": 3,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+}
 FAMILIES = [*CONFIGS]
 #: Heads of a size that can be quantised.
 CONFIGS["wide"] = {
@@ -137,6 +153,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "max_tiles": 4,
     },
 }
+PROCESSORS["qwen2_5_vl"] = PROCESSORS["qwen2_vl"]
 _MARKS = (
     "<image>",
     "<fake_token_around_image>",
@@ -158,6 +175,7 @@ PLACEHOLDER = {
     "pixtral": "[IMG]",
     "mistral3": "[IMG]",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 
 
@@ -195,6 +213,9 @@ NAMES: dict[str, dict[str, str]] = {
         "multi_modal_projector.": "model.multi_modal_projector.",
     },
 }
+
+
+NAMES["qwen2_5_vl"] = NAMES["qwen2_vl"]
 
 
 def _as_transformers(kind: str, weights: dict[str, mx.array]) -> dict[str, mx.array]:

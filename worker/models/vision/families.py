@@ -278,6 +278,12 @@ class Qwen2Family(Family):
         return self.image * (grid[0] * grid[1])
 
 
+class Qwen25Family(Qwen2Family):
+    """Qwen2.5-VL, whose tower attends within windows."""
+
+    module = "qwen2_5_vl"
+
+
 _LFM2_SETTINGS: Final = (
     *("downsample_factor", "encoder_patch_size", "min_image_tokens", "max_image_tokens", "tile_size"),
     *("max_pixels_tolerance", "do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail"),
@@ -293,4 +299,5 @@ FAMILIES: Final[dict[str, type[Family]]] = {
     "lfm2_vl": Lfm2Family,
     "lfm2-vl": Lfm2Family,
     "qwen2_vl": Qwen2Family,
+    "qwen2_5_vl": Qwen25Family,
 }

@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: By `model_type`: the architecture of the language model, unless config.json names it.
-LANGUAGE: Final = {"idefics3": "llama", "smolvlm": "llama", "lfm2_vl": "lfm2", "qwen2_vl": "qwen2"}
+LANGUAGE: Final = {
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "lfm2_vl": "lfm2",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+}
 #: How transformers and mlx-vlm name its weights, and how mlx-lm does. All other weights are the tower's.
 _NAMES: Final = {
     "model.text_model.": "model.",
