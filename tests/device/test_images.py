@@ -68,6 +68,9 @@ class Seeing(NamedTuple):
         for _ in range(num):
             ids = _array([*tokens.ids(), *found])
             more: dict[str, Any] = {} if places is None else {"position_ids": places}
+            if (deep := getattr(features, "deepstack_visual_embeds", None)) is not None:
+                masked = ids == self.loaded.sight.eyes.image_token
+                more |= {"visual_pos_masks": masked, "deepstack_visual_embeds": deep}
             logits = self.direct.language_model(ids, inputs_embeds=rows, **more).logits[0, -1]
             if places is not None:
                 after = mx.zeros_like(places[..., :1]) + places.max() + 1
@@ -399,12 +402,15 @@ def test_a_tower_that_runs_layer_by_layer_gives_the_same_bits(seeing, kind) -> N
     sight = seen.loaded.sight
     for view in sight.eyes.views(picture(1, 50, 40)):
         *layers, rows = sight.tower.stages(view)
-        assert len(layers) == (1 if kind == "llava" else 2), "LLaVA uses the last but one layer"
+        num = {"llava": 1, "qwen3_vl": 3 + 2}  # LLaVA uses the last but one layer; Qwen3-VL merges twice more
+        assert len(layers) == num.get(kind, 2)
         for layer in layers:
             mx.eval(layer)
         arrays = {name: mx.array(array) for name, array in view.arrays.items()}
         tokens = _array([sight.eyes.image_token] * view.num_rows)
-        assert mx.array_equal(rows, seen.direct.get_input_embeddings(tokens, **arrays).inputs_embeds[0])
+        features = seen.direct.get_input_embeddings(tokens, **arrays)
+        deep = getattr(features, "deepstack_visual_embeds", None) or []
+        assert mx.array_equal(rows, mx.concatenate([features.inputs_embeds[0], *deep], axis=-1))
 
 
 async def test_an_answer_waits_for_one_layer_of_the_tower_at_most(seeing, open_process, monkeypatch) -> None:
@@ -483,6 +489,7 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
         "smolvlm": "SmolVLMProcessor",
         "qwen2_vl": "Qwen2VLProcessor",
         "qwen2_5_vl": "Qwen2_5_VLProcessor",
+        "qwen3_vl": "Qwen3VLProcessor",
     }
     hf = PreTrainedTokenizerFast(
         tokenizer_file=str(seen.folder / "tokenizer.json"),

@@ -122,6 +122,27 @@ CONFIGS["qwen2_5_vl"] = {
         "fullatt_block_indexes": [1],
     },
 }
+CONFIGS["qwen3_vl"] = {
+    "text_config": {
+        **_TEXT,
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+        "tie_word_embeddings": False,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 32,
+        "num_heads": 4,
+        "patch_size": 4,
+        "in_channels": 3,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
 FAMILIES = [*CONFIGS]
 #: Heads of a size that can be quantised.
 CONFIGS["wide"] = {
@@ -153,7 +174,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "max_tiles": 4,
     },
 }
-PROCESSORS["qwen2_5_vl"] = PROCESSORS["qwen2_vl"]
+PROCESSORS["qwen2_5_vl"] = PROCESSORS["qwen3_vl"] = PROCESSORS["qwen2_vl"]
 _MARKS = (
     "<image>",
     "<fake_token_around_image>",
@@ -176,6 +197,7 @@ PLACEHOLDER = {
     "mistral3": "[IMG]",
     "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 
 
@@ -216,6 +238,11 @@ NAMES: dict[str, dict[str, str]] = {
 
 
 NAMES["qwen2_5_vl"] = NAMES["qwen2_vl"]
+NAMES["qwen3_vl"] = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.visual.",
+}
 
 
 def _as_transformers(kind: str, weights: dict[str, mx.array]) -> dict[str, mx.array]:

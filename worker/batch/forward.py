@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from . import cpu, ring_attention
 from .attention import THEIR_ATTENTION, Attention
-from .image_rows import embedded
+from .image_rows import added, embedded
 from .parts import OwnPart, of_one_session
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class _LayerView:
         self._parts = parts
         self._ends = ends
         self.offset = offset
+        self.added: mx.array | None = None  # to the layer's output, by layers of models that see
 
     def make_mask(self, num_tokens: int, **options: Any) -> _Masks:
         """Make one mask per part. `num_tokens`, always 1 here, is ignored: parts know how many they have."""
@@ -188,7 +189,10 @@ class Forward:
         if any(piece.images is not None for piece in pieces):
             starts = [0, *ends][num_parts:-1]
             images = [(start, piece.images) for start, piece in zip(starts, pieces, strict=True)]
-            options["input_embeddings"] = embedded(self._model, tokens, images)[:, None]
+            embeddings = embedded(self._model, tokens, images)
+            options["input_embeddings"] = embeddings[:, None]
+            for view, more in zip(views, added(embeddings, images), strict=False):
+                view.added = more[:, None]
         if self._selected is None:
             outputs = model(tokens[:, None], cache=views, **options)[chosen]
         else:

@@ -191,9 +191,9 @@ def load(
     if not isinstance(sight, str):
         weights += sight.tower.weights
         if sight.tower.family.axes:
-            from .vision.sectioned_rope import use_sections  # imports MLX
+            from .vision import language_parts  # imports MLX
 
-            use_sections(model, sight.tower.family.axes)
+            language_parts.patch(model, sight.tower.family.axes, sight.tower.family.num_deep)
     if not lazy:
         _evaluate(weights, progress)
     vocab_size = text_config(config).get("vocab_size") or tokenizer.vocab_size

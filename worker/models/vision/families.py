@@ -43,8 +43,10 @@ class Family:
     processor_class: tuple[str, str]
     #: The last layer of the tower that is used, counted from the end.
     last_layer: int = -1
-    #: For each rotary frequency, the position that turns it: time 0, height 1, width 2; see `sectioned_rope`.
+    #: For each rotary frequency, the position that turns it: time 0, height 1, width 2; see `language_parts`.
     axes: Sequence[int] = ()
+    #: How many layers of the language model get further rows of an image (DeepStack).
+    num_deep: int = 0
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Take a model's config.json and its processor's settings; raises anything if they do not fit."""
@@ -284,6 +286,19 @@ class Qwen25Family(Qwen2Family):
     module = "qwen2_5_vl"
 
 
+class Qwen3Family(Qwen2Family):
+    """Qwen3-VL, whose sections of frequencies take turns, and whose first layers get rows too."""
+
+    module = "qwen3_vl"
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        _, height, width = (self.axes.count(axis) for axis in range(3))
+        turns = ((i, i % 3) for i in range(len(self.axes)))
+        self.axes = [axis if i < 3 * (0, height, width)[axis] else 0 for i, axis in turns]
+        self.num_deep = len(self.vision["deepstack_visual_indexes"])
+
+
 _LFM2_SETTINGS: Final = (
     *("downsample_factor", "encoder_patch_size", "min_image_tokens", "max_image_tokens", "tile_size"),
     *("max_pixels_tolerance", "do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail"),
@@ -300,4 +315,5 @@ FAMILIES: Final[dict[str, type[Family]]] = {
     "lfm2-vl": Lfm2Family,
     "qwen2_vl": Qwen2Family,
     "qwen2_5_vl": Qwen25Family,
+    "qwen3_vl": Qwen3Family,
 }

@@ -18,6 +18,7 @@ LANGUAGE: Final = {
     "lfm2_vl": "lfm2",
     "qwen2_vl": "qwen2",
     "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
 }
 #: How transformers and mlx-vlm name its weights, and how mlx-lm does. All other weights are the tower's.
 _NAMES: Final = {

@@ -57,13 +57,21 @@ class Tower:
     def stages(self, view: View) -> list[mx.array]:
         """Build a view's rows, (`num_rows`, hidden size), as the last of arrays that are not evaluated.
 
+        Behind each row are its further ones, one for each of the family's deep layers.
+
         The arrays before them are the layers' outputs. Evaluated in order, none takes longer than a layer,
         and the rows have the same bits as if evaluated at once.
         """
         tokens = mx.full((1, view.num_rows), self._token)
         arrays = {name: mx.array(array) for name, array in view.arrays.items()}
         self._outputs.clear()
-        rows: mx.array = self._model.get_input_embeddings(tokens, **arrays).inputs_embeds[0]
+        if self.family.num_deep:  # mlx-vlm would evaluate them at once
+            tower = self._model.vision_tower
+            pixels = arrays["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
+            first, deep = tower(pixels, arrays["image_grid_thw"])
+            rows = mx.concatenate([first, *deep], axis=-1)
+        else:
+            rows = self._model.get_input_embeddings(tokens, **arrays).inputs_embeds[0]
         used = self._outputs[: len(self._outputs) + 1 + self.family.last_layer]
         self._outputs.clear()
         return [*used, rows]

@@ -1,4 +1,7 @@
-"""Rotates by three positions a token: multimodal rotary positions (M-RoPE). Device thread only."""
+"""Parts of a language model that images need: rotary positions in three (M-RoPE), rows for several layers.
+
+Nothing of an image is kept in them: positions and rows come with the caches of a pass. Device thread only.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,20 @@ class SectionedRope(Module):
         return mx.where(self._axes == 0, time, mx.where(self._axes == 1, height, width))
 
 
-def use_sections(model: Any, axes: Sequence[int]) -> None:
-    """Make the layers of a language model rotate by three positions."""
+def patch(model: Any, axes: Sequence[int], num_deep: int) -> None:
+    """Make the layers of a language model rotate by three positions, and the first `num_deep` add rows."""
     for layer in model.layers:
         layer.self_attn.rope = SectionedRope(layer.self_attn.rope, axes)
+    for layer in model.layers[:num_deep]:
+        layer.__class__ = _adding(type(layer))
+
+
+def _adding(kind: Any) -> Any:
+    """Return a layer's class that adds the rows `added` of its cache to its output (DeepStack)."""
+
+    def call(self: Any, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        output: mx.array = kind.__call__(self, x, mask, cache)
+        added = getattr(cache, "added", None)
+        return output if added is None else output + added
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
