@@ -275,6 +275,20 @@ async def test_pictures_of_as_many_tokens_in_other_shapes_get_their_own_answers(
             assert found == seen.answer(tokens, some, 6)[0]
 
 
+async def test_answers_in_a_pool_go_on_at_the_positions_of_their_images(seeing, open_process) -> None:
+    seen, images = seeing("qwen2_vl"), [picture(i, 20 + 10 * i, 20) for i in range(4)]
+    asked = [seen.prompt("@?", image) for image in images]
+    read = Reader(seen, *images)
+    async with open_process(seen) as process:
+        for tokens, name in zip(asked, "abcd", strict=True):
+            await run(process, tokens, 0, read, name=name)
+        turns = [
+            run(process, tokens, 40, read, name=name) for tokens, name in zip(asked, "abcd", strict=True)
+        ]
+        for tokens, image, (_, found) in zip(asked, images, await asyncio.gather(*turns), strict=True):
+            assert found == seen.answer(tokens, (image,), 40)[0]
+
+
 @pytest.mark.parametrize("cut", [0, 5, 12])
 def test_positions_are_those_of_a_session_that_ends_anywhere(seeing, cut) -> None:
     """Of two images and a text behind each, as mlx-vlm gives them."""
