@@ -104,6 +104,11 @@ class Batch:
         return self.speculation.has_drafters
 
     @property
+    def takes_positions(self) -> bool:
+        """Whether tokens may have other rotary positions than their numbers in the session."""
+        return self._run.takes_positions
+
+    @property
     def rows(self) -> tuple[Row, ...]:
         """The running answers, in the order of their first tokens."""
         return tuple(self._rows)
@@ -284,7 +289,9 @@ class Batch:
         for row in rows:
             if row.caches is not None:
                 draft = fitted.get(row, [])
-                parts.append(OwnPart(row.caches, row.num_cached + num_ahead, 1 + len(draft)))
+                start, num = row.num_cached + num_ahead, 1 + len(draft)
+                positions = range(start + row.shift, start + row.shift + num)
+                parts.append(OwnPart(row.caches, start, num, positions))
                 drafts.append((row, draft))
         return drafts, parts
 

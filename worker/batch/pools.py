@@ -82,7 +82,8 @@ class Pools(CommonKv):
             if pooled:
                 lengths = [row.num_cached + num_ahead for row in pooled]
                 num_each = 1 + len(drafts.get(pooled[0], ()))
-                found.append((pool.part([*map(self._slot, pooled)], lengths, num_each), pooled))
+                shifts = [row.shift for row in pooled]
+                found.append((pool.part([*map(self._slot, pooled)], lengths, num_each, shifts), pooled))
         return found
 
     def caches(self, row: Row) -> list[Any]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from .image_rows import ImageRows
     from .parts import Part
+    from .plane import Position
     from .row_sampler import DrawnToken, RowSampler
     from .slots import Form
 
@@ -36,8 +37,9 @@ class Row:
     first `num_cached` tokens of the session have KV: in `caches`, or, if `caches` is None, in the batch's
     `CommonKv`. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if the
     logits were finite. `num_left` counts the tokens that the answer may still get. `most_held` is the most
-    tokens whose KV is stored at a time, if the session has a window. A drafter may reuse its state of the row
-    for later rows of the same `session`, unless `session` is None.
+    tokens whose KV is stored at a time, if the session has a window. Rotary positions of the row's tokens are
+    their numbers in the session plus `shift`. A drafter may reuse its state of the row for later rows of the
+    same `session`, unless `session` is None.
     """
 
     caches: list[Any] | None
@@ -48,6 +50,7 @@ class Row:
     most_held: int = sys.maxsize
     drawn: list[DrawnToken] = field(default_factory=list)
     is_sound: bool = True
+    shift: int = 0
     session: Hashable = None
     form: Form | None = None  # decides which pools can hold the row
 
@@ -80,7 +83,7 @@ class PrefillPiece:
 
     A piece with a `row` ends the prompt, and the row's first token is drawn from the logits of its last
     token. An `embedding` receives the vector of the piece's last token. `images` are the input embeddings of
-    tokens that belong to images.
+    tokens that belong to images. Rotary `positions` are the tokens' numbers in the session, unless given.
     """
 
     caches: list[Any]
@@ -89,6 +92,7 @@ class PrefillPiece:
     row: Row | None = None
     embedding: Embedding | None = None
     images: ImageRows | None = None
+    positions: Sequence[Position] | None = None
 
     @property
     def has_output(self) -> bool:
@@ -102,7 +106,12 @@ class PrefillPiece:
 
 
 class Pass(Protocol):
-    """Runs a forward pass of a model over tokens of many sessions."""
+    """Runs a forward pass of a model over tokens of many sessions.
+
+    If it `takes_positions`, tokens may have other rotary positions than their numbers in the session.
+    """
+
+    takes_positions: bool
 
     def __call__(
         self,

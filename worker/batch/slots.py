@@ -182,12 +182,12 @@ class Pool:
             buffer.grow(num_more)
         self._used += [False] * num_more
 
-    def part(self, slots: list[int], lengths: list[int], num_each: int = 1) -> PoolPart:
+    def part(self, slots: list[int], lengths: list[int], num_each: int, shifts: list[int]) -> PoolPart:
         """Return the part for a pass over `num_each` tokens of each slot; the slots hold `lengths` tokens.
 
-        `slots` are ascending. With rings, `num_each` must be 1.
+        `slots` are ascending. With rings, `num_each` must be 1. `shifts` are those of the rows (`Row.shift`).
         """
-        return PoolPart(self._keys, self._values, self._rings, slots, lengths, num_each)
+        return PoolPart(self._keys, self._values, self._rings, slots, lengths, num_each, shifts)
 
 
 class PoolPart:
@@ -201,8 +201,12 @@ class PoolPart:
         slots: list[int],
         lengths: list[int],
         num_each: int,
+        shifts: list[int],
     ) -> None:
-        self.offsets = [length + i for length in lengths for i in range(num_each)]
+        self._offsets = [length + i for length in lengths for i in range(num_each)]
+        self.positions = [
+            length + shift + i for length, shift in zip(lengths, shifts, strict=True) for i in range(num_each)
+        ]
         self._num_each = num_each
         self._keys, self._values, self._rings = keys, values, rings
         self._slots = mx.array(slots)[:, None]
@@ -216,7 +220,7 @@ class PoolPart:
         spread = [rows.get(self._first + i, 0) for i in range(self._num)]
         self._held = [lengths[row] for row in spread]
         # Each array made from numbers of the host is a copy to the device.
-        self._at = mx.array(self.offsets).reshape(-1, num_each)
+        self._at = mx.array(self._offsets).reshape(-1, num_each)
         self._spread = self._places = None  # the slots are the rows
         if self._num > len(slots):
             self._spread = mx.array(spread)
@@ -245,7 +249,7 @@ class PoolPart:
         if key not in self._ends:
             at = self._at
             if ring is not None:
-                places = [place_of(position, ring.sink, ring.capacity) for position in self.offsets]
+                places = [place_of(position, ring.sink, ring.capacity) for position in self._offsets]
                 at = mx.array(places).reshape(-1, self._num_each)
             first = (self._slots * buffer.heads + mx.arange(buffer.heads)) * buffer.capacity
             self._ends[key] = (first[:, None] + at[:, :, None]).reshape(-1)

@@ -17,6 +17,7 @@ import structlog
 from cache.kv import layers
 from cache.names.errors import LostPastError
 from cache.names.policy import FULL
+from worker.batch import plane
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
@@ -63,6 +64,8 @@ log = structlog.get_logger()
 _MOST_LOST: Final = 3
 #: How many evaluations in a row may report one failure: command buffers in flight report it again.
 _MOST_REPORTS: Final = 8
+#: The image tower's share of the time that answers may stall; prompts get the rest.
+_TOWER_SHARE: Final = 0.5
 
 
 class Runner:
@@ -145,9 +148,10 @@ class Runner:
 
     def _step(self, *, undisturbed: bool) -> float:
         """Choose, run and report a step; then make snapshots while the event loop publishes the tokens."""
+        started_s = time.monotonic()
         pause_s = self._see()
         self._figures.begin()
-        choice = self._chooser.choose()
+        choice = self._chooser.choose(time.monotonic() - started_s)
         self._run_step(choice.step, undisturbed=undisturbed)
         self._give_up(choice)
         step_s = self._figures.step_s
@@ -160,10 +164,10 @@ class Runner:
         return choice.pause_s or pause_s * (not choice.step)
 
     def _see(self) -> float:
-        """Run one view of an image; return how many seconds to wait before the next one: mostly 0."""
+        """Run layers of the image tower; return how many seconds to wait before the next ones: mostly 0."""
         if not self._vision.is_pending:
             return 0.0
-        ready, failed, pause_s = self._vision.step()
+        ready, failed, pause_s = self._vision.step(self._prefill_budget.stall_s * _TOWER_SHARE)
         for turn in ready:
             self._guarded(turn, self._schedule)
         for turn, error in failed.items():
@@ -428,12 +432,14 @@ class Runner:
                 num_cached=end,
                 num_left=turn.num_left,
                 most_held=request.policy.num_held(sys.maxsize),
+                shift=plane.shift_after(context.spans),
                 session=request.key,
             )
         self._paging.begin_piece(turn)
         embedding = request.embedding if end == request.target else None
         tokens, images = context.ids(start, end).tolist(), self._vision.rows(turn, start, end)
-        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images)
+        positions = plane.positions(context.spans, start, end) if context.spans else None
+        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images, positions)
 
     def _prefilled(self, turn: DeviceTurn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.

@@ -121,6 +121,15 @@ def _no_window(model: Any, batch: Batch) -> str | None:
     return None
 
 
+def _blindness(model: Any, sight: Sight, batch: Batch) -> str | None:
+    """Return why a model cannot see although it has a tower; None if it can."""
+    if not takes_rows(model):
+        return "the worker's language model takes no input embeddings, so it cannot see images"
+    if sight.tower.family.axes and not batch.takes_positions:
+        return "the worker's language model takes no positions for images, so it cannot see them"
+    return None
+
+
 class ServedModel:
     """A loaded model, the batch that runs it, and the sizes and snapshot layout of its KV."""
 
@@ -150,8 +159,8 @@ class ServedModel:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         #: What the model sees with, or why it cannot see.
         self.sight: Sight | str = loaded.sight
-        if not isinstance(self.sight, str) and not takes_rows(loaded.model):
-            self.sight = "the worker's language model takes no input embeddings, so it cannot see images"
+        if not isinstance(self.sight, str):
+            self.sight = _blindness(loaded.model, self.sight, self.batch) or self.sight
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
 

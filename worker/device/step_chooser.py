@@ -88,8 +88,8 @@ class StepChooser:
             factor = measured_bytes / (choice.scratch_bytes / self._factor + choice.growth_bytes)
             self._factor = min(max(factor, 1 + (self._factor - 1) * _KEPT, 1.0), _MOST_FACTOR)
 
-    def choose(self) -> ChosenStep:
-        """Choose the next step.
+    def choose(self, spent_s: float = 0.0) -> ChosenStep:
+        """Choose the next step; answers have already stalled for `spent_s` since the last one.
 
         If no step fits into memory, idle sessions are dropped first, then prompts run in smaller pieces, then
         prompts wait until the running answers end. If no answer runs, one prompt continues alone.
@@ -97,7 +97,7 @@ class StepChooser:
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))
         num_rows = len(self._scheduler.decoding)
-        budget = self._prefill_budget.budget(num_rows)
+        budget = self._prefill_budget.budget(num_rows, spent_s)
         while True:
             step = self._scheduler.next(budget)
             ready = [(turn, num) for turn, num in step.prefill if not self._cutter.is_behind(turn, num)]

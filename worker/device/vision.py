@@ -1,9 +1,9 @@
 """Gives turns the rows of their images: keeps rows, and runs the tower for missing ones. Device thread only.
 
 A turn whose prompt has images without KV waits here until all their rows are known. The event loop reads and
-processes their files (`ImageRequest`), one at a time for each turn. The tower runs one view of an image at a
-time, between two steps of the other turns. Rows are kept by the images' fingerprints, the least recently used
-ones are dropped first; a turn keeps its rows until its prompt is done.
+processes their files (`ImageRequest`), one at a time for each turn. Between two steps of the other turns, one
+layer of the tower runs, or a few short ones. Rows are kept by the images' fingerprints, the least recently
+used ones are dropped first; a turn keeps its rows until its prompt is done.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ PATIENCE_S: Final = 2.0
 
 @dataclass(slots=True)
 class _Image:
-    """An image that the tower is at work on: its views that are left, and the rows of the others."""
+    """An image that the tower is at work on.
+
+    `views` are left to do, the first of them by its `stages`; `rows` are those of earlier views.
+    """
 
     views: deque[View]
+    stages: deque[mx.array] = field(default_factory=deque)
     rows: list[mx.array] = field(default_factory=list)
 
 
@@ -120,26 +124,33 @@ class Vision:
             self._images.setdefault(fingerprint, _Image(deque(views)))
         self._ask(turn)
 
-    def step(self) -> tuple[list[DeviceTurn], dict[DeviceTurn, Exception], float]:
-        """Run one view of an image.
+    def step(self, most_s: float) -> tuple[list[DeviceTurn], dict[DeviceTurn, Exception], float]:
+        """Run a layer for one view of an image, and further ones until `most_s` seconds have passed.
 
         Returns the turns that now have all their rows, the turns whose image failed, and how many seconds to
         wait before the next call: mostly 0.
         """
         name = min(self._images, key=lambda name: min(map(_order, self._waiting(name))))
         image = self._images[name]
+        until_s = time.monotonic() + most_s
         try:
             if not self._has_room(image.views[0].num_patches):
                 return [], {}, 0.01
-            rows = self._seeing().tower.rows(image.views[0])
-            mx.eval(rows)
+            image.stages = image.stages or deque(self._seeing().tower.stages(image.views[0]))
+            while True:
+                done = image.stages.popleft()
+                mx.eval(done)
+                if not image.stages or time.monotonic() >= until_s:
+                    break
         except Exception as error:  # whatever MLX or a model raises
             if machine.loses_kv(error):
                 raise
             log.exception("an image failed on the device")
             del self._images[name]
             return [], dict.fromkeys(self._waiting(name), error), 0.0
-        image.rows.append(rows)
+        if image.stages:
+            return [], {}, 0.0
+        image.rows.append(done)
         image.views.popleft()
         if image.views:
             return [], {}, 0.0
@@ -219,13 +230,12 @@ class Vision:
 def view_bytes(family: Family, num_patches: int) -> int:
     """Estimate the bytes of temporary arrays while the tower of a family runs a view.
 
-    Counts each layer's output, which mlx-vlm keeps, and a mask between all patches.
+    Counts a mask between all patches. Outputs of earlier layers are freed as the layers are evaluated.
     """
     shape, device = shape_of(family.vision), machine.profile()
     fused, kept = shape.fuses(device.fused_head_dims), device.kept_layers
     step = Estimator(shape, 0, 0, KvSize(0), kept, fused, kept_layers=kept)
-    outputs = (int(family.vision["num_hidden_layers"]) + 1) * num_patches * shape.hidden
-    return step.scratch_bytes(0, [(num_patches, num_patches)]) + 4 * (outputs + 2 * num_patches**2)
+    return step.scratch_bytes(0, [(num_patches, num_patches)]) + 4 * 2 * num_patches**2
 
 
 def reserved_bytes(family: Family, limit_bytes: int) -> int:

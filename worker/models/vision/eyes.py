@@ -93,7 +93,8 @@ class Eyes:
             num += 1
             if (image := next(rest, None)) is not None:
                 at = len(found)
-                spans.append(ImageSpan(at + image.start, at + image.end, image.fingerprint))
+                columns = image.grid[-1] if self._family.is_plane else 0
+                spans.append(ImageSpan(at + image.start, at + image.end, image.fingerprint, columns))
                 found.extend(image.tokens)
         if num != len(images):
             raise ImageError(
