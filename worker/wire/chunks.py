@@ -18,6 +18,7 @@ from turnkeep_client.messages import Chunk, decode_chunk, encode
 from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, pause_after
 from .fence import OVERTAKEN, FencedError, check_server
 from .overwriting import overwrite
+from .written import answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -188,20 +189,21 @@ class AnswerChunks:
                 pause_s = min(pause_s * 2, MAX_BACKOFF_S)
                 continue
             if is_first:
-                await self._check_not_forgotten(stored, seq)
+                await self._check_not_forgotten(key, stored, seq)
             return stored
 
-    async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
-        """If the request has left the log, delete the answer's first message and raise `FencedError`.
+    async def _check_not_forgotten(self, key: SessionKey, chunk_seq: int, seq: int) -> None:
+        """If the request has left the log, raise `FencedError`; if it was forgotten, also delete the chunk.
 
         Another worker may forget a session while this one begins to answer it. That worker removes requests
-        before chunks: so it will remove every chunk that is stored while the request is still in the log.
-        Or another worker has answered the request some time ago.
+        first, then results, then chunks: so it will remove every chunk that is stored while the request or
+        its result is still in the log. With a result, another worker has continued the answer.
         """
         if self._is_alone() or not await self._is_gone(seq):
             return
-        with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
-            await overwrite(self._js, self._subjects.token_stream, chunk_seq)
+        if not await self._is_answered(key, seq):
+            with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
+                await overwrite(self._js, self._subjects.token_stream, chunk_seq)
         raise FencedError("the request was answered, or its session forgotten")
 
     async def _last_chunk(
@@ -258,6 +260,16 @@ class AnswerChunks:
     async def _is_gone(self, seq: int) -> bool:
         """Return whether a request was removed from the log."""
         return await self._reads.get(self._subjects.log_stream, seq) is None
+
+    async def _is_answered(self, key: SessionKey, seq: int) -> bool:
+        """Return whether the log has the result of a request."""
+        after, more, subject = seq, 1, self._subjects.of(key, "out")
+        while more:
+            results, more = await self._reads.page(self._subjects.log_stream, subject, after)
+            if any(answers(entry) == seq for entry in results):
+                return True
+            after = results[-1].seq if results else after
+        return False
 
     async def remove(self, key: SessionKey, before: int) -> None:
         """Remove and overwrite the messages of answers to the requests below the sequence `before`.
