@@ -294,3 +294,21 @@ async def test_a_stalled_worker_keeps_its_first_chunk_if_the_request_was_answere
         await publishing
     first = await w.js.get_msg(f"{w.prefix}_tok", subject=f"{w.prefix}.default.s.tok.g", next=True, seq=1)
     assert decode_chunk(first.data or b"").tokens == (70,)
+
+
+@pytest.mark.simulated
+async def test_a_worker_that_resumes_an_answer_takes_its_first_chunk_back_if_its_session_was_forgotten(
+    wire: Start,
+) -> None:
+    """The chunk that it has read is of another stalled worker, which will take that one back."""
+    w = await wire()
+    await w.worker.stop()
+    seq = await w.publish("s", generate("g", text="abc"))
+    subject = f"{w.prefix}.default.s.chunk.g"
+    ack = await w.js.publish(subject, json.dumps({"i": 0, "tokens": [50], "text": "x", "seq": seq}).encode())
+    await w.js.delete_msg(f"{w.prefix}_log", seq)
+    stalled, next_one = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(1, (7,), "y", seq=seq)
+    key = SessionKey("default", "s")
+    with pytest.raises(FencedError):
+        await stalled.chunks.publish(key, "g", next_one, ack.seq, server=stalled.server, resumes=True)
+    assert (await w.js.stream_info(f"{w.prefix}_tok")).state.messages == 1

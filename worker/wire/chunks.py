@@ -122,19 +122,32 @@ class AnswerChunks:
         return Published(chunks, last_seq, has_ended, is_sealed, model, base, first_seq)
 
     async def publish(
-        self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
+        self,
+        key: SessionKey,
+        request_id: str,
+        chunk: Chunk,
+        after: int,
+        *,
+        server: str,
+        base: str = "",
+        resumes: bool = False,
     ) -> int:
         """Publish the next chunk of an answer; return once it is stored, when the server sends it to clients.
 
         `after` is the sequence of the last message of the answer's subject; `base` is the digest of the
-        session before the answer. Returns the chunk's sequence, or 0 if the token stream refuses the chunk.
+        session before the answer. `resumes` says that this is the worker's first chunk, behind those of an
+        earlier worker. Returns the chunk's sequence, or 0 if the token stream refuses the chunk.
         Then publish no later chunks of the answer: the stored chunks must have no gap, so that a worker that
         resumes the answer finds all that clients saw. Raises `FencedError` if another worker has published a
         chunk of the answer after `after`, if all chunks are gone, or if the NATS server process is not
         `server` any more.
         """
+        is_first = chunk.i == 0
+        said = {MODEL_HEADER: self._model, HISTORY_HEADER: base} if is_first else {}
+        headers = {name: value for name, value in said.items() if value}
+        checks = is_first or resumes
         return await self._publish(
-            key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
+            key, request_id, encode(chunk), after, chunk.seq or 0, server, headers, checks=checks
         )
 
     async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
@@ -144,7 +157,8 @@ class AnswerChunks:
         might continue the answer. Stores an empty message. Raises `FencedError` if there is a later chunk,
         or if the NATS server process is not `server` any more.
         """
-        await self._publish(key, request_id, b"", after, seq, server)
+        headers = {SEALED_HEADER: f"{seq} {self._name}"}
+        await self._publish(key, request_id, b"", after, seq, server, headers)
 
     async def _publish(
         self,
@@ -154,18 +168,15 @@ class AnswerChunks:
         after: int,
         seq: int,
         server: str,
+        headers: Mapping[str, str],
         *,
-        base: str = "",
-        is_first: bool = False,
+        checks: bool = False,
     ) -> int:
+        """Store a message of an answer; with `checks`, look then whether its session was forgotten."""
         subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
-        headers = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
-        if is_first:
-            said = {MODEL_HEADER: self._model, HISTORY_HEADER: base}
-            headers |= {name: value for name, value in said.items() if value}
         while True:
             await check_server(self._nc, server)
-            is_first = is_first or not after
+            checks = checks or not after
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
@@ -178,7 +189,7 @@ class AnswerChunks:
                         # A forget may have removed the answer's messages, before this check or after it.
                         if await self._is_gone(seq):
                             raise FencedError("the request was answered, or its session forgotten") from None
-                        is_first = True
+                        checks = True
                         continue
                     stored = after
                 else:
@@ -188,7 +199,7 @@ class AnswerChunks:
                 await pause_after("publishing tokens", error, pause_s)
                 pause_s = min(pause_s * 2, MAX_BACKOFF_S)
                 continue
-            if is_first:
+            if checks:
                 await self._check_not_forgotten(key, stored, seq)
             return stored
 
