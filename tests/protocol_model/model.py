@@ -428,8 +428,9 @@ class Model(NamedTuple):
             return
         last = last_out(session.log)
         owner = session.log[last - 1].by if last else None
-        for members, _ in _beliefs(shared):
-            if owner is not None and owner != w and owner in members:
+        for members, drained in _beliefs(shared):
+            takers = [one for one in members if one not in drained] or members
+            if owner is not None and owner != w and owner in takers:
                 hears = shared.workers[owner].status != DEAD
                 wakes = hears and self.rules.has("a worker that leaves a session wakes its owner")
                 yield ("leave", w), self._ring(left, owner) if wakes else left

@@ -159,13 +159,13 @@ class Owners:
     async def is_elsewhere(self, key: SessionKey) -> bool:
         """Whether another running worker has gone on with a session, as after this one was paused.
 
-        That worker is remembered.
+        That worker is remembered. One that drains counts only while it is at work on the session.
         """
         self.remember(key, "")
         if not self._members.others:
             return False
         if not (boots := await self._busy(key)):
-            owner = await self.logged(key, self._asked())
+            owner = await self.logged(key, self.takers())
             boots = [] if self.is_me(owner.member) or owner.is_free else [owner.member.boot]
         if boots:
             self.remember(key, boots[0])
