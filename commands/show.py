@@ -144,6 +144,8 @@ def _lines(turn: LoggedTurn, inherited: History | None, *, names_model: bool) ->
     head = f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}"
     yield from (click.style(part, bold=True) for part in in_whole_words(head))
     yield from _asked(request)
+    if turn.sent:
+        yield from _said("not a valid request", turn.sent)
     if inherited:
         yield from _inherited(inherited)
     if isinstance(turn.result, Generated):
@@ -207,7 +209,7 @@ def _cost(turn: LoggedTurn) -> str:
     """Return a line with a request's result and cost."""
     match turn.result:
         case None:
-            return "no result yet" if turn.request else "not a valid request"
+            return "no result yet"
         case result if result.repeat_of is not None:
             return f"repeats the request at {result.repeat_of}"
         case Failed(code=code, message=message):

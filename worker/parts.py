@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from cache.store import Store
     from turnkeep_client.messages import Metrics, Model
-    from turnkeep_client.subjects import Subjects
+    from turnkeep_client.subjects import SessionKey, Subjects
     from worker.cluster.members import Members
     from worker.engine.engine import Engine
     from worker.models.model import LoadedModel
@@ -215,7 +215,7 @@ class Parts:
             reading=Rotation(_MAX_READINGS),
             ack=self.intake.ack,
             is_elsewhere=owners.is_elsewhere,
-            give_back=self.intake.give_back,
+            hand_over=self._hand_over,
             erase_elsewhere=owners.erase,
             erasures=self.erasures,
             directory=members.me.directory,
@@ -226,6 +226,9 @@ class Parts:
             build=self._describe(loaded),
             traces=ground.traces,
         )
+
+    async def _hand_over(self, key: SessionKey) -> None:
+        await self.routing.hand_over(key)  # which is built after the sessions, as it wakes them
 
     def _limits(self, fold: Fold) -> RequestLimits:
         model_start, constants = self.ground.model, self.ground.constants

@@ -185,7 +185,7 @@ def _calls(calls: Iterable[ToolCall | Called]) -> tuple[ShownCall, ...]:
 
 def _note(request: Request | None, result: Result | None) -> str:
     match request, result:
-        case None, _:
+        case None, None:
             return "not a valid request"
         case _, Failed(code="context_exceeded", message=message):
             return (

@@ -222,6 +222,21 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     assert not ended(first), "once, though its record is there for two seconds"
 
 
+async def test_a_worker_that_is_back_under_its_name_before_its_end_is_noticed_is_reported_gone_once(members):
+    """Else nobody takes the sessions that it had and that belong to other workers."""
+    first, dead, back = await members("a", "one"), await members("b", "two"), await members("b", "two")
+    await first.join()
+    await dead.join()
+    kill(dead)
+    await dead._nc.close()
+    await back.join()
+    async with asyncio.timeout(1.0):
+        gone = await first.gone()
+    assert (gone.boot, first.others["b"].boot) == (dead.me.boot, back.me.boot)
+    await asyncio.sleep(1.0)
+    assert (ended(first), first.others["b"].boot) == ([], back.me.boot)
+
+
 @pytest.mark.parametrize("killed", ["d", "bcd", "bcdefghijklmn"])
 async def test_all_other_workers_miss_neighbours_that_die_together_within_a_second(members, killed):
     """Each pings only the next two; the others are told, or look as soon as a neighbour is silent."""

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 from raw_wire import Start, Wire, append, generate
 
+from ops.log.conversation import conversation
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.messages import Failed
+from turnkeep_client.session_log import read
+from turnkeep_client.subjects import SessionKey
 
 pytestmark = pytest.mark.simulated
 
@@ -336,6 +340,23 @@ async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
     assert again == refused | {"seq": again["seq"], "repeat_of": refused["seq"]}
     assert await w.position("s") == first["position"]
     await check_goes_on(w, "s")
+
+
+async def test_what_an_invalid_request_was_is_known_once_it_is_only_in_its_result(wire: Start) -> None:
+    w = await wire()
+    sent = [b"{no json", b'"\xff', b'"a"', b"x" * 5000, b"[" * 5000, b'{"type":"generate","id":"a","max":1}']
+    seqs = [await w.publish("s", body) for body in sent]
+    for seq in seqs:
+        assert (await w.result(seq))["code"] == "invalid_request"
+        await w.js.delete_msg(f"{w.prefix}_log", seq)
+    turns = [*conversation(await read(w.worker.client.stored, SessionKey("default", "s")))]
+    texts = [body[:1024].decode(errors="replace") for body in sent]
+    assert [(turn.seq, turn.request, turn.sent) for turn in turns] == [
+        (seq, None, text) for seq, text in zip(seqs, texts, strict=True)
+    ]
+    assert all(isinstance(turn.result, Failed) for turn in turns)
+    await w.worker.stop()
+    await check_goes_on(await wire(), "s")
 
 
 async def test_five_copies_of_a_request_published_at_once_run_once(wire: Start) -> None:

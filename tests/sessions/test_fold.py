@@ -293,7 +293,7 @@ class World:
             asides=self.tasks,
             ack=self._release,
             is_elsewhere=nothing,
-            give_back=nothing,
+            hand_over=nothing,
             erase_elsewhere=alone,
             reading=Rotation(2),
             shares=Shares(4),

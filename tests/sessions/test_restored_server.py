@@ -21,6 +21,7 @@ from tests.simulation.world import Server as World
 from turnkeep_client.messages import decode_result
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.app import WorkerError
+from worker.cluster.owners import Owners
 from worker.process.concurrency import background
 from worker.sessions.session_log import FencedLog
 from worker.wire.consistent_reads import StoredMessage
@@ -155,6 +156,36 @@ async def test_a_request_whose_result_the_server_loses_before_the_ack_is_answere
         while not lost:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     await answered_again(server)
+
+
+@pytest.mark.simulated
+async def test_a_session_that_a_worker_leaves_to_another_one_is_answered_although_nothing_delivers_it(
+    quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has lost a result and kept the ack; the session's worker was away when it was looked for."""
+    found, is_back, is_elsewhere = asyncio.Event(), asyncio.Event(), Owners.is_elsewhere
+
+    async def late(owners: Owners, key: SessionKey) -> bool:
+        found.set()
+        await is_back.wait()
+        return await is_elsewhere(owners, key)
+
+    monkeypatch.setattr(Owners, "is_elsewhere", late)
+    first = await quiet_wire(worker="first", ack_wait_s=1.0)
+    await first.send("s", append("a"))
+    second = await quiet_wire(worker="second", ack_wait_s=1.0)
+    await first.worker.stop()
+    asked = await second.publish("s", append("b"))
+    await second.result(asked)
+    await asyncio.sleep(1.0)  # until the ack is there
+    lose(server, asked)
+    await asyncio.wait_for(found.wait(), 20)
+    await quiet_wire(worker="first", ack_wait_s=1.0)
+    await asyncio.sleep(5.0)  # it has taken over all sessions that no worker is at work on
+    is_back.set()
+    async with asyncio.timeout(20):
+        while len(server.jetstream.streams["turnkeep_log"].matching("turnkeep.default.s.out")) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
 
 
 async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_search() -> None:

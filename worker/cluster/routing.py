@@ -297,6 +297,15 @@ class Routing:
                 returned = msgspec.json.decode(answer or b"[]", type=list[int])
                 self._intake.note_unbegun({seq: requests[seq] for seq in returned})
 
+    async def hand_over(self, key: SessionKey) -> None:
+        """Return a session's deliveries, and wake the session at its worker.
+
+        The server may have none to deliver there: it can lose a result and keep the request's ack.
+        """
+        await self._intake.give_back(key)
+        if (entry := await self._journal.last(key, "in")) is not None:
+            await self.wake(_lost(key, entry))
+
     async def wake(self, delivery: Delivery) -> None:
         """Wake the session of an undelivered request: at its worker, or here if it belongs to no other."""
         member = (await self._owners.owner(delivery.key)).member

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 #: Bodies that are longer than this are not kept in memory beside the request.
 _LONG: Final = 2**17
+#: How many bytes of an invalid body its result has.
+_INVALID: Final = 2**10
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +38,8 @@ class PendingRequest:
     invalid: InvalidMessageError | None
     #: When the log stored the request.
     stored: datetime
-    #: The request as it was sent, empty if it is long; and its headers that Turnkeep's clients have set.
+    #: The request as it was sent, empty if it is long, cut if it is invalid; and its headers that Turnkeep's
+    #: clients have set.
     body: bytes = b""
     own_headers: Mapping[str, str] = field(default_factory=dict)
     received_s: float = field(default_factory=monotonic)
@@ -125,7 +128,9 @@ def pending_at(entry: StoredMessage) -> PendingRequest:
     except InvalidMessageError as error:
         # Its frames have the body, and in a circle the request: they would wait for the garbage collector.
         error.__cause__ = error.__context__ = None
-        return PendingRequest(entry.seq, None, error.with_traceback(None), entry.stored)
+        return PendingRequest(
+            entry.seq, None, error.with_traceback(None), entry.stored, entry.body[:_INVALID]
+        )
 
 
 def asked_at(seq: int, asked: Asked, body: bytes) -> PendingRequest:

@@ -151,7 +151,7 @@ class ServedSession:
                     log.warning("another worker has taken this session over", why=str(error))
                     self.forget()
                     self.log.unring()
-                    await self.services.give_back(self.key)
+                    await self.services.hand_over(self.key)
                     if not self.log.has_work:  # else a delivery came meanwhile
                         return
                 else:

@@ -252,7 +252,7 @@ class FencedLog:
     def take_last(self) -> tuple[PendingRequest, Result] | None:
         """Return the request and the result that was read last, once."""
         last = self.record.take_last()
-        if last is None or last[0] is None:  # it answers an invalid request
+        if last is None or last[0] is None:  # it is a long request, which is gone
             return None
         return last[0], last[1]
 
@@ -483,7 +483,8 @@ class FencedLog:
         if self._attachments.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._attachments.link)
         if result.repeat_of is not None:
-            if outcome.first and (asked := await self._asked(pending)):
+            if outcome.first:
+                asked = await self._asked(pending)
                 repeat = encode_repeat(outcome.first, asked, seq=pending.seq, repeat_of=result.repeat_of)
                 return repeat, headers
         elif isinstance(result, Opened) and result.parent:
@@ -496,13 +497,13 @@ class FencedLog:
             if len(packed) > self._services.limits.most_input:
                 headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
                 result = replace(result, change=replace(result.change, input=""))
-        asked = await self._asked(pending)
-        return encode_answer(result, asked) if asked else encode(result), headers
+        return encode_answer(result, await self._asked(pending)), headers
 
-    async def _asked(self, pending: PendingRequest) -> Asked | None:
-        """Return a request as its result has it; store a long one first. None for an invalid one."""
-        if pending.request is None:
-            return None
+    async def _asked(self, pending: PendingRequest) -> Asked:
+        """Return a request as its result has it; store a long one first."""
+        if pending.request is None:  # perhaps no JSON, or none that a reader could decode
+            sent = msgspec.json.encode(pending.body.decode(errors="replace"))
+            return Asked(stored=pending.stored, request=msgspec.Raw(sent))
         if isinstance(pending.request, Close):  # short, since whoever removes sessions reads no links
             return Asked(stored=pending.stored, request=msgspec.Raw(encode(pending.request)))
         headers = dict(pending.own_headers)

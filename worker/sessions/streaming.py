@@ -62,6 +62,7 @@ class AnswerStream:
         # No chunk is older than the request.
         self._said_s = min(pending.stored.timestamp(), time())
         self._first_seq, self._last_seq = published.first_seq, published.last_seq
+        self._resumes = bool(published.chunks)
         self._is_heard = True
         self._lock = Lock(fast_acquire=True)
 
@@ -113,8 +114,12 @@ class AnswerStream:
         if self._is_heard:
             pending = self._pending
             seq = await self._chunks.publish(
-                self._key, pending.id or "", chunk, self._last_seq, server=pending.server, base=self._base
+                *(self._key, pending.id or "", chunk, self._last_seq),
+                server=pending.server,
+                base=self._base,
+                resumes=self._resumes,
             )
+            self._resumes = False
             self._is_heard, self._last_seq = seq > 0, seq or self._last_seq
             self._first_seq = self._first_seq if chunk.i else seq
 

@@ -60,12 +60,12 @@ export interface Appended {
 /**
  * The request that a result answers, and the time at which the log stored the request.
  *
- * Each result has it in the field `asked`, if its request was valid JSON of a known type; `decode_asked` reads
- * it. So the results of a session, in their order, say all that happened in it.
+ * Each result has it in the field `asked`; `decode_asked` reads it. So the results of a session, in their
+ * order, say all that happened in it.
  *
  * `request` is the request as it was sent, and `headers` are its headers whose names begin with `Turnkeep-`.
  * If they are long, they are left out: `link` names the last of the messages of the log that together have
- * this `Asked` as a whole.
+ * this `Asked` as a whole. The `request` of an invalid one is a string: its first 1,024 bytes, as UTF-8.
  */
 export interface Asked {
   stored: string;

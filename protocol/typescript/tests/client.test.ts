@@ -136,6 +136,26 @@ test("a repeat sees the chunks of the first request, and no others of its id", a
   assert.equal(texts.join(""), "all new");
 });
 
+test("a repeat sees the chunks of a first request that is only in its result", async () => {
+  const prefix = `${run}left`;
+  await using own = await connect({ servers, prefix });
+  const { store, requests, chunk, purge } = await byHand(own, prefix);
+  const request = { messages: [{ content: "x", role: "user" }], id: "g", type: "generate" };
+  await store("in", request);
+  await chunk(1, 0);
+  await store("out", { ...answer, seq: 1, asked: { stored: new Date(), request } });
+  await purge();
+  const asked = { id: "g", messages: [{ role: "user", content: "x" }] } as const;
+  const repeat = own.session("s").generate(asked)[Symbol.asyncIterator]();
+  const next = repeat.next();
+  await requests.next();
+  await requests.next();
+  await chunk(1, 1);
+  assert.deepEqual([(await next).value?.text, (await repeat.next()).value?.text], ["0", "1"]);
+  await store("out", { ...answer, seq: 3, repeat_of: 1 });
+  assert.equal((await repeat.next()).value?.text, "23");
+});
+
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
   const session = client.session("parent");
   const { position } = await session.append({ text: "one two" });
