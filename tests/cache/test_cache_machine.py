@@ -143,6 +143,11 @@ class Faithful(Driven):
         #: Snapshots whose files were damaged, and how.
         self.bad: dict[Node, str] = {}
 
+    @property
+    def unreadable(self) -> set[str]:
+        """Damages that leave no header to be read; such a small file is one encrypted chunk."""
+        return {"removed", "cut short"} if self.codec is PLAIN else {*DAMAGES}
+
     def children(self, parent: Node) -> list[Node]:
         tenant, cuts, tokens = parent
         end = (*cuts, len(tokens))
@@ -181,8 +186,7 @@ class Faithful(Driven):
 
     def most_shared(self, parent: Node, tokens: tuple[int, ...]) -> int:
         """Return how many tokens after `parent` a snapshot that continues it begins with, by its header."""
-        unreadable = {"removed", "cut short"} if self.codec is PLAIN else {*DAMAGES}
-        found = (child for child in self.children(parent) if self.bad.get(child) not in unreadable)
+        found = (child for child in self.children(parent) if self.bad.get(child) not in self.unreadable)
         return max((common(child[2], tokens) - len(parent[2]) for child in found), default=0)
 
     def name(self, tenant: str, entry, tokens: tuple[int, ...]) -> Node:
@@ -275,14 +279,19 @@ class Faithful(Driven):
         self.settle()
         self.take_stock()
         assert self.run(self.store.close(60))
-        found = {"removed"}
+        found = self.unreadable if lose_the_catalog else {"removed"}
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
-            # Such a small file is one encrypted chunk: the header is damaged too.
-            found |= {"cut short"} if self.codec is PLAIN else {*DAMAGES}
-        for node in [node for node, damage in self.bad.items() if damage in found]:
-            self.lose(self.lost_with(node))
+        if gone := [node for node, damage in self.bad.items() if damage in found]:
+            for node in gone:
+                self.lose(self.lost_with(node))
+            # A start that finds a file missing drops what may be a piece of a tail without the one before.
+            for node in sorted(self.bad.keys() & self.nodes, key=lambda node: len(node[2])):
+                tenant, cuts, tokens = node
+                before = (tenant, cuts[:-1], tokens[: cuts[-1]])
+                if self.bad[node] in self.unreadable and cuts[-1] and before not in self.nodes:
+                    self.lose(self.lost_with(node))
         self.open()
         assert self.store.stats().stored == len(self.nodes)
 

@@ -144,24 +144,6 @@ async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_fre
     gate.set()
 
 
-async def test_snapshots_above_a_lowered_limit_are_evicted_once_nothing_uses_them(open_store, gate) -> None:
-    """The limit was lowered while nothing could be evicted, and applies later."""
-    store = await open_store()
-    save_all(store, "a", TOKENS[:4])
-    store.quota.set_limits(max_bytes=10, min_free_bytes=0)
-    await asyncio.sleep(0.05)
-    assert store.stats().in_flight == 1
-    gate.set()
-    await store.queue.drained(5)
-    match = store.kv.match(store.kv.chain("a"), TOKENS[:4])
-    await asyncio.sleep(0.05)
-    assert store.stats().stored == len(match.nodes)
-    store.kv.release(match)
-    await asyncio.sleep(0.05)
-    assert store.stats().stored == 0
-    assert_sum_rule(store)
-
-
 async def test_clear_removes_all_snapshots_and_quarantined_files(open_store, tmp_path) -> None:
     other = await open_store(identity=identity(weights="other"))
     save_all(other, "a", TOKENS)

@@ -13,7 +13,9 @@ import pytest
 from made_kv import assert_sum_rule, cut, extended, identity, num_restored, save_all
 
 from cache.disk import format as snapshot_format
+from cache.disk.chain_reader import num_shared
 from cache.disk.folder import Folder
+from cache.index import stored_kv
 from cache.names.blocks import Span
 from cache.names.errors import DirectoryLockedError
 from cache.names.marks import ErasureProgress, Marks
@@ -69,6 +71,28 @@ async def test_a_restore_gives_the_longest_stored_prefix_exact_to_the_token(
     save_all(store, "a", TOKENS)
     await store.queue.drained(5)
     assert await num_restored(store, tokens) == found
+
+
+async def test_a_snapshot_forgotten_while_its_header_is_read_does_not_extend_a_match(
+    open_store, monkeypatch
+) -> None:
+    store, begun, go_on = await open_store(), threading.Event(), threading.Event()
+    save_all(store, "a", TOKENS[:4])
+    await store.queue.drained(5)
+
+    def reading(*args) -> list[int]:
+        begun.set()
+        assert go_on.wait(10)
+        return num_shared(*args)
+
+    monkeypatch.setattr(stored_kv, "num_shared", reading)
+    extending = asyncio.create_task(extended(store, [0, 1, 2, 99]))
+    await asyncio.to_thread(begun.wait, 10)
+    assert store.eraser.forget("a", pack(TOKENS[:4])) == 1
+    go_on.set()
+    assert (await extending).num_tokens == 0
+    await store.queue.drained(5)
+    assert store.stats().stored == store.stats().held_bytes == 0
 
 
 async def test_a_block_is_not_read_for_fewer_than_a_quarter_of_its_tokens(open_store) -> None:
