@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runs import Terminal, environment, outside, turnkeep, where
+from command_runs import Terminal, environment, turnkeep, where
 
-from tests.parts import LocalWorker, WorkerProcess
+from tests.parts import LocalWorker
 from turnkeep_client.client import Client
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
 
@@ -310,37 +310,3 @@ async def test_chat_reopens_a_closed_session(local_worker: Callable[..., Any]) -
     done = await asyncio.to_thread(turnkeep, "chat", "--session", "s", *where(worker), text="hello\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(await answers(worker.client)) == 1
-
-
-@pytest.mark.process
-async def test_a_chat_continues_after_its_worker_is_killed_and_restarted(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
-) -> None:
-    worker, client, place = await outside(worker_process, endless_model, nats_url)
-    async with client:
-        await client.session("s").append(text="so that the worker is there")
-
-        def run() -> None:
-            options = ("--session", "s", "--max-tokens", 900, *place)
-            with Terminal("chat", *options, columns=40) as terminal:
-                terminal.wait_for(PROMPT)
-                terminal.type("first\r")
-                terminal.wait_for(BEGUN)
-                worker.lose_worker()
-                terminal.wait_for("waiting for the worker")
-                worker.go_on()
-                terminal.wait_for("Ended at max_tokens")
-                worker.lose_worker()
-                terminal.wait_for(PROMPT)
-                terminal.type("second\r")
-                terminal.wait_for("waiting for the worker")
-                terminal.type("\x03")
-                terminal.wait_for(r"the\s+question is in the log")
-                terminal.wait_for(PROMPT)
-                terminal.type("/bye\r")
-                assert terminal.end() == 0
-
-        await asyncio.to_thread(run)
-        worker.go_on()
-        await client.session("s").append(text="behind it", timeout_s=60)
-        assert [answer.finish_reason for answer in await answers(client)] == ["length", "length"]
