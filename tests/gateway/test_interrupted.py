@@ -180,7 +180,7 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
                 more = [*asked["messages"], said, {"role": "user", "content": text}]
                 assert (await http.post(CHAT, json=asked | {"messages": more})).status_code == 200
         asked["messages"] = [*more[:-1], {"role": "user", "content": "Else."}]
-    asked["max_tokens"] = 1000
+    asked["max_tokens"] = 600
     cut, again = await stopped_in_mid_answer(stopped, asked), Followed()
     name, how = cut.session.split()
     assert how == ("forked" if is_fork else "begun")
@@ -199,7 +199,7 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
 ) -> None:
     worker = await local_worker(model=str(endless_model))
     stopped = await door(worker.settings.nats, worker.settings.prefix)
-    one = await stopped_in_mid_answer(stopped, question("My secret.", 1000))
+    one = await stopped_in_mid_answer(stopped, question("My secret.", 600))
     served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.8)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         await http.post(CHAT, json=question("Other.", 4))
