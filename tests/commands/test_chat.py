@@ -255,27 +255,6 @@ async def test_text_typed_during_an_answer_appears_at_the_next_prompt(
     assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
 
 
-async def test_command_line_options_and_system_message_apply_to_the_whole_chat(
-    local_worker: Callable[..., Any],
-) -> None:
-    worker = await local_worker()
-    options = ("--session", "s", "--top-p", 0.5, "--seed", 3, "--stop", "END", "--system", "Be brief.")
-    for lines in ("one\n", "two\n"):
-        done = await asyncio.to_thread(turnkeep, "chat", *options, *where(worker), text=lines)
-        assert done.returncode == 0, done.stderr
-    assert "keeps its system message" in done.stderr
-    sent = await requests(worker.client)
-    assert said(sent) == [("system", "Be brief."), ("user", "one"), ("user", "two")]
-    for request in sent:
-        if isinstance(request, Generate):
-            assert (request.top_p, request.seed, request.stop) == (0.5, 3, ("END",))
-    wrong = await asyncio.to_thread(turnkeep, "chat", "--top-p", 2, *where(worker))
-    assert wrong.returncode == 2
-    assert wrong.stderr.splitlines()[-1].startswith(
-        "Error: Invalid value for '--top-p': 2.0 is not in the range"
-    )
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 async def test_a_signal_ends_a_chat_that_waits_for_a_line_from_a_pipe(
     local_worker: Callable[..., Any], number: signal.Signals, code: int
