@@ -199,7 +199,7 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
 ) -> None:
     worker = await local_worker(model=str(endless_model))
     stopped = await door(worker.settings.nats, worker.settings.prefix)
-    one = await stopped_in_mid_answer(stopped, question("My secret.", 600))
+    one = await stopped_in_mid_answer(stopped, question("My secret.", 1000))
     served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.8)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         await http.post(CHAT, json=question("Other.", 4))
