@@ -159,7 +159,7 @@ def test_each_error_maps_to_an_http_status_and_to_codes_of_the_apis(
     fault = error if isinstance(error, Fault) else fault_of(error)
     assert (fault.status, fault.code) == (status, code)
     has_limit = isinstance(error, RequestFailedError) and error.limit is not None
-    assert has_limit or str(error).rpartition(": ")[2] in fault.message
+    assert has_limit or str(error).partition(": ")[2] in fault.message
     said = anthropic.error(fault)["error"]
     assert said["type"] == kind
     if code != LONG:
