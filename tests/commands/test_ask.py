@@ -167,15 +167,14 @@ async def test_ask_json_prints_the_usage_the_finish_reason_and_the_timings(
     assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
 
 
-@pytest.mark.parametrize("columns", [40, 80])
 async def test_ask_wraps_the_answer_between_words_on_a_terminal(
-    local_worker: Callable[..., Any], endless_model: Path, columns: int
+    local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
     options = ("--session", "s", "--max-tokens", 400, "--temperature", 1, "--seed", 5, *where(worker))
 
     def run() -> list[str]:
-        with Terminal("ask", "hello", *options, columns=columns) as terminal:
+        with Terminal("ask", "hello", *options, columns=40) as terminal:
             assert terminal.end() == 0
             assert terminal.echoes
             return terminal.screen()
@@ -183,7 +182,7 @@ async def test_ask_wraps_the_answer_between_words_on_a_terminal(
     seen = await asyncio.to_thread(run)
     text = printable((await answered(worker.client)).text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("COLUMNS", "40")
         shown = [line.rstrip() for line in wrapped(text).split("\n")]
     assert seen[: len(shown)] == shown
 

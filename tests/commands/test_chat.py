@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runs import Terminal, environment, outside, turnkeep, where
+from command_runs import Terminal, environment, turnkeep, where
 
-from tests.parts import LocalWorker, WorkerProcess
+from tests.parts import LocalWorker
 from turnkeep_client.client import Client
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
 
@@ -255,27 +255,6 @@ async def test_text_typed_during_an_answer_appears_at_the_next_prompt(
     assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
 
 
-async def test_command_line_options_and_system_message_apply_to_the_whole_chat(
-    local_worker: Callable[..., Any],
-) -> None:
-    worker = await local_worker()
-    options = ("--session", "s", "--top-p", 0.5, "--seed", 3, "--stop", "END", "--system", "Be brief.")
-    for lines in ("one\n", "two\n"):
-        done = await asyncio.to_thread(turnkeep, "chat", *options, *where(worker), text=lines)
-        assert done.returncode == 0, done.stderr
-    assert "keeps its system message" in done.stderr
-    sent = await requests(worker.client)
-    assert said(sent) == [("system", "Be brief."), ("user", "one"), ("user", "two")]
-    for request in sent:
-        if isinstance(request, Generate):
-            assert (request.top_p, request.seed, request.stop) == (0.5, 3, ("END",))
-    wrong = await asyncio.to_thread(turnkeep, "chat", "--top-p", 2, *where(worker))
-    assert wrong.returncode == 2
-    assert wrong.stderr.splitlines()[-1].startswith(
-        "Error: Invalid value for '--top-p': 2.0 is not in the range"
-    )
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 async def test_a_signal_ends_a_chat_that_waits_for_a_line_from_a_pipe(
     local_worker: Callable[..., Any], number: signal.Signals, code: int
@@ -310,37 +289,3 @@ async def test_chat_reopens_a_closed_session(local_worker: Callable[..., Any]) -
     done = await asyncio.to_thread(turnkeep, "chat", "--session", "s", *where(worker), text="hello\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(await answers(worker.client)) == 1
-
-
-@pytest.mark.process
-async def test_a_chat_continues_after_its_worker_is_killed_and_restarted(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
-) -> None:
-    worker, client, place = await outside(worker_process, endless_model, nats_url)
-    async with client:
-        await client.session("s").append(text="so that the worker is there")
-
-        def run() -> None:
-            options = ("--session", "s", "--max-tokens", 900, *place)
-            with Terminal("chat", *options, columns=40) as terminal:
-                terminal.wait_for(PROMPT)
-                terminal.type("first\r")
-                terminal.wait_for(BEGUN)
-                worker.lose_worker()
-                terminal.wait_for("waiting for the worker")
-                worker.go_on()
-                terminal.wait_for("Ended at max_tokens")
-                worker.lose_worker()
-                terminal.wait_for(PROMPT)
-                terminal.type("second\r")
-                terminal.wait_for("waiting for the worker")
-                terminal.type("\x03")
-                terminal.wait_for(r"the\s+question is in the log")
-                terminal.wait_for(PROMPT)
-                terminal.type("/bye\r")
-                assert terminal.end() == 0
-
-        await asyncio.to_thread(run)
-        worker.go_on()
-        await client.session("s").append(text="behind it", timeout_s=60)
-        assert [answer.finish_reason for answer in await answers(client)] == ["length", "length"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pty
@@ -15,8 +14,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
+from command_runs import environment, turnkeep, where
 
 from commands.cli import main
 from tests.parts import make_tiny_model
@@ -63,45 +62,6 @@ def test_a_table_on_a_terminal_wraps_long_cells_without_losing_text(data_dir: Pa
     assert max(map(len, lines)) <= 60
     column = "".join(line.split()[0] for line in lines[1:] if not line.startswith(" "))
     assert LONG in column, "folded, not cut"
-
-
-WORDS = " ".join(f"considerable{number}" for number in range(30))
-
-
-async def test_show_wraps_messages_between_words_on_a_terminal_and_not_in_a_pipe(
-    local_worker: Callable,
-) -> None:
-    worker = await local_worker()
-    said = [{"role": "user", "content": WORDS}]
-    await worker.client.session("s").append(messages=said)
-    command = ("show", "s", *where(worker))
-
-    def read() -> list[str]:
-        with Terminal(*command, columns=40) as terminal:
-            assert terminal.end() == 0
-            return terminal.transcript.splitlines()
-
-    lines = await asyncio.to_thread(read)
-    assert max(map(len, lines)) < 40
-    told = [line for line in lines if "considerable" in line]
-    assert " ".join(told).split() == WORDS.split()
-    assert all(line.startswith("    c") for line in told)
-    assert f"    {WORDS}\n" in (await run(*command)).stdout
-
-
-@pytest.mark.parametrize(
-    "command", [("model", "show", "nosuch"), ("ask", "x", "--nats", "nats://127.0.0.1:1")]
-)
-def test_an_error_message_wraps_between_words_on_a_terminal(tmp_path: Path, command: tuple[str, ...]) -> None:
-    command = (*command, "--data-dir", "x")
-    with Terminal(*command, columns=40) as terminal:
-        assert terminal.end() == 1
-        lines = terminal.transcript.splitlines()
-    whole = turnkeep(*command).stderr
-    assert whole.count("\n") == 1
-    assert " ".join(lines).split() == whole.split()
-    assert len(lines) > 1
-    assert max(map(len, lines)) < 40
 
 
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from parts import CHAT_TEMPLATE
 
+from gateway.conversations import Conversations
 from gateway.openai import chat
 
 if TYPE_CHECKING:
@@ -180,6 +181,42 @@ async def test_no_fork_starts_at_a_stale_position_if_the_template_rewrites_earli
     fresh = worker.client.session("fresh").generate(messages=changed, max_tokens=8, logit_bias=biases)
     assert (await fresh).text == answer.choices[0].message.content
     assert served.index.rewrites
+
+
+async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrites(
+    local_worker: Start,
+    door: Start,
+    model_with_template: Callable[[str, str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rewrite is the first one of this gateway, and is in the log before the fork is opened."""
+    model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
+    worker = await local_worker(model=str(model))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 8}
+    first, _, _ = await ask(served, [user("One?")], **options)
+    messages = [user("One?"), assistant(first.choices[0].message.content)]
+    opened, ended, planned = Conversations._open, asyncio.Event(), asyncio.Event()
+
+    async def late(self: Conversations, plan: Any) -> None:
+        if plan.how == "forked":
+            planned.set()
+            await ended.wait()
+        await opened(self, plan)
+
+    monkeypatch.setattr(Conversations, "_open", late)
+    on = asyncio.create_task(ask(served, [*messages, user("And?")], **options | {"max_tokens": 300}))
+    await asyncio.sleep(0.05)
+    changed = [*messages, user("Or?")]
+    fork = asyncio.create_task(ask(served, changed, **options))
+    await planned.wait()
+    _, _, how = await on
+    assert how == "continued"
+    ended.set()
+    answer, _, _ = await fork
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    fresh = worker.client.session("fresh").generate(messages=changed, max_tokens=8, logit_bias=biases)
+    assert (await fresh).text == answer.choices[0].message.content
 
 
 async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(begin: Any) -> None:

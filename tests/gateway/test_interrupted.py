@@ -180,7 +180,7 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
                 more = [*asked["messages"], said, {"role": "user", "content": text}]
                 assert (await http.post(CHAT, json=asked | {"messages": more})).status_code == 200
         asked["messages"] = [*more[:-1], {"role": "user", "content": "Else."}]
-    asked["max_tokens"] = 1000
+    asked["max_tokens"] = 600
     cut, again = await stopped_in_mid_answer(stopped, asked), Followed()
     name, how = cut.session.split()
     assert how == ("forked" if is_fork else "begun")
@@ -207,6 +207,22 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
     assert served.index.sessions[name].position is None
     await forgotten(worker.client, name)
     await until(lambda: not served.index.sessions)
+
+
+async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_close(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.4)
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
+        await js.update_stream(log.evolve(max_bytes=1))
+    (name,) = served.index.sessions
+    await asyncio.sleep(1)
+    await js.update_stream(log)
+    await forgotten(worker.client, name)
 
 
 @pytest.mark.parametrize("is_stored", [False, True])
@@ -262,6 +278,32 @@ async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither
         stops = False
         assert (await asking).status_code == 200
     await forgotten(worker.client, name)
+
+
+async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(
+    local_worker: Start, door: Start, endless_model: Path
+) -> None:
+    """After a restart, and with other ids of its calls; its client has disconnected."""
+    worker = await local_worker(model=str(endless_model))
+    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    first, again = await stopped_in_mid_answer(stopped, called("one")), Followed()
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    task = asyncio.create_task(again.follow(served.url, called("other")))
+    await until(lambda: again.session)
+    task.cancel()
+    assert again.session == f"{first.session.split()[0]} repeated"
+    await until(lambda: {one.state for one in served.index.asked.values()} == {"failed"}, 10)
+
+
+def called(call_id: str) -> dict[str, Any]:
+    """Return a request whose conversation has a tool call with this id."""
+    call = {"id": call_id, "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    asked = question("Begin.", 3000)
+    asked["messages"] += [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": call_id, "content": "There."},
+    ]
+    return asked
 
 
 async def cancelled(client: Any, session: str) -> Generated:

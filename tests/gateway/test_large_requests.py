@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,54 @@ async def test_a_new_gateway_does_not_append_again_what_an_ended_gateway_had_app
         again = await http.post(CHAT, json=body(SAID))
         assert again.headers["x-turnkeep-session"] == "gw-left repeated", "after another restart too"
         assert again.json()["choices"] == answer.json()["choices"]
+
+
+async def test_a_request_repeated_after_a_disconnect_during_its_appends_sends_each_piece_once(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    long = [{"role": "user", "content": f"{number} " + "word " * 200} for number in range(12)]
+
+    def running() -> list[Any]:
+        return [one for one in served.index.sessions.values() if one.num_running]
+
+    await http.post(CHAT, json=body([{"role": "user", "content": "First."}]))
+    (first,) = served.index.sessions
+    async with asyncio.timeout(60):
+        leaving = asyncio.create_task(http.post(CHAT, json=body(long)))
+        while not any((one.position or 0) > 3000 for one in running()):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        leaving.cancel()
+        while running():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    (session,) = {*served.index.sessions} - {first}
+    before = await requests_of(served, session)
+    assert not any(b'"generate"' in one for one in before), "the rest was not sent"
+    answer = await http.post(CHAT, json=body(long))
+    assert answer.headers["x-turnkeep-session"] == f"{session} continued"
+    done = [one for one in await served.worker.client.log(session) if one.kind == "out"]
+    appended = [one.body for one in done if b'"appended"' in one.body]
+    assert len(appended) == 4, "each piece once"
+
+
+async def test_an_answer_to_messages_appended_in_pieces_can_be_continued_by_its_id(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    said = [one | {"content": one["content"][:600]} for one in SAID]
+
+    async def ask(**more: Any) -> tuple[dict[str, Any], str]:
+        asked = {"max_output_tokens": 8, "logit_bias": LETTERS, "temperature": 0, **more}
+        answer = await http.post("/v1/responses", json=asked)
+        assert answer.status_code == 200, answer.text
+        return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
+
+    first, how = await ask(input=said)
+    assert how == "begun"
+    for expected in ("continued", "forked"):
+        more, how = await ask(input=f"On, {expected}.", previous_response_id=first["id"])
+        assert how == expected, "the log has all that was appended"
+        assert more["usage"]["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"] - 40
+        _, how = await ask(input="And on.", previous_response_id=more["id"])
+        assert how == "continued"
 
 
 async def test_one_message_over_the_size_limit_is_refused_with_the_limit_and_opens_no_session(

@@ -12,10 +12,7 @@ from anthropic.types import beta
 from crafted import events
 
 from gateway import boundaries
-from gateway.anthropic import common as anthropic
 from gateway.anthropic import messages
-from gateway.turn import Fault, fault_of
-from turnkeep_client.errors import NoServerError, RequestFailedError, TokenLimit
 
 Start = Any
 PATH = "/v1/messages"
@@ -231,42 +228,3 @@ async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.Asyn
     streamed = await http.post(PATH, json=body(user("Hello."), stream=True, **more))
     last = next(event for event in events(streamed.text) if event["type"] == "message_delta")
     assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": said[3:5]}
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "says"),
-    [
-        (
-            fault_of(
-                RequestFailedError(
-                    "context_exceeded",
-                    "no",
-                    retryable=False,
-                    limit=TokenLimit(asked=9, allowed=9),
-                )
-            ),
-            "invalid_request_error",
-            "prompt is too long: 10 tokens > 9 maximum",
-        ),
-        (
-            fault_of(RequestFailedError("memory_exceeded", "no", retryable=False)),
-            "invalid_request_error",
-            "prompt is too long",
-        ),
-        (
-            fault_of(RequestFailedError("overloaded", "wait", retryable=True)),
-            "rate_limit_error",
-            None,
-        ),
-        (fault_of(NoServerError("nobody")), "overloaded_error", None),
-        (Fault(401, "no"), "authentication_error", "no"),
-        (Fault(413, "large"), "request_too_large", "large"),
-        (Fault(403, "no"), "permission_error", "no"),
-    ],
-)
-def test_each_fault_maps_to_an_anthropic_error_type_and_message(
-    fault: Fault, kind: str, says: str | None
-) -> None:
-    error = anthropic.error(fault)["error"]
-    assert error["type"] == kind
-    assert error["message"] == (says or fault.message)

@@ -12,8 +12,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.anthropic import common as anthropic
 from gateway.keys import Keys
-from gateway.turn import fault_of
+from gateway.turn import Fault, fault_of
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.client import connect as client_connect
@@ -23,6 +24,7 @@ from turnkeep_client.errors import (
     NoServerError,
     RequestFailedError,
     ResultRemovedError,
+    TokenLimit,
     TurnkeepError,
 )
 from turnkeep_client.messages import decode_chunk
@@ -127,32 +129,45 @@ async def test_health_and_models_are_served_and_unknown_paths_and_methods_are_re
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), path
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (RequestFailedError("overloaded", "wait", retryable=True), 429, "rate_limit_exceeded"),
-        (RequestFailedError("invalid_request", "no", retryable=False), 400, None),
-        (
-            RequestFailedError("context_exceeded", "other words", retryable=False),
-            400,
-            "context_length_exceeded",
-        ),
-        (RequestFailedError("memory_exceeded", "too much", retryable=False), 400, "context_length_exceeded"),
-        (RequestFailedError("internal", "broken", retryable=True), 500, None),
-        (RequestFailedError("of_a_later_version", "broken", retryable=True), 500, None),
-        (NoServerError("nobody"), 503, "no_worker"),
-        (MessageTooLargeError("large"), 413, "request_too_large"),
-        (InvalidMessageError("logprob must be a number"), 500, None),
-        (ResultRemovedError("gone"), 500, None),
-    ],
-    ids=str,
-)
-def test_each_protocol_error_maps_to_an_http_status_and_code(
-    error: TurnkeepError, status: int, code: str | None
+def failed(code: str, *, retryable: bool = False, limit: TokenLimit | None = None) -> RequestFailedError:
+    return RequestFailedError(code, "so many words", retryable=retryable, limit=limit)
+
+
+LONG = "context_length_exceeded"
+#: Errors, with the status, OpenAI's code and Anthropic's type for them.
+ERRORS: list[tuple[TurnkeepError | Fault, int, str | None, str]] = [
+    (failed("overloaded", retryable=True), 429, "rate_limit_exceeded", "rate_limit_error"),
+    (failed("invalid_request"), 400, None, "invalid_request_error"),
+    (failed("context_exceeded"), 400, LONG, "invalid_request_error"),
+    (failed("context_exceeded", limit=TokenLimit(asked=9, allowed=9)), 400, LONG, "invalid_request_error"),
+    (failed("memory_exceeded"), 400, LONG, "invalid_request_error"),
+    (failed("internal", retryable=True), 500, None, "api_error"),
+    (failed("of_a_later_version", retryable=True), 500, None, "api_error"),
+    (NoServerError("nobody"), 503, "no_worker", "overloaded_error"),
+    (MessageTooLargeError("large"), 413, "request_too_large", "request_too_large"),
+    (InvalidMessageError("logprob must be a number"), 500, None, "api_error"),
+    (ResultRemovedError("gone"), 500, None, "api_error"),
+    (Fault(401, "no"), 401, None, "authentication_error"),
+    (Fault(403, "no"), 403, None, "permission_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code", "kind"), ERRORS, ids=str)
+def test_each_error_maps_to_an_http_status_and_to_codes_of_the_apis(
+    error: TurnkeepError | Fault, status: int, code: str | None, kind: str
 ) -> None:
-    fault = fault_of(error)
+    fault = error if isinstance(error, Fault) else fault_of(error)
     assert (fault.status, fault.code) == (status, code)
-    assert error.args[0].partition(": ")[2] in fault.message
+    has_limit = isinstance(error, RequestFailedError) and error.limit is not None
+    assert has_limit or str(error).partition(": ")[2] in fault.message
+    said = anthropic.error(fault)["error"]
+    assert said["type"] == kind
+    if code != LONG:
+        assert said["message"] == fault.message
+    elif has_limit:
+        assert said["message"] == "prompt is too long: 10 tokens > 9 maximum"
+    else:
+        assert said["message"].startswith("prompt is too long")
 
 
 async def test_an_invalid_message_from_the_worker_is_a_server_error(

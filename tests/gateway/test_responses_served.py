@@ -198,6 +198,15 @@ async def test_a_refused_close_with_forget_leaves_the_session_and_its_responses(
     assert how == "continued"
 
 
+async def test_a_response_whose_fork_was_refused_has_its_conversation_once(worker: Any, served: Any) -> None:
+    first, _ = await ask(served, "One?")
+    await worker.client.session(f"gw-{first.id.removeprefix('resp_')[:32]}").close()
+    said = [user("One?"), {"role": "assistant", "content": first.output_text}, user("Two?")]
+    second, how = await ask(served, said, extra_headers={"Idempotency-Key": "key"})
+    assert how == "begun"
+    assert len((await served.openai.responses.input_items.list(second.id)).data) == 3
+
+
 async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
     """The AI SDK for JavaScript sends ids instead of items."""
     first, _ = await ask(served, "One?")
@@ -211,6 +220,17 @@ async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
     with pytest.raises(openai.NotFoundError, match=r"Item with id 'msg_0+' not found") as refused:
         await ask(served, [user("One?"), gone, user("Two?")])
     assert refused.value.param == "input[1].id"
+
+
+async def test_an_answer_that_is_returned_twice_has_two_ids_and_can_be_retrieved_by_both(served: Any) -> None:
+    more = {"temperature": 0, "metadata": {"number": "1"}}
+    first, _ = await ask(served, "One?", **more)
+    again, how = await ask(served, "One?", **more | {"metadata": {"number": "2"}})
+    assert (how, again.output_text) == ("repeated", first.output_text)
+    assert again.id != first.id
+    for one in (first, again):
+        assert await served.openai.responses.retrieve(one.id) == one
+    await ask(served, "Two?", previous_response_id=again.id)
 
 
 async def test_a_stream_that_moves_to_another_session_after_its_start_begins_anew_with_the_new_id(

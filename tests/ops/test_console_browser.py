@@ -298,78 +298,6 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
             await asyncio.to_thread(then)
 
 
-async def test_the_page_connect_shows_addresses_and_code_examples_to_copy(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    worker = await local_worker()
-
-    def look(url: str) -> None:
-        browser.open(f"{url}/?token={TOKEN}")
-        browser.click("Connect")
-        browser.wait_for("document.querySelectorAll('.examples .code').length === 6")
-        assert "base URL, OpenAI\nhttp://127.0.0.1:8080/v1" in browser.text(".facts")
-        assert "nats://127.0.0.1:4222; turnkeep info --url prints it with its token" in browser.text(".facts")
-        browser.click("Copy")
-        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
-        read = browser.run("return navigator.clipboard.readText()")
-        assert read.startswith("turnkeep launch claude")
-        texts = browser.run(
-            "return [...document.querySelectorAll('.examples pre')].map((one) => one.innerText)"
-        )
-        assert all('"tiny"' in text for text in texts[1:5])
-
-    async with serving(worker.client, Watched(5, "w1")) as url:
-        may = ["clipboardReadWrite", "clipboardSanitizedWrite"]
-        browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
-        await asyncio.to_thread(look, url)
-
-
-async def test_the_page_models_shows_which_models_fit_and_downloads_one(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    worker = await local_worker()
-
-    async def refuse(asked: Msg) -> None:
-        await asked.respond(encode(failure(None, "invalid_request", "c cannot be served: it is not whole")))
-
-    await worker.app._nc.subscribe(Subjects(worker.settings.prefix).serve, cb=refuse)
-
-    def look(url: str) -> None:
-        browser.open(f"{url}/?token={TOKEN}")
-        browser.run("window.fetch_ = window.fetch; window.fetch = () => new Promise(() => {})")
-        browser.click("Models")
-        browser.wait_for("document.querySelector('main').innerText.startsWith('Models')")
-        assert browser.text("main").split("\n") == ["Models", "", "Loading the list of models ..."]
-        browser.run("window.fetch = window.fetch_; location.hash = '#/'")
-        browser.click("Models")
-        browser.wait_for("document.querySelectorAll('.models tbody tr').length === 6")
-        downloads = (
-            "return [...document.querySelectorAll('[aria-label^=Download]')].map((one) => one.ariaLabel)"
-        )
-        assert browser.run(downloads) == ["Download org/good"], "the other one is too large"
-        seen = browser.text("main")
-        assert "This machine has 8 GiB of memory" in seen
-        assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
-        browser.click("Copy line")
-        browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
-        browser.click("Serve", ".models button")  # that of c: a is in use, b too large
-        browser.wait_for("document.querySelector('#dialog-title').innerText === 'Serve c?'")
-        browser.click("Serve", "#dialog-yes")
-        browser.wait_for(
-            "document.querySelector('#toast').innerText === 'c cannot be served: it is not whole'"
-        )
-        browser.click("Download", ".models button")
-        browser.wait_for("document.querySelector('progress')?.position === 0.5")
-        browser.type("form input", "x\ue007")
-        browser.wait_for("document.querySelector('#toast').innerText === 'x is no id of the hub'")
-
-    async with serving(worker.client) as url:
-        may = ["clipboardReadWrite", "clipboardSanitizedWrite"]
-        browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
-        await asyncio.to_thread(look, url)
-    SHELF.pulled.clear()
-
-
 async def test_scripts_in_names_and_messages_are_shown_as_text(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
 ) -> None:
@@ -406,38 +334,6 @@ async def test_scripts_in_names_and_messages_are_shown_as_text(
         assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
 
     async with serving(worker.client) as url:
-        await asyncio.to_thread(look, url)
-
-
-async def test_the_page_workers_lists_all_workers_and_charts_the_selected_one(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    worker = await local_worker()
-    watched = Watched(600, "1st", "<b>w2</b>")  # the first one is shown until another is chosen
-
-    def look(url: str) -> None:
-        browser.open(f"{url}/?token={TOKEN}")
-        browser.click("Workers")
-        browser.click("<b>w2</b>")
-        browser.wait_for("document.querySelector('h2')?.textContent === '<b>w2</b>'")
-        browser.wait_for("document.body.dataset.points === '120'")
-        assert browser.text("tr.chosen a") == "<b>w2</b>"
-        paths = browser.run(
-            "return [...document.querySelectorAll('figure path')].map((one) => one.getAttribute('d'))"
-        )
-        assert (len(paths), max(path.count("L") for path in paths)) == (13, 119)
-        assert "found in KV 36" in browser.text(".plots")
-        assert "90%" in browser.text("tr.chosen")
-        clocks = re.findall(
-            r"\d\d:\d\d:\d\d", browser.run("return document.querySelector('.plots').textContent")
-        )
-        assert len(clocks) == 8 * 3
-        assert browser.text("#state") == "2 workers up"
-        for width in (400, 900, 1600):
-            browser.look(width, 900)
-            assert browser.run("return document.documentElement.scrollWidth") == width, "nothing sticks out"
-
-    async with serving(worker.client, watched) as url:
         await asyncio.to_thread(look, url)
 
 
@@ -519,35 +415,114 @@ async def test_each_page_of_the_console_works_with_a_keyboard_and_a_screen_reade
         await asyncio.to_thread(look, url)
 
 
-async def test_a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(
-    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    client = (await local_worker()).client
-    await client.session("notes").append(text="abc")
+def connect_shows_addresses_and_code_examples_to_copy(browser: Browser, url: str) -> None:
+    browser.open(f"{url}/?token={TOKEN}")
+    browser.click("Connect")
+    browser.wait_for("document.querySelectorAll('.examples .code').length === 6")
+    assert "base URL, OpenAI\nhttp://127.0.0.1:8080/v1" in browser.text(".facts")
+    assert "nats://127.0.0.1:4222; turnkeep info --url prints it with its token" in browser.text(".facts")
+    browser.click("Copy")
+    browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+    read = browser.run("return navigator.clipboard.readText()")
+    assert read.startswith("turnkeep launch claude")
+    texts = browser.run("return [...document.querySelectorAll('.examples pre')].map((one) => one.innerText)")
+    assert all('"tiny"' in text for text in texts[1:5])
+
+
+def models_shows_which_fit_and_downloads_one(browser: Browser, url: str) -> None:
+    browser.open(f"{url}/?token={TOKEN}")
+    browser.run("window.fetch_ = window.fetch; window.fetch = () => new Promise(() => {})")
+    browser.click("Models")
+    browser.wait_for("document.querySelector('main').innerText.startsWith('Models')")
+    assert browser.text("main").split("\n") == ["Models", "", "Loading the list of models ..."]
+    browser.run("window.fetch = window.fetch_; location.hash = '#/'")
+    browser.click("Models")
+    browser.wait_for("document.querySelectorAll('.models tbody tr').length === 6")
+    downloads = "return [...document.querySelectorAll('[aria-label^=Download]')].map((one) => one.ariaLabel)"
+    assert browser.run(downloads) == ["Download org/good"], "the other one is too large"
+    seen = browser.text("main")
+    assert "This machine has 8 GiB of memory" in seen
+    assert ("fits: 2 GiB" in seen, "too large: 2 GiB" in seen) == (True, True)
+    browser.click("Copy line")
+    browser.wait_for("document.querySelector('#toast').innerText === 'Copied'")
+    browser.click("Serve", ".models button")  # that of c: a is in use, b too large
+    browser.wait_for("document.querySelector('#dialog-title').innerText === 'Serve c?'")
+    browser.click("Serve", "#dialog-yes")
+    browser.wait_for("document.querySelector('#toast').innerText === 'c cannot be served: it is not whole'")
+    browser.click("Download", ".models button")
+    browser.wait_for("document.querySelector('progress')?.position === 0.5")
+    browser.type("form input", "x\ue007")
+    browser.wait_for("document.querySelector('#toast').innerText === 'x is no id of the hub'")
+
+
+def workers_lists_all_and_charts_the_selected_one(browser: Browser, url: str) -> None:
+    browser.open(f"{url}/?token={TOKEN}")
+    browser.click("Workers")
+    browser.click("<b>w2</b>")
+    browser.wait_for("document.querySelector('h2')?.textContent === '<b>w2</b>'")
+    browser.wait_for("document.body.dataset.points === '120'")
+    assert browser.text("tr.chosen a") == "<b>w2</b>"
+    paths = browser.run(
+        "return [...document.querySelectorAll('figure path')].map((one) => one.getAttribute('d'))"
+    )
+    assert (len(paths), max(path.count("L") for path in paths)) == (13, 119)
+    assert "found in KV 36" in browser.text(".plots")
+    assert "90%" in browser.text("tr.chosen")
+    clocks = re.findall(r"\d\d:\d\d:\d\d", browser.run("return document.querySelector('.plots').textContent"))
+    assert len(clocks) == 8 * 3
+    assert browser.text("#state") == "2 workers up"
+    for width in (400, 900, 1600):
+        browser.look(width, 900)
+        assert browser.run("return document.documentElement.scrollWidth") == width, "nothing sticks out"
+
+
+def a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(browser: Browser, url: str) -> None:
     focused = "document.activeElement.innerText"
-
-    def look(url: str) -> None:
-        browser.open(f"{url}/?token={TOKEN}#/session/notes")
-        browser.wait_for("document.querySelectorAll('.turn').length === 1")
-        browser.run("document.querySelector('.skip').focus()")
-        browser.press(ENTER)
+    browser.open(f"{url}/?token={TOKEN}#/session/notes")
+    browser.wait_for("document.querySelectorAll('.turn').length === 1")
+    browser.run("document.querySelector('.skip').focus()")
+    browser.press(ENTER)
+    browser.press(TAB)
+    assert browser.run("return document.activeElement.closest('main').id") == "main"
+    browser.run("[...document.querySelectorAll('button')].find((one) => one.innerText === 'Fork').focus()")
+    browser.press(ENTER)
+    browser.wait_for("document.activeElement.id === 'dialog-name'")
+    assert browser.faults() == []
+    seen = set()
+    for _ in range(6):
         browser.press(TAB)
-        assert browser.run("return document.activeElement.closest('main').id") == "main"
-        browser.run(
-            "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Fork').focus()"
-        )
-        browser.press(ENTER)
-        browser.wait_for("document.activeElement.id === 'dialog-name'")
-        assert browser.faults() == []
-        seen = set()
-        for _ in range(6):
-            browser.press(TAB)
-            seen.add(browser.run(f"return {focused}"))
-        assert {"Cancel", "Fork"} <= seen
-        assert browser.run("return document.querySelector('main').contains(document.activeElement)") is False
-        browser.press(ESCAPE)
-        browser.wait_for("!document.querySelector('dialog').open")
-        assert browser.run(f"return {focused}") == "Fork"
+        seen.add(browser.run(f"return {focused}"))
+    assert {"Cancel", "Fork"} <= seen
+    assert browser.run("return document.querySelector('main').contains(document.activeElement)") is False
+    browser.press(ESCAPE)
+    browser.wait_for("!document.querySelector('dialog').open")
+    assert browser.run(f"return {focused}") == "Fork"
 
-    async with serving(client) as url:
-        await asyncio.to_thread(look, url)
+
+@pytest.mark.parametrize(
+    "walk",
+    [
+        connect_shows_addresses_and_code_examples_to_copy,
+        models_shows_which_fit_and_downloads_one,
+        workers_lists_all_and_charts_the_selected_one,
+        a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed,
+    ],
+)
+async def test_a_walk_through_a_page(
+    browser: Browser,
+    local_worker: Callable[..., Awaitable[LocalWorker]],
+    walk: Callable[[Browser, str], None],
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("notes").append(text="abc")
+
+    async def refuse(asked: Msg) -> None:
+        await asked.respond(encode(failure(None, "invalid_request", "c cannot be served: it is not whole")))
+
+    await worker.app._nc.subscribe(Subjects(worker.settings.prefix).serve, cb=refuse)
+    watched = Watched(600, "1st", "<b>w2</b>")  # the first one is shown until another is chosen
+    async with serving(worker.client, watched) as url:
+        may = ["clipboardReadWrite", "clipboardSanitizedWrite"]
+        browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
+        await asyncio.to_thread(walk, browser, url)
+    SHELF.pulled.clear()

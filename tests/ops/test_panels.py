@@ -144,6 +144,7 @@ def exporter_and_prometheus(nats_url: str, tmp_path: Path) -> Iterator[Callable[
         one.stop()
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 async def test_every_query_of_every_panel_and_alert_returns_data(

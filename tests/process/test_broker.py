@@ -119,22 +119,6 @@ async def test_the_nats_server_syncs_to_disk_as_often_as_the_settings_say(
     assert config["sync_interval"] == seconds * 10**9
 
 
-async def test_stopping_the_nats_server_ends_its_process_and_the_next_start_has_its_messages(
-    embed, directory, settings
-):
-    first = embed(directory, settings)
-    await first.start()
-    pid = first.pid
-    await store(url_of(first), b"1", b"2")
-    await first.stop()
-    assert not psutil.pid_exists(pid)
-    assert first.pid is None
-    await first.stop()
-    second = embed(directory, settings)
-    await second.start()
-    assert await stored(url_of(second)) == 2
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 async def test_a_nats_server_ends_with_its_owner_and_the_next_one_has_its_messages(

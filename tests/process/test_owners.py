@@ -560,6 +560,7 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
         assert await log.makers("s") == [({*workers} - {killed}).pop()]
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_when_it_resumes(
     nats_url: str, processes: Any, look: Any

@@ -13,6 +13,7 @@ import pytest
 
 from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
+from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
 from worker.process.setting_kinds import TenantLimits
 from worker.sessions.sessions import Sessions
@@ -122,6 +123,31 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
     assert not loud.noted
 
 
+async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_crashed_no_worker(
+    cluster: Start, flood: Callable[[str], Flood], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Meanwhile the other worker ends. As if this one had been asleep."""
+    first, second = [await cluster(name, max_attempts=1, ack_wait_s=0.5) for name in ("first", "second")]
+    owner, is_over = Owners.owner, asyncio.Event()
+
+    async def slow(self: Owners, key: Any) -> Any:
+        if self is first.app._parts.owners:
+            await is_over.wait()
+        return await owner(self, key)
+
+    monkeypatch.setattr(Owners, "owner", slow)
+    loud = flood(first.settings.prefix)
+    await loud.begin(3)
+    async with asyncio.timeout(PATIENCE_S):
+        while not loud.results:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    await second.stop()
+    await asyncio.sleep(2.0)
+    is_over.set()
+    await loud.end()
+    assert {kind for _, kind in loud.results} == {"generated"}
+
+
 async def test_a_tenant_is_answered_while_another_tenants_requests_fill_both_workers(
     cluster: Start, flood: Callable[[str], Flood]
 ) -> None:
@@ -132,7 +158,7 @@ async def test_a_tenant_is_answered_while_another_tenants_requests_fill_both_wor
     await returned(second, 8)
     quiet = await connect(first.settings.nats, prefix=first.settings.prefix, tenant="quiet")
     async with quiet:
-        for number in range(8):
+        for number in range(4):
             asked = {"text": "eee", "max_tokens": 3, "timeout_s": PATIENCE_S}
             assert (await quiet.session(f"q{number}").generate(**asked)).usage.completion_tokens == 3
     assert len(loud.results) < len(SESSIONS) // 2

@@ -126,6 +126,7 @@ async def test_a_request_loads_its_model_and_unloads_another_one_if_memory_is_sh
     await until(lambda: not any(one.is_running() for one in left))
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(house: Any) -> None:
     at = await house(unload_after_s="1")
@@ -194,6 +195,7 @@ async def test_one_tenants_questions_to_a_model_that_is_being_loaded_leave_room_
     await nc.close()
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, embedding_model: Path) -> None:
     at = await house(unload_after_s="1", tiny=embedding_model)
@@ -211,6 +213,7 @@ async def test_settings_that_are_read_again_hold_for_the_next_worker_too() -> No
     assert (model.settings.max_disk, model.settings.other_model) == (5, "refuse"), "others need a restart"
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
     at = await house(memory="'25MiB'")
