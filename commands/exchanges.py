@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from turnkeep_client.images import as_text
 from turnkeep_client.messages import Appended, Closed, Generate, Generated, Opened, Rewound
 from turnkeep_client.session_log import tails
 from turnkeep_client.subjects import session_key
@@ -83,4 +84,4 @@ def _moved(exchange: ShownExchange, kept: int) -> ShownExchange:
 def _question(request: Generate) -> str:
     if request.messages is None:
         return request.text or ""
-    return "\n\n".join(str(message.content or "") for message in request.messages if message.role == "user")
+    return "\n\n".join(as_text(message.content) for message in request.messages if message.role == "user")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from msgspec import Struct
 
 from ops.log.conversation import taken_over
+from turnkeep_client.images import as_text
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -174,7 +175,7 @@ def _said(request: Request | None, result: Result | None) -> Iterator[ShownMessa
 
 
 def _message(message: Message) -> ShownMessage:
-    text = str(message.content or "")
+    text = as_text(message.content)
     blocks = rendered(text) if message.role == "assistant" else ()
     return ShownMessage(role=message.role, text=text, blocks=blocks, calls=_calls(message.tool_calls or ()))
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from turnkeep_client.images import as_text
+
 if TYPE_CHECKING:
     from turnkeep_client.history import History
 
@@ -24,7 +26,7 @@ def as_markdown(name: str, history: History) -> str:
         parts.append("(The beginning is no longer in the log.)\n")
     for message in history.messages:
         parts.append(f"## {_WHO.get(message.role, message.role)}\n")
-        parts += [f"{message.content}\n"] if message.content else []
+        parts += [f"{as_text(message.content)}\n"] if message.content else []
         calls = [msgspec.json.encode(call.function).decode() for call in message.tool_calls or ()]
         parts += [f"```json\n{call}\n```\n" for call in calls]
     return "\n".join(parts)

@@ -171,7 +171,7 @@ async def test_a_tenant_may_not_publish_as_another_tenant_or_as_a_worker(server:
     beta = await server.raw("beta.client", refused)
     kinds = ("commit", "out", "chunk.g", "tok.g", "checkpoint", "attempt", "dead", "closed")
     subjects = [
-        *(f"turnkeep.acme.s.{kind}" for kind in ("in", "ctl", "ask", *kinds)),
+        *(f"turnkeep.acme.s.{kind}" for kind in ("in", "image.x", "ctl", "ask", *kinds)),
         *(f"turnkeep.beta.s.{kind}" for kind in kinds),
         "turnkeep._metrics.test",
         *(f"$SRV.{verb}" for verb in ("PING", "INFO.turnkeep", "STATS")),
@@ -251,7 +251,7 @@ async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(server:
 async def test_the_metrics_user_may_publish_and_subscribe_to_nothing_else(server: Server) -> None:
     refused: list[str] = []
     watcher = await server.raw("metrics", refused)
-    kinds = ("in", "ctl", "ask", "commit", "out", "chunk.g", "checkpoint", "dead", "closed")
+    kinds = ("in", "image.x", "ctl", "ask", "commit", "out", "chunk.g", "checkpoint", "dead", "closed")
     publish = [
         *(f"turnkeep.acme.s.{kind}" for kind in kinds),
         "turnkeep._metrics.test",
