@@ -197,13 +197,12 @@ class Segments:
         num_kept = len(self._segments)
         while num_kept > self._first and self._segments[num_kept - 1].end > keep:
             num_kept -= 1
-        kept, gone = list(self._segments[:num_kept]), self._segments[num_kept:]
-        before = kept[self._first :]
+        kept, gone = self._segments[:num_kept], self._segments[num_kept:]  # no copy if all are kept
         if gone:
-            last = before[-1:] if before and before[-1].opens_answer else []
+            last = kept[-1:] if num_kept > self._first and kept[-1].opens_answer else ()
             earlier = said_in([*last, *gone], drops=has_question(said))
             if last:  # the answer becomes a message of the new segment
-                kept[-1] = structs.replace(kept[-1], opens_answer=False)
+                kept = (*kept[:-1], structs.replace(kept[-1], opens_answer=False))
                 earlier = earlier[len(last[0].said) :]
             said = [*earlier, *said]
         start, told = kept[-1].end if kept else 0, tuple(in_order(said))
