@@ -45,7 +45,8 @@ class Seeing(NamedTuple):
         """Return a prompt's tokens; `@` stands for the next image."""
         eyes = self.loaded.sight.eyes
         read = [(one.digest.hex(), one.grid) for one in map(eyes.read, images)]
-        written = eyes.written(text.replace("@", eyes.image), [grid for _, grid in read])
+        placeholder = tiny_seeing.PLACEHOLDER.get(self.kind, eyes.image)
+        written = eyes.written(text.replace("@", placeholder), [grid for _, grid in read])
         return eyes.found(self.loaded.tokenizer.encode(written, at_start=True), read)
 
     def embeddings(self, tokens: Tokens, images: Sequence[bytes]) -> Any:

@@ -38,7 +38,9 @@ def prompt(loaded: LoadedModel, text: str, *files: bytes) -> Tokens:
     parts = [{"type": "text", "text": text}, *({"type": "image"} for _ in files)]
     template = Template(taught.CHAT_TEMPLATE)
     written = template.render(messages=[{"role": "user", "content": parts}], add_generation_prompt=True)
-    return eyes.placed(loaded.tokenizer.encode(written, at_start=False), [eyes.read(file) for file in files])
+    read = [(one.digest.hex(), one.grid) for one in map(eyes.read, files)]
+    ids = loaded.tokenizer.encode(eyes.written(written, [grid for _, grid in read]), at_start=False)
+    return eyes.found(ids, read)
 
 
 async def said(process: Any, loaded: LoadedModel, name: str, tokens: Tokens, *files: bytes) -> str:
