@@ -13,6 +13,7 @@ import pytest
 from cache.names.policy import FULL
 from tests.matrices import first
 from tests.parts import CHAT_TEMPLATE
+from worker.batch import speculation
 from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
 from worker.models import model
 from worker.models.model_files import ModelError
@@ -89,6 +90,27 @@ async def answer(
         heard.set()
     tokens: tuple[int, ...] = generation.result.tokens
     return tokens
+
+
+async def test_answers_with_a_draft_model_equal_those_without_one(
+    local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers run alone, two at a time, and in a second turn. The draft model is forced to draft."""
+    large, small = pair
+    plain = (await local_worker(model=str(large), max_draft=0, prefix="plain")).client
+    monkeypatch.setattr(speculation, "best", lambda *_: (9.0, 4))
+    worker = await local_worker(model=str(large), draft_model=str(small), data_dir=tmp_path / "drafts")
+    expected = {kind: await answer(plain, kind, kind) for kind in KINDS}
+    for kind in KINDS:
+        assert await answer(worker.client, kind, kind) == expected[kind], kind
+    again, _ = await asyncio.gather(
+        *(answer(worker.client, f"{kind}-again", kind) for kind in ("sampled", "schema"))
+    )
+    assert again == expected["sampled"]
+    second = [await answer(client, "greedy", "sampled") for client in (plain, worker.client)]
+    assert second[0] == second[1]
+    metrics = (await worker.client.session("greedy").info()).worker
+    assert 0 < metrics.accepted_draft_tokens < metrics.draft_tokens
 
 
 @pytest.mark.process

@@ -478,6 +478,29 @@ async def test_a_turn_cancelled_while_it_recalls_chunks_from_disk_ends_early(
         assert not outcome.complete or len(growing.tokens) < 50
 
 
+async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model, tmp_path) -> None:
+    """KV leaves the device only once its write is queued."""
+    tokens = prompt(20 * CHUNK)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        begun, refused = time.monotonic(), 0
+
+        def room() -> int:
+            nonlocal refused
+            is_full = time.monotonic() < begun + 0.4
+            refused += is_full
+            return 0 if is_full else process.store.queue.vacant_bytes()
+
+        process.engine._device.cut_snapshots(room)
+        outcome = await process.append(tokens, policy=POLICY)
+        assert outcome.complete
+        await process.store.queue.drained(10)
+        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        match = process.store.kv.match(chain, as_tokens(tokens))
+        process.store.kv.release(match)
+        assert refused > 3
+        assert match.num_tokens > 19 * CHUNK
+
+
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])
 @pytest.mark.parametrize("num_dropped", [0, 4])
 async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dropped_ones_again(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
 from datetime import UTC, datetime
@@ -525,6 +526,15 @@ def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:
 
 
 # The end of an answer
+
+
+def test_an_answer_of_thousands_of_broken_call_markers_stays_text() -> None:
+    for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
+        assert outcome(splitter("generic"), [text])[0] == text
+    begun = "<tool_call>\n<function=run>\n<parameter=code>\n"
+    for text in (begun * 5_000, f"{begun}</parameter>\n" * 5_000, f"{begun}</tool_call>" * 5_000):
+        assert outcome(splitter("qwen3_coder"), [text])[0].rstrip() == text.rstrip()
+        assert outcome(splitter("qwen3_coder"), re.findall(".{1,50}", text, re.DOTALL))[3]
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])

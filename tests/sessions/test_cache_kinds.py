@@ -14,6 +14,8 @@ import mlx.core as mx
 import pytest
 import structlog
 from mlx.utils import tree_flatten
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache
 
 from cache.names.policy import Policy
 from turnkeep_client.errors import RequestFailedError
@@ -157,6 +159,24 @@ async def test_the_log_line_of_a_loaded_model_names_kv_bits_bytes_per_token_and_
 
 
 OF_WINDOW = "RingCache(sink_window(0,24))"
+
+
+async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
+    local_worker, tmp_path, monkeypatch
+) -> None:
+    class NovelCache(KVCache):
+        pass
+
+    monkeypatch.setattr(llama.Model, "make_cache", lambda self: [NovelCache() for _ in self.layers])
+    with structlog.testing.capture_logs() as lines:
+        worker = await local_worker()
+    said = [line for line in lines if "without snapshots" in line["event"]]
+    assert [(line["cache_class"], line["log_level"]) for line in said] == [("NovelCache", "warning")]
+    session = worker.client.session("s")
+    await session.append(text="hello world")
+    answer = await session.generate(max_tokens=8)
+    assert (len(answer.tokens), answer.usage.cached_tokens) == (8, 10)
+    assert not list((tmp_path / "data").rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize(

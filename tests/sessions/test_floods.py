@@ -149,6 +149,30 @@ async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_anoth
 
 
 @pytest.mark.usefixtures("_small")
+async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
+    one = await wire(max_waiting=1, tenants=Tenants(sessions=1), max_attempts=1)
+    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
+    while one.worker.app._parts.intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.05)
+    await one.worker.stop()
+    two = await wire(max_attempts=1)
+    assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * 3
+
+
+@pytest.mark.usefixtures("_small")
+async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_counts_no_attempt(
+    wire: Start,
+) -> None:
+    one = await wire(max_batch=1, max_attempts=1)
+    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(8)]
+    while one.worker.app._parts.intake.num_sessions < len(seqs):  # noqa: ASYNC110 - nothing tells
+        await asyncio.sleep(0.05)
+    await one.worker.stop()
+    two = await wire(max_attempts=1)
+    assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
+
+
+@pytest.mark.usefixtures("_small")
 async def test_a_request_behind_one_that_is_cancelled_while_the_worker_stops_counts_no_attempt(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import Metrics, Open, Opened, Parent, SessionCache
+from turnkeep_client.messages import ForkPoint, Metrics, Open, Opened, Parent, SessionCache
 from turnkeep_client.session import Session, build
 from turnkeep_client.subjects import SessionKey
 from worker.wire.consistent_reads import ConsistentReads
@@ -87,6 +87,19 @@ async def test_a_fork_of_a_running_session_starts_after_the_parents_last_result(
     assert (await fork.info()).position == before
     await parent.cancel(running.id)
     await running
+
+
+async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_position(client: Client) -> None:
+    parent = await conversation(client)
+    end = (await parent.info()).position
+    fork = client.session("fork")
+    await parent.append(text="on")
+    for position in (end, end + 1):
+        with pytest.raises(RequestFailedError, match=f"parent is at position {end + 2}, not at") as refused:
+            await fork.open(fork_of=ForkPoint("parent", 3, expect_position=position))
+        assert refused.value.code == "position_conflict"
+    opened = await fork.open(fork_of=ForkPoint("parent", 3, expect_position=end + 2))
+    assert opened.position == 3
 
 
 @pytest.mark.parametrize("forget", [False, True])
