@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 #: The settings of a gateway, beside those.
-GATEWAY_SETTINGS: Final = ("gateway_ttl_s",)
+GATEWAY_SETTINGS: Final = ("gateway_ttl_s", "gateway_image_hosts")
 #: Settings that no other command is advised to use: each NATS user has its own. The CA is everybody's.
 _OF_A_USER: Final = frozenset(CREDENTIAL_SETTINGS) - {"nats_ca"}
 #: How long a worker may take to reply; it may have to load its model first.

@@ -40,6 +40,7 @@ from turnkeep_client.subjects import session_key
 from . import logged_answers
 from .answer_feed import AnswerFeed, Match, Receipt
 from .idempotency import first_copy, first_note, state_of
+from .images import digests
 from .index import Index, IndexedRequest, IndexedSession, append_id, tags
 from .latest_metrics import LatestMetrics
 from .logged_answers import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, LoggedAnswer, follow
@@ -247,7 +248,7 @@ class Conversations:
             differs = "tools"
         elif num_seen < num_old:
             first = told[num_seen]
-            differs = f"messages[{num_seen}] ({first.role}, {len(first.content or '')} characters)"
+            differs = f"messages[{num_seen}] ({first.role}, {_length(first)})"
         why = f"{differs} differs from all known" if differs else "no session has the others"
         log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
         return differs
@@ -289,6 +290,7 @@ class Conversations:
         header_bytes = min(logged_answers.num_bytes(feed.note), most // 2)
         pieces = groups_ahead(messages, plan.options, most, header_bytes)
         await self._open(plan)
+        await self._store_images(turn, plan, messages)
         plan, appended = await self._append(plan, pieces)
         asked = plan.asked
         generation = self.client.session(asked.session.name).generate(
@@ -312,6 +314,19 @@ class Conversations:
         if asked.state == "running":
             self.index.answer(asked, generation.result)
         return _with_appended(generation.result, appended)
+
+    async def _store_images(self, turn: ClientTurn, plan: Plan, messages: Sequence[Message]) -> None:
+        """Store the images of messages in the session, which need them to be sent. Raises `TurnkeepError`.
+
+        Those of an earlier answer's conversation, which a request only names, are read from its session.
+        """
+        session = self.client.session(plan.asked.session.name)
+        for digest in digests(messages):
+            data = turn.images.get(digest)
+            if data is None and turn.earlier_image is not None:
+                data = await turn.earlier_image(digest)
+            if isinstance(data, bytes):
+                await session.store_image(data)
 
     def _release(self, turn: ClientTurn, session: IndexedSession, *, stays: bool) -> None:
         """Close a turn's session if no later turn can continue it."""
@@ -446,6 +461,11 @@ def _ignore(_how: How, _result: Generated) -> None:
 
 def _found_again(found: LoggedAnswer) -> Match:
     return Match(found.session, "repeated", 0, 0, 0)
+
+
+def _length(message: Message) -> str:
+    content = message.content or ""
+    return f"{len(content)} {'characters' if isinstance(content, str) else 'parts'}"
 
 
 def _headers(turn: ClientTurn, plan: Plan, note: Note) -> dict[str, str]:

@@ -1,0 +1,107 @@
+"""Fetches the images that requests name by URLs, from the hosts that the gateway's settings name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any, Final
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from turnkeep_client.content_blocks import ContentError
+from turnkeep_client.images import MOST_IMAGE_BYTES, image_digest
+
+from .images import Link
+from .turn import ClientTurn, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from turnkeep_client.messages import Message
+
+#: How long one image may take.
+_FETCH_S: Final = 15.0
+_PIECE_BYTES: Final = 65536
+
+
+class ImageFetcher:
+    """Fetches images over HTTP and HTTPS, only from `hosts`; redirects must lead to these hosts too."""
+
+    def __init__(self, hosts: Collection[str] = ()) -> None:
+        self._hosts = {*hosts}
+
+    async def fetched(self, turn: ClientTurn) -> ClientTurn:
+        """Return a turn with the bytes of all its images. Raises `Fault`."""
+        links = {name: one for name, one in turn.images.items() if isinstance(one, Link)}
+        if not links:
+            return turn
+        images = await asyncio.gather(*(self._image(one) for one in links.values()))
+        digests = {name: digest for name, (digest, _) in zip(links, images, strict=True)}
+        kept = {name: one for name, one in turn.images.items() if name not in links}
+        messages = tuple(_renamed(one, digests) for one in turn.messages or ())
+        return replace(turn, messages=messages, images=kept | dict(images))
+
+    async def _image(self, link: Link) -> tuple[str, bytes]:
+        """Return an image's digest and bytes. Raises `Fault`."""
+        self.check(link.url, link.where)
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                data = await asyncio.to_thread(self._read, link)
+        except TimeoutError:
+            raise refused(f"the image did not arrive within {_FETCH_S:.0f} s", link.where) from None
+        except (OSError, ValueError) as error:  # HTTP's errors are both
+            why = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
+            raise refused(f"the image cannot be fetched: {why}", link.where) from None
+        try:
+            return image_digest(data, link.where), data
+        except ContentError as error:
+            raise refused(str(error), error.where) from None
+
+    def check(self, url: str, where: str) -> None:
+        """Raise `Fault` unless a URL is of one of the hosts."""
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname or ""
+        except ValueError:
+            raise refused("the image's URL is not valid", where) from None
+        if parts.scheme not in {"http", "https"} or not host or host not in self._hosts:
+            why = f"images are not fetched from {host!r}: send the image as a data: URL, or name the host"
+            raise refused(f"{why} in the gateway's setting gateway_image_hosts", where)
+
+    def _read(self, link: Link) -> bytes:
+        """Read an image, or a part of one that is too large. Raises `OSError`, `ValueError` and `Fault`."""
+        until_s, data = time.monotonic() + _FETCH_S, b""
+        opener = urllib.request.build_opener(_Redirects(self, link.where))
+        with opener.open(link.url, timeout=_FETCH_S) as response:
+            while len(data) <= MOST_IMAGE_BYTES and (piece := response.read(_PIECE_BYTES)):
+                data += piece
+                if time.monotonic() > until_s:
+                    raise TimeoutError
+        return data
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def __init__(self, fetcher: ImageFetcher, where: str) -> None:
+        self._fetcher = fetcher
+        self._where = where
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """Follow a redirect to one of the hosts. Raises `Fault` for others."""
+        self._fetcher.check(newurl, self._where)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _renamed(message: Message, digests: Mapping[str, str]) -> Message:
+    """Return a message whose images have other digests."""
+    if not isinstance(message.content, tuple):
+        return message
+    parts = tuple(
+        {**part, "digest": digests[part["digest"]]} if part.get("digest") in digests else part
+        for part in message.content
+    )
+    return replace(message, content=parts).of_keys(message.sent)
