@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from turnkeep_client.images import as_text
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -159,8 +160,7 @@ def _asked(request: Request | None) -> Iterator[str]:
     """Yield lines with the messages or tokens that a request adds to its session, or removes from it."""
     if isinstance(request, Append | Generate):
         for message in request.messages or ():
-            text = _with_calls(str(message.content or ""), message.tool_calls or ())
-            yield from _said(message.role, text)
+            yield from _said(message.role, _with_calls(as_text(message.content), message.tool_calls or ()))
         if request.text:
             yield from _said("text", request.text)
         if request.tokens:
@@ -176,7 +176,7 @@ def _inherited(history: History) -> Iterator[str]:
     if not history.is_whole:
         yield "  its beginning is no longer in the log"
     for message in history.messages:
-        yield from _said(message.role, _with_calls(str(message.content or ""), message.tool_calls or ()))
+        yield from _said(message.role, _with_calls(as_text(message.content), message.tool_calls or ()))
     if history.turns and history.turns[-1].is_cut:
         yield f"  of the last turn only what is before position {history.position}"
 

@@ -6,7 +6,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from turnkeep_client.content_blocks import ContentError, Warned, block_text, printed
-from turnkeep_client.images import decoded_image, image_digest, joined
+from turnkeep_client.images import decoded_image, divided, image_digest, joined
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,8 +37,7 @@ def told(warnings: Sequence[Warned], *, sees: bool) -> tuple[Warned, ...]:
 
 def digests(messages: Iterable[Message]) -> list[str]:
     """Return the digests of all images in messages, each once, in order."""
-    parts = (part for one in messages if isinstance(one.content, tuple) for part in one.content)
-    return [*dict.fromkeys(part["digest"] for part in parts if part["type"] == "image")]
+    return [*dict.fromkeys(digest for one in messages for digest in divided(one.content or "")[1])]
 
 
 class Reading:

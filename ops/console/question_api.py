@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from turnkeep_client.content_blocks import ContentError
 from turnkeep_client.errors import NoWorkerError
+from turnkeep_client.images import MOST_IMAGE_BYTES
 from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 from turnkeep_client.session_log import find_request
 from turnkeep_client.subjects import session_key
 
 from .actions import ACTIONS, PATIENCE_S, Act, Details
-from .json_http import as_json, read_body
+from .json_http import as_json, read_body, read_bytes
 from .streams import events
 
 if TYPE_CHECKING:
@@ -43,7 +45,8 @@ class _Draft(Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
-    text: Annotated[str, Meta(min_length=1)]
+    text: str
+    images: tuple[str, ...] = ()
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
@@ -80,6 +83,7 @@ class QuestionApi:
         acting = [
             Route(f"{one}/ask", self._ask, methods=["POST"]),
             Route(f"{one}/count", self._count, methods=["POST"]),
+            Route(f"{one}/images", self._store, methods=["POST"]),
             Route(f"{one}/{{action}}", self._act, methods=["POST"]),
         ]
         return [Route(f"{one}/answers/{{seq:int}}", self._answer), *([] if read_only else acting)]
@@ -88,14 +92,16 @@ class QuestionApi:
         """Store a question in the log; return its id and sequence, by which `_answer` streams the answer."""
         key = session_key(self._client.tenant, request.path_params["name"])
         question = await read_body(request, _Question)
-        messages = [("system", question.system), ("user", question.text)]
+        images = [{"type": "image", "digest": one} for one in question.images]
+        asked = [*images, {"type": "text", "text": question.text}] if images else question.text
+        messages = [("system", question.system), ("user", asked)]
         options = await self._sampling(self._client, question.options())
         if question.vary and question.temperature is None:  # at 0 the answer would be the same again
             options["temperature"] = options.get("temperature") or _VARIED
         generate = build(
             Generate,
             question.id,
-            messages=[{"role": role, "content": text} for role, text in messages if text],
+            messages=[{"role": role, "content": content} for role, content in messages if content],
             **options,
         )
         try:
@@ -104,6 +110,15 @@ class QuestionApi:
         except TimeoutError:
             raise NoWorkerError(f"the log did not confirm the question within {PATIENCE_S:.0f} s") from None
         return as_json({"id": call.id, "seq": call.seq})
+
+    async def _store(self, request: Request) -> Response:
+        """Store an image file, which is the body, in the session; return its digest."""
+        data = await read_bytes(request, MOST_IMAGE_BYTES)
+        try:
+            digest = await self._client.session(request.path_params["name"]).store_image(data)
+        except ContentError as error:
+            raise HTTPException(400, str(error)) from None
+        return as_json({"digest": digest})
 
     async def _count(self, request: Request) -> Response:
         """Count the tokens of a message, and those of the session with it; `context` of them fit (0: all)."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from msgspec import Struct
 
 from ops.log.conversation import taken_over
+from turnkeep_client.images import divided
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -54,10 +55,14 @@ class Call(NamedTuple):
 
 
 class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of a turn. An answer has `text` and the same text as Markdown `blocks`."""
+    """A message of a turn. An answer has `text` and the same text as Markdown `blocks`.
+
+    `images` has the digests of its images.
+    """
 
     role: str
     text: str = ""
+    images: tuple[str, ...] = ()
     blocks: tuple[Node, ...] = ()
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
@@ -174,9 +179,10 @@ def _said(request: Request | None, result: Result | None) -> Iterator[Said]:
 
 
 def _message(message: Message) -> Said:
-    text = str(message.content or "")
+    text, images = divided(message.content or "")
     blocks = rendered(text) if message.role == "assistant" else ()
-    return Said(role=message.role, text=text, blocks=blocks, calls=_calls(message.tool_calls or ()))
+    calls = _calls(message.tool_calls or ())
+    return Said(role=message.role, text=text, images=images, blocks=blocks, calls=calls)
 
 
 def _calls(calls: Iterable[ToolCall | Called]) -> tuple[Call, ...]:

@@ -73,3 +73,10 @@ def joined(contents: Iterable[Content]) -> Content:
     if all(part["type"] == "text" for part in parts):
         return "".join(part["text"] for part in parts)
     return tuple(parts)
+
+
+def divided(content: Content) -> tuple[str, tuple[str, ...]]:
+    """Return a content's text and the digests of its images."""
+    parts = ({"type": "text", "text": content},) if isinstance(content, str) else content
+    text = "".join(part["text"] for part in parts if part["type"] == "text")
+    return text, tuple(part["digest"] for part in parts if part["type"] == "image")
