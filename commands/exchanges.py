@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from turnkeep_client.images import divided
+from turnkeep_client.images import images_in, text_in
 from turnkeep_client.messages import Appended, Closed, Generate, Generated, Opened, Rewound
 from turnkeep_client.session_log import tails
 from turnkeep_client.subjects import session_key
@@ -88,5 +88,5 @@ def _question(request: Generate) -> tuple[str, tuple[str, ...]]:
     """Return a question's text and the digests of its images."""
     if request.messages is None:
         return request.text or "", ()
-    said = [divided(message.content or "") for message in request.messages if message.role == "user"]
-    return "\n\n".join(text for text, _ in said), tuple(one for _, images in said for one in images)
+    said = [message.content for message in request.messages if message.role == "user"]
+    return "\n\n".join(map(text_in, said)), tuple(one for content in said for one in images_in(content))

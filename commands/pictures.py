@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from base64 import b64encode
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from turnkeep_client.content_blocks import ContentError
-from turnkeep_client.images import image_digest
+from turnkeep_client.content_blocks import ContentError, image_in
+from turnkeep_client.images import image
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,13 +22,12 @@ def parts_of(files: Iterable[Path]) -> list[dict[str, Any]]:
     found = []
     for file in files:
         try:
-            data = file.read_bytes()
-            image_digest(data, str(file))
+            found.append(image(file))
+            image_in(found[-1], str(file))
         except OSError as error:
             raise click.UsageError(f"{file} cannot be read: {error.strerror}") from None
         except ContentError as error:
             raise click.UsageError(f"{file}: {error}") from None
-        found.append({"type": "image", "data": b64encode(data).decode()})
     return found
 
 

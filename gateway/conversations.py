@@ -23,6 +23,7 @@ from turnkeep_client.errors import (
     ResultTimeoutError,
     TurnkeepError,
 )
+from turnkeep_client.images import images_in
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -40,7 +41,7 @@ from turnkeep_client.subjects import session_key
 from . import logged_answers
 from .answer_feed import AnswerFeed, Match, Receipt
 from .idempotency import first_copy, first_note, state_of
-from .images import digests
+from .images import attach
 from .index import Index, IndexedRequest, IndexedSession, append_id, tags
 from .latest_metrics import LatestMetrics
 from .logged_answers import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, LoggedAnswer, follow
@@ -108,7 +109,14 @@ class Conversations:
         num_tokens = (await session.count(messages=turn.messages, text=turn.text, **rendering)).tokens
         if prefix := turn.options.get("prefix"):
             num_tokens += (await session.count(text=prefix, special_tokens=False)).tokens
+        if any(one.files for one in turn.messages or ()):  # which the log has now
+            self.beside(self._erase(session.key.session))
         return num_tokens
+
+    async def _erase(self, session: str) -> None:
+        """Erase the images of a session that was only counted."""
+        with contextlib.suppress(TurnkeepError):  # until it is removed, it is only in the way
+            await self.forget(session)
 
     async def close(self) -> None:
         """Cancel all tasks and close the connection; running answers go on in the worker."""
@@ -290,7 +298,7 @@ class Conversations:
         header_bytes = min(logged_answers.num_bytes(feed.note), most // 2)
         pieces = groups_ahead(messages, plan.options, most, header_bytes)
         await self._open(plan)
-        await self._store_images(turn, plan, messages)
+        await _find_images(turn, messages)
         plan, appended = await self._append(plan, pieces)
         asked = plan.asked
         generation = self.client.session(asked.session.name).generate(
@@ -314,19 +322,6 @@ class Conversations:
         if asked.state == "running":
             self.index.answer(asked, generation.result)
         return _with_appended(generation.result, appended)
-
-    async def _store_images(self, turn: ClientTurn, plan: Plan, messages: Sequence[Message]) -> None:
-        """Store the images of messages in the session, which need them to be sent. Raises `TurnkeepError`.
-
-        Those of an earlier answer's conversation, which a request only names, are read from its session.
-        """
-        session = self.client.session(plan.asked.session.name)
-        for digest in digests(messages):
-            data = turn.images.get(digest)
-            if data is None and turn.earlier_image is not None:
-                data = await turn.earlier_image(digest)
-            if isinstance(data, bytes):
-                await session.store_image(data)
 
     def _release(self, turn: ClientTurn, session: IndexedSession, *, stays: bool) -> None:
         """Close a turn's session if no later turn can continue it."""
@@ -461,6 +456,18 @@ def _ignore(_how: How, _result: Generated) -> None:
 
 def _found_again(found: LoggedAnswer) -> Match:
     return Match(found.session, "repeated", 0, 0, 0)
+
+
+async def _find_images(turn: ClientTurn, messages: Sequence[Message]) -> None:
+    """Read the files of images in messages of an earlier answer's conversation, which the request only names.
+
+    Raises `TurnkeepError`.
+    """
+    if turn.earlier_image is not None:
+        missing = {
+            one for message in messages for one in images_in(message.content) if one not in message.files
+        }
+        attach(messages, {one: await turn.earlier_image(one) for one in missing})
 
 
 def _length(message: Message) -> str:

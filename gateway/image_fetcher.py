@@ -11,11 +11,11 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from turnkeep_client.content_blocks import ContentError
-from turnkeep_client.images import MOST_IMAGE_BYTES, image_digest
+from turnkeep_client.content_blocks import checked
+from turnkeep_client.images import MOST_BYTES, digest_of
 
-from .images import Link
-from .turn import ClientTurn, refused
+from .images import Link, attach
+from .turn import ClientTurn, parts_checked, refused
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -34,18 +34,18 @@ class ImageFetcher:
         self._hosts = {*hosts}
 
     async def fetched(self, turn: ClientTurn) -> ClientTurn:
-        """Return a turn with the bytes of all its images. Raises `Fault`."""
-        links = {name: one for name, one in turn.images.items() if isinstance(one, Link)}
-        if not links:
+        """Return a turn whose messages have the files of their images. Raises `Fault`."""
+        if not turn.images:
             return turn
-        images = await asyncio.gather(*(self._image(one) for one in links.values()))
-        digests = {name: digest for name, (digest, _) in zip(links, images, strict=True)}
-        kept = {name: one for name, one in turn.images.items() if name not in links}
+        links = {name: one for name, one in turn.images.items() if isinstance(one, Link)}
+        fetched = await asyncio.gather(*map(self._image, links.values()))
+        digests = {name: digest_of(file) for name, file in zip(links, fetched, strict=True)}
         messages = tuple(_renamed(one, digests) for one in turn.messages or ())
-        return replace(turn, messages=messages, images=kept | dict(images))
+        attach(messages, {**turn.images, **dict(zip(digests.values(), fetched, strict=True))})
+        return replace(turn, messages=messages, images={})
 
-    async def _image(self, link: Link) -> tuple[str, bytes]:
-        """Return an image's digest and bytes. Raises `Fault`."""
+    async def _image(self, link: Link) -> bytes:
+        """Return an image's file. Raises `Fault`."""
         self.check(link.url, link.where)
         try:
             async with asyncio.timeout(_FETCH_S):
@@ -55,10 +55,8 @@ class ImageFetcher:
         except (OSError, ValueError) as error:  # HTTP's errors are both
             why = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
             raise refused(f"the image cannot be fetched: {why}", link.where) from None
-        try:
-            return image_digest(data, link.where), data
-        except ContentError as error:
-            raise refused(str(error), error.where) from None
+        with parts_checked():
+            return checked(data, link.where)
 
     def check(self, url: str, where: str) -> None:
         """Raise `Fault` unless a URL is of one of the hosts."""
@@ -76,7 +74,7 @@ class ImageFetcher:
         until_s, data = time.monotonic() + _FETCH_S, b""
         opener = urllib.request.build_opener(_Redirects(self, link.where))
         with opener.open(link.url, timeout=_FETCH_S) as response:
-            while len(data) <= MOST_IMAGE_BYTES and (piece := response.read(_PIECE_BYTES)):
+            while len(data) <= MOST_BYTES and (piece := response.read(_PIECE_BYTES)):
                 data += piece
                 if time.monotonic() > until_s:
                     raise TimeoutError
@@ -98,7 +96,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 def _renamed(message: Message, digests: Mapping[str, str]) -> Message:
     """Return a message whose images have other digests."""
-    if not isinstance(message.content, tuple):
+    if not isinstance(message.content, tuple) or not digests:
         return message
     parts = tuple(
         {**part, "digest": digests[part["digest"]]} if part.get("digest") in digests else part

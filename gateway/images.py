@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from turnkeep_client.content_blocks import ContentError, Warned, block_text, printed
-from turnkeep_client.images import decoded_image, divided, image_digest, joined
+from msgspec.structs import force_setattr
+
+from turnkeep_client.content_blocks import ContentError, Warned, block_text, content_of, image_in, printed
+from turnkeep_client.images import digest_of, images_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from turnkeep_client.images import Content
     from turnkeep_client.messages import Message
 
-#: The types of image blocks in all dialects.
-_KINDS: Final = ("image", "image_url", "input_image")
+    #: A message's content: a text, or parts of which at least one is an image.
+    Content = str | tuple[dict[str, Any], ...]
+
 _LINKS: Final = ("http://", "https://")
 
 
@@ -27,7 +28,7 @@ class Link(NamedTuple):
 
 
 class Unseen(Warned):
-    """The warning of an image, which is told only if the model cannot see."""
+    """The warning of an image, which is told only if the model does not see images."""
 
 
 def told(warnings: Sequence[Warned], *, sees: bool) -> tuple[Warned, ...]:
@@ -35,9 +36,18 @@ def told(warnings: Sequence[Warned], *, sees: bool) -> tuple[Warned, ...]:
     return tuple(one for one in warnings if not (sees and isinstance(one, Unseen)))
 
 
-def digests(messages: Iterable[Message]) -> list[str]:
-    """Return the digests of all images in messages, each once, in order."""
-    return [*dict.fromkeys(digest for one in messages for digest in divided(one.content or "")[1])]
+def joined(contents: Iterable[Content]) -> Content:
+    """Join contents: neighbouring texts become one, and texts alone a string."""
+    parts = [part for one in contents for part in ([one] if isinstance(one, str) else one)]
+    return content_of(parts, "", [])
+
+
+def attach(messages: Iterable[Message], images: Mapping[str, Any]) -> None:
+    """Give messages the files of their images, so that they are stored when the messages are sent."""
+    for message in messages:
+        named = images_in(message.content)
+        if files := {one: images[one] for one in named if isinstance(images.get(one), bytes)}:
+            force_setattr(message, "files", {**message.files, **files})
 
 
 class Reading:
@@ -60,32 +70,22 @@ class Reading:
 
     def block(self, given: Any, where: str) -> Content:
         """Return a content block as text or, for an image, as one part. Raises `ContentError`."""
-        kind = given.get("type") if isinstance(given, dict) else None
-        if kind not in _KINDS:
-            return block_text(given, where, self.warnings)
-        if (source := _source(given)) is None:
-            why = "an image must have its file as base64 or as a data: URL; files by their ids are not kept"
-            raise ContentError(why, where)
-        return self.image(source, where, kind)
+        if isinstance(given, dict):
+            file = _link(given, where) or image_in(given, where)
+            if file is not None:
+                return self._named(file, where, given["type"])
+        return block_text(given, where, self.warnings)
 
-    def image(self, source: str, where: str, kind: str = "image") -> Content:
-        """Return an image as one part; `source` is base64 or a URL. Raises `ContentError`."""
+    def _named(self, file: bytes | Link, where: str, kind: str) -> Content:
         self.warnings.append(Unseen(where, f"{printed(kind)} replaced by a placeholder"))
-        if source.startswith(_LINKS):
-            digest = sha256(source.encode()).hexdigest()
-            self.images[digest] = Link(source, where)
-        else:
-            data = decoded_image(source, where)
-            digest = image_digest(data, where)
-            self.images[digest] = data
+        digest = digest_of(file.url.encode() if isinstance(file, Link) else file)
+        self.images[digest] = file
         return ({"type": "image", "digest": digest},)
 
 
-def _source(block: dict[str, Any]) -> str | None:
-    """Return the base64 or the URL in an image block of any dialect."""
+def _link(block: dict[str, Any], where: str) -> Link | None:
+    """Return an image block's URL, in the form of any dialect; None if it has none."""
     match block:
-        case {"image_url": {"url": str(url)}} | {"image_url": str(url)}:
-            return url
-        case {"source": {"data": str(found)} | {"url": str(found)}} | {"data": str(found)}:
-            return found
+        case {"image_url": {"url": str(url)} | str(url)} | {"source": {"url": str(url)}}:
+            return Link(url, where) if url.startswith(_LINKS) else None
     return None

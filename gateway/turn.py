@@ -71,10 +71,10 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
     `options` are fields of the protocol's generate request. `model` is the client's name for the model.
     `asked` has other fields of the request, which the answer repeats. Clients can read an answer that
     `is_kept` later by its id. `previous` is the id of an earlier answer: the conversation up to that answer
-    comes before the messages. `warnings` go into a header of the response. `images` has the files of the
-    messages' images by their digests, or where to fetch them;
-    `earlier_image` reads one of the conversation before. If there are several `prompts`
+    comes before the messages. `warnings` go into a header of the response. If there are several `prompts`
     (`text` or `tokens` is the first), `n` counts the answers to all prompts, in the prompts' order.
+    `images` has the files of images by their digests, or where to fetch them, until the messages have these
+    files; `earlier_image` reads an image of an earlier answer's conversation.
     """
 
     messages: tuple[Message, ...] | None = None

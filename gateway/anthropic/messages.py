@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Struct
 
 from gateway import form
+from gateway.images import joined
 from gateway.openai import common as openai
 from gateway.turn import ClientTurn, Fault, Whole, as_whole, check, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import Warned, block_text
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.images import joined
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import client_tools

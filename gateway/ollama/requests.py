@@ -10,10 +10,10 @@ import msgspec
 from msgspec import Struct
 
 from gateway.form import Loading
+from gateway.images import joined
 from gateway.openai import common as openai
 from gateway.turn import ClientTurn, Fault, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import Warned
-from turnkeep_client.images import joined
 from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:
@@ -180,7 +180,10 @@ def _messages(given: Sequence[_Said], reading: Reading) -> list[Message]:
         where = f"messages[{number}]"
         if one.role not in _ROLES:
             raise refused(f"the role {one.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
-        images = [reading.image(file, f"{where}.images[{at}]") for at, file in enumerate(one.images or ())]
+        images = [
+            reading.block({"type": "image", "data": file}, f"{where}.images[{at}]")
+            for at, file in enumerate(one.images or ())
+        ]
         told = joined([one.content or "", *images])
         call_id = _taken(one, queues, waiting) if one.role == "tool" else None
         calls = tuple(_call(call, f"call_{number}_{at}") for at, call in enumerate(one.tool_calls or ()))

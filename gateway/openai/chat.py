@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.images import joined
 from gateway.turn import ClientTurn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import other_text
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.images import joined
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 from . import common as openai
@@ -18,8 +18,7 @@ from . import common as openai
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gateway.images import Reading
-    from turnkeep_client.images import Content
+    from gateway.images import Content, Reading
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from gateway.turn import ClientTurn, decoded, refused
+from turnkeep_client.images import files_of
 
 from . import requests
 from .answers import usage_of
@@ -50,7 +51,7 @@ def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Gene
     kept = [
         item
         for number, one in enumerate(users)
-        for item in written(one, f"{answer_id}_{number}", turn.images)
+        for item in written(one, f"{answer_id}_{number}", files_of(turn))
     ]
     summary = {"id": f"cmp_{answer_id}", "type": "compaction", "encrypted_content": sealed(result.text)}
     return {

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.images import joined
 from gateway.turn import Fault, number_in, refused
 from turnkeep_client.content_blocks import other_text
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.images import data_url, joined
+from turnkeep_client.images import data_url
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:

@@ -18,19 +18,13 @@ T = TypeVar("T")
 _MAX_BODY_BYTES: Final = 2**20
 
 
-async def read_bytes(request: Request, most: int) -> bytes:
-    """Read a request's body of at most `most` bytes. Raises `HTTPException`."""
+async def read_body(request: Request, kind: type[T], most: int = _MAX_BODY_BYTES) -> T:
+    """Read and decode a request's JSON body of at most `most` bytes. Raises `HTTPException`."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
         if len(body) > most:
             raise HTTPException(413, f"the body is larger than {most} bytes")
-    return bytes(body)
-
-
-async def read_body(request: Request, kind: type[T]) -> T:
-    """Read and decode a request's JSON body. Raises `HTTPException`."""
-    body = await read_bytes(request, _MAX_BODY_BYTES)
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

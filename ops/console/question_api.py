@@ -11,16 +11,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from turnkeep_client.content_blocks import ContentError
 from turnkeep_client.errors import NoWorkerError
-from turnkeep_client.images import MOST_IMAGE_BYTES
 from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 from turnkeep_client.session_log import find_request
 from turnkeep_client.subjects import session_key
 
 from .actions import ACTIONS, PATIENCE_S, Act, Details
-from .json_http import as_json, read_body, read_bytes
+from .json_http import as_json, read_body
 from .streams import events
 
 if TYPE_CHECKING:
@@ -35,6 +33,8 @@ if TYPE_CHECKING:
 #: Most answers streamed at once, and how long sending one event to a reader may take.
 MAX_STREAMS: Final = 16
 _SLOW_S: Final = 20.0
+#: The largest question: its images are base64.
+_MOST_BYTES: Final = 64 * 2**20
 #: The temperature for another answer to the same question, if the default is 0.
 _VARIED: Final = 0.7
 
@@ -83,7 +83,6 @@ class QuestionApi:
         acting = [
             Route(f"{one}/ask", self._ask, methods=["POST"]),
             Route(f"{one}/count", self._count, methods=["POST"]),
-            Route(f"{one}/images", self._store, methods=["POST"]),
             Route(f"{one}/{{action}}", self._act, methods=["POST"]),
         ]
         return [Route(f"{one}/answers/{{seq:int}}", self._answer), *([] if read_only else acting)]
@@ -91,8 +90,8 @@ class QuestionApi:
     async def _ask(self, request: Request) -> Response:
         """Store a question in the log; return its id and sequence, by which `_answer` streams the answer."""
         key = session_key(self._client.tenant, request.path_params["name"])
-        question = await read_body(request, _Question)
-        images = [{"type": "image", "digest": one} for one in question.images]
+        question = await read_body(request, _Question, _MOST_BYTES)
+        images = [{"type": "image", "data": one} for one in question.images]
         asked = [*images, {"type": "text", "text": question.text}] if images else question.text
         messages = [("system", question.system), ("user", asked)]
         options = await self._sampling(self._client, question.options())
@@ -110,15 +109,6 @@ class QuestionApi:
         except TimeoutError:
             raise NoWorkerError(f"the log did not confirm the question within {PATIENCE_S:.0f} s") from None
         return as_json({"id": call.id, "seq": call.seq})
-
-    async def _store(self, request: Request) -> Response:
-        """Store an image file, which is the body, in the session; return its digest."""
-        data = await read_bytes(request, MOST_IMAGE_BYTES)
-        try:
-            digest = await self._client.session(request.path_params["name"]).store_image(data)
-        except ContentError as error:
-            raise HTTPException(400, str(error)) from None
-        return as_json({"digest": digest})
 
     async def _count(self, request: Request) -> Response:
         """Count the tokens of a message, and those of the session with it; `context` of them fit (0: all)."""

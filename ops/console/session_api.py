@@ -17,7 +17,7 @@ from ops.log.costs import Costs
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.images import divided, media_type
+from turnkeep_client.images import images_in, media_type
 from turnkeep_client.messages import Opened
 from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
@@ -145,7 +145,7 @@ class SessionApi:
         name, digest = request.path_params["name"], request.path_params["digest"]
         data = await self._client.session(name).image(digest)
         # Its first bytes have been checked; the door's headers keep the browser from reading it otherwise.
-        return Response(data, media_type=media_type(data) or "application/octet-stream")
+        return Response(data, media_type=media_type(data))
 
     async def _export(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -162,7 +162,7 @@ class SessionApi:
         if not history.turns:
             raise HTTPException(404, f"the log has no conversation of {name}")
         session, ending = self._client.session(name), form
-        named = {digest for one in history.messages for digest in divided(one.content or "")[1]}
+        named = {digest for one in history.messages for digest in images_in(one.content)}
         images = {digest: await session.image(digest) for digest in named}
         match form:
             case "md":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from msgspec import Struct
 
 from ops.log.conversation import taken_over
-from turnkeep_client.images import divided
+from turnkeep_client.images import images_in, text_in
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -179,9 +179,10 @@ def _said(request: Request | None, result: Result | None) -> Iterator[Said]:
 
 
 def _message(message: Message) -> Said:
-    text, images = divided(message.content or "")
+    text = text_in(message.content)
     blocks = rendered(text) if message.role == "assistant" else ()
     calls = _calls(message.tool_calls or ())
+    images = tuple(images_in(message.content))
     return Said(role=message.role, text=text, images=images, blocks=blocks, calls=calls)
 
 

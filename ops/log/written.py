@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from turnkeep_client.images import data_url, divided, media_type
+from turnkeep_client.images import data_url, images_in, media_type, text_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +36,10 @@ def _in_openais_form(part: dict[str, Any], images: Mapping[str, bytes]) -> dict[
 
 def image_files(folder: str, images: Mapping[str, bytes]) -> dict[str, str]:
     """Return a path in `folder` for each image, by its digest."""
-    kinds = {digest: media_type(data) or "image/bin" for digest, data in images.items()}
-    return {digest: f"{folder}/{digest[:16]}.{kind.rpartition('/')[2]}" for digest, kind in kinds.items()}
+    return {
+        digest: f"{folder}/{digest[:16]}.{media_type(data).rpartition('/')[2]}"
+        for digest, data in images.items()
+    }
 
 
 def as_markdown(name: str, history: History, files: Mapping[str, str]) -> str:
@@ -50,9 +52,8 @@ def as_markdown(name: str, history: History, files: Mapping[str, str]) -> str:
         parts.append("(The beginning is no longer in the log.)\n")
     for message in history.messages:
         parts.append(f"## {_WHO.get(message.role, message.role)}\n")
-        text, images = divided(message.content or "")
-        parts += [f"![]({files[digest]})\n" for digest in images]
-        parts += [f"{text}\n"] if text else []
+        parts += [f"![]({files[digest]})\n" for digest in images_in(message.content)]
+        parts += [f"{text}\n"] if (text := text_in(message.content)) else []
         calls = [msgspec.json.encode(call.function).decode() for call in message.tool_calls or ()]
         parts += [f"```json\n{call}\n```\n" for call in calls]
     return "\n".join(parts)

@@ -85,7 +85,7 @@ def accounts(
             }
             for kind in ("ctl", "ask")
         ),
-        {"service": _of("*", subjects, "in"), **mine},
+        *({"service": _of("*", subjects, kind), **mine} for kind in ("in", "image.*")),
         *({"stream": _of("*", subjects, kind), **mine} for kind in ("out", "tok.*")),
         # The filter is a part of the subject, and the server refuses a different filter in the body.
         *(
@@ -128,7 +128,7 @@ def _backlog(subjects: Subjects) -> str:
 
 def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: Limits) -> dict[str, Any]:
     streams = (subjects.log_stream, subjects.token_stream)
-    publish = [_of(tenant, subjects, kind) for kind in ("in", "ctl", "ask")]
+    publish = [_of(tenant, subjects, kind) for kind in ("in", "image.*", "ctl", "ask")]
     hear = [_of(tenant, subjects, kind) for kind in ("out", "tok.*")]
 
     def taken(kind: str, subject: str, to: str | None = None) -> dict[str, Any]:

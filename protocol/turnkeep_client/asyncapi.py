@@ -55,11 +55,13 @@ _KINDS: Final = tuple(
 )
 
 _END: Final = "EndOfTokens"
+_IMAGE: Final = "Image"
 _KEY: Final = SessionKey("{tenant}", "{session}")
 _PARAMETERS: Final = {
     "tenant": {"description": f"The tenant that owns the session: {ID_RULE}.", "default": "default"},
     "session": {"description": f"The session's name: {ID_RULE}."},
     "request": {"description": f"The generate's id: {ID_RULE}."},
+    "digest": {"description": "The SHA-256 of an image's file, or of a piece of it, as 64 hex digits."},
     "worker": {"description": f"The worker's name: {ID_RULE}."},
     "gateway": {"description": f"The gateway's name: {ID_RULE}."},
 }
@@ -98,6 +100,7 @@ def document() -> dict[str, Any]:
         "operations": {
             "receiveRequest": _operation("receive", "in", REQUESTS, reply=("out", RESULTS)),
             "sendTokens": _operation("send", "tokens", (Chunk, _END)),
+            "receiveImage": _operation("receive", "image", (_IMAGE,)),
             "receiveControl": _operation("receive", "ctl", CONTROLS, reply=("ctlReply", CONTROL_REPLIES)),
             "receiveAsk": _operation("receive", "ask", (Generate,), reply=("askReply", (Generated, Failed))),
             "receiveServe": _operation("receive", "serve", SERVES, reply=("serveReply", (Serving, Failed))),
@@ -118,6 +121,11 @@ def _channels(subjects: Subjects) -> dict[str, Any]:
             subjects.tokens(_KEY, "{request}"),
             "Tokens of one generate; a stream kept for minutes.",
             (Chunk, _END),
+        ),
+        "image": _channel(
+            subjects.image(_KEY, "{digest}"),
+            "Images of a session, stored before a request; the same log.",
+            (_IMAGE,),
         ),
         "ctl": _channel(subjects.of(_KEY, "ctl"), "Control requests about a session.", CONTROLS),
         "ctlReply": _channel(None, "The reply inbox of the control request.", CONTROL_REPLIES),
@@ -217,6 +225,13 @@ def _messages() -> dict[str, Any]:
         "summary": "An empty body: no more tokens will come.",
         "contentType": "application/octet-stream",
         "payload": {"type": "string", "maxLength": 0},
+    }
+    messages[_IMAGE] = {
+        "title": _IMAGE,
+        "summary": "The file of an image, or a piece of it. A long file is stored in pieces, and in its own"
+        " message are the SHA-256 digests of the pieces, 32 bytes each.",
+        "contentType": "application/octet-stream",
+        "payload": {"type": "string", "format": "binary"},
     }
     return messages
 

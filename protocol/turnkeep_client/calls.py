@@ -20,6 +20,7 @@ from .errors import (
     ResultRemovedError,
     ResultTimeoutError,
 )
+from .images import files_of
 from .messages import ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
 
 if TYPE_CHECKING:
@@ -295,6 +296,7 @@ class Call:
         await self._feeds.release(self.key, feed)
 
     async def _publish(self, feed: _ResultFeed) -> None:
+        await self._wire.store_images(self.key, files_of(self.request))
         feed.publishing += 1
         try:
             subject = self._wire.subjects.of(self.key, "in")

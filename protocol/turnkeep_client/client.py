@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .calls import Call, ResultFeeds, expect
 from .errors import InvalidMessageError, TurnkeepError
+from .images import files_of
 from .listing import Listed, is_enough, listed
 from .log import Entry, entry
 from .messages import (
@@ -178,12 +179,16 @@ class Client:
         timeout_s: float = 60.0,
         **sampling: Unpack[Sampling],
     ) -> Generated:
-        """Generate by core NATS request and reply: no streaming, no retries, and no rights on the log needed.
+        """Generate by core NATS request and reply: no streaming, no retries.
+
+        Needs rights on the log only for images, which are stored there first.
 
         Raises `RequestFailedError`, and `NoWorkerError` if no worker answers within `timeout_s`.
         """
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
-        subject = self._wire.subjects.of(session_key(self.tenant, session), "ask")
+        key = session_key(self.tenant, session)
+        await self._wire.store_images(key, files_of(request))
+        subject = self._wire.subjects.of(key, "ask")
         return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
 
     async def embed(

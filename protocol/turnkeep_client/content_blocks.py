@@ -1,4 +1,4 @@
-"""Reduces a message's content to text; placeholders replace blocks that models cannot read. Pure.
+"""Reduces a message's content to text and images; placeholders replace blocks that no model can read. Pure.
 
 Clients resend the conversation with each request, so refusing one block would end the conversation for good.
 The placeholder of a block never changes: the digests of the gateway's conversations depend on it.
@@ -6,10 +6,14 @@ The placeholder of a block never changes: the digests of the gateway's conversat
 
 from __future__ import annotations
 
+import base64
+import binascii
 import re
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .errors import TurnkeepError
+from .images import MOST_BYTES, digest_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,6 +31,9 @@ _SENSES: Final = {
 }
 _KIND: Final = re.compile(r"(?:input_)?([a-z]+?)(?:_url)?")
 _UNPRINTED: Final = re.compile(r"[^\w.:/-]+", re.ASCII)
+_IMAGES: Final = ("image", "input_image", "image_url")
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}")
+_DATA_URL: Final = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _MOST_PRINTED: Final = 64
 _MOST_TOLD: Final = 20
 
@@ -68,6 +75,78 @@ def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
     if not isinstance(content, list | tuple):
         raise ContentError("the content is neither a string nor a list of parts", where)
     return "".join(block_text(block, f"{where}[{at}]", warnings) for at, block in enumerate(content))
+
+
+def content_of(blocks: Sequence[Any], where: str, warnings: list[Warned]) -> str | tuple[dict[str, str], ...]:
+    """Return a content, of `with_digests`, as text or, if it has images, as parts of text and image.
+
+    Raises and appends to `warnings` as `text_of` does.
+    """
+    parts = list[dict[str, str]]()
+    for at, block in enumerate(blocks):
+        if isinstance(block, dict) and "digest" in block and block.get("type") == "image":
+            parts.append({"type": "image", "digest": block["digest"]})
+        else:
+            parts.append({"type": "text", "text": block_text(block, f"{where}[{at}]", warnings)})
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    found = list[dict[str, str]]()
+    for kind, run in groupby(parts, lambda part: part["type"]):
+        some = [*run]
+        text = "".join(part.get("text", "") for part in some)
+        found += some if kind == "image" else [{"type": "text", "text": text}] if text else []
+    return tuple(found)
+
+
+def with_digests(blocks: Sequence[Any], where: str, files: dict[str, bytes]) -> list[Any]:
+    """Return a content's blocks, each image by its digest; add the files that they have to `files`.
+
+    An image whose file is elsewhere, such as in a vendor's store, stays as it is. Raises `ContentError`.
+    """
+    found = []
+    for at, block in enumerate(blocks):
+        data = image_in(block, f"{where}[{at}]") if isinstance(block, dict) else None
+        if data is not None:
+            digest = digest_of(data)
+            files[digest] = data
+            found.append({"type": "image", "digest": digest})
+        else:
+            found.append(block)
+    return found
+
+
+def image_in(block: dict[str, Any], where: str) -> bytes | None:
+    """Return the file of an image block; None for other blocks, and for images without their file."""
+    if block.get("type") not in _IMAGES:
+        return None
+    if (digest := block.get("digest")) is not None:
+        if not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
+            raise ContentError("an image's digest must be the SHA-256 of its file, as 64 hex digits", where)
+        return None
+    source, url = block.get("source"), block.get("image_url")
+    given = source if isinstance(source, dict) else url if isinstance(url, dict) else {"url": url}
+    data = block.get("data", given.get("data"))
+    if data is None and isinstance(url := given.get("url"), str):
+        if not (begin := _DATA_URL.match(url)):
+            why = "images are not fetched; send the file itself, as a data: URL with base64"
+            raise ContentError(why, where)
+        data = url[begin.end() :]
+    if data is None:
+        return None
+    try:
+        file = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError, TypeError):
+        raise ContentError("an image's data must be base64", where) from None
+    return checked(file, where)
+
+
+def checked(file: bytes, where: str) -> bytes:
+    """Return a file if it may be an image that models read. Raises `ContentError`."""
+    if len(file) > MOST_BYTES:
+        raise ContentError(f"the image has {len(file)} bytes; the most are {MOST_BYTES}", where)
+    if not (file.startswith((b"\x89PNG", b"\xff\xd8", b"GIF8")) or file[8:12] == b"WEBP"):
+        raise ContentError("the image is of no known format; send a PNG, JPEG, WebP or GIF", where)
+    return file
 
 
 def block_text(block: Any, where: str, warnings: list[Warned]) -> str:

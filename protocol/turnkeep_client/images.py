@@ -1,82 +1,124 @@
-"""Images in messages' contents: checks files, names them by their digests, and joins parts. Pure."""
+"""Images in a session's log: each file is stored once, on a subject that its SHA-256 names.
+
+A long file is stored in pieces, each on the subject of the piece's own SHA-256; the file's own entry then has
+the SHA-256 of its pieces, 32 bytes each. So each entry proves itself, and may be stored again at any time.
+"""
 
 from __future__ import annotations
 
-import binascii
-import re
-from base64 import b64decode, b64encode
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
-
-from .content_blocks import ContentError
+import base64
+import hashlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Awaitable, Callable, Iterator
 
-#: A message's content: a text, or parts of which at least one is an image.
-Content: TypeAlias = "str | tuple[dict[str, Any], ...]"
-MOST_IMAGE_BYTES: Final = 20_000_000
-#: How a file of each media type begins.
-_BEGINNINGS: Final = {
-    "image/png": re.compile(rb"\x89PNG\r\n\x1a\n"),
-    "image/jpeg": re.compile(rb"\xff\xd8\xff"),
-    "image/webp": re.compile(rb"RIFF....WEBP", re.DOTALL),
-    "image/gif": re.compile(rb"GIF8[79]a"),
-}
+    from .messages import Message
+
+#: The largest file.
+MOST_BYTES: Final = 20_000_000
+#: The largest piece of a file, and the smallest: a message is at least twice as large.
+PIECE_BYTES: Final = 2**17
+_LEAST_BYTES: Final = 2**12
+_DIGEST_BYTES: Final = 32
 
 
-def media_type(data: bytes) -> str | None:
-    """Return the media type of an image file by its first bytes; None for a file of another type."""
-    return next((kind for kind, begins in _BEGINNINGS.items() if begins.match(data)), None)
+def image(source: str | Path | bytes) -> dict[str, Any]:
+    """Return an image, given as a path or as the bytes of its file, as a part of a message's `content`.
+
+    PNG, JPEG, WebP, and GIF, whose first frame the model sees. Raises `OSError`.
+    """
+    data = source if isinstance(source, bytes) else Path(source).read_bytes()
+    return {"type": "image", "data": base64.b64encode(data).decode()}
 
 
-def image_digest(data: bytes, where: str) -> str:
-    """Return the name of an image file: its SHA-256. Raises `ContentError` about the path `where`."""
-    if not data:
-        raise ContentError("the image is empty", where)
-    if len(data) > MOST_IMAGE_BYTES:
-        raise ContentError(f"the image has {len(data)} bytes; at most {MOST_IMAGE_BYTES} are taken", where)
-    if media_type(data) is None:
-        raise ContentError("the image is no PNG, JPEG, WebP or GIF file", where)
-    return sha256(data).hexdigest()
-
-
-def decoded_image(source: str, where: str) -> bytes:
-    """Return the file that base64 or a `data:` URL has. Raises `ContentError` about the path `where`."""
-    if source.startswith("data:"):
-        head, comma, source = source.partition(",")
-        if not comma or not head.endswith(";base64"):
-            why = "a data: URL of an image must have its file as base64: data:image/png;base64,..."
-            raise ContentError(why, where)
-    if len(source) > MOST_IMAGE_BYTES * 4 // 3 + 4096:
-        raise ContentError(f"the image is larger than {MOST_IMAGE_BYTES} bytes", where)
-    try:
-        return b64decode("".join(source.split()), validate=True)
-    except (binascii.Error, ValueError):
-        raise ContentError("the image is no base64, or was cut short", where) from None
+def media_type(data: bytes) -> str:
+    """Return the media type of an image file by its first bytes; PNG's for those that are no image."""
+    begins = {b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
+    kind = next((kind for begin, kind in begins.items() if data.startswith(begin)), "image/png")
+    return "image/webp" if data[8:12] == b"WEBP" else kind
 
 
 def data_url(data: bytes) -> str:
     """Return an image file as a `data:` URL."""
-    return f"data:{media_type(data)};base64,{b64encode(data).decode()}"
+    return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
 
 
-def joined(contents: Iterable[Content]) -> Content:
-    """Join contents: neighbouring texts become one, and texts alone a string."""
-    parts: list[dict[str, Any]] = []
-    for content in contents:
-        for part in ({"type": "text", "text": content},) if isinstance(content, str) else content:
-            if part["type"] == "text" and parts and parts[-1]["type"] == "text":
-                parts[-1] = {"type": "text", "text": parts[-1]["text"] + part["text"]}
-            elif part != {"type": "text", "text": ""}:
-                parts.append(part)
-    if all(part["type"] == "text" for part in parts):
-        return "".join(part["text"] for part in parts)
-    return tuple(parts)
+def digest_of(data: bytes) -> str:
+    """Return the SHA-256 that names a file or a piece of it, as hex."""
+    return hashlib.sha256(data).hexdigest()
 
 
-def divided(content: Content) -> tuple[str, tuple[str, ...]]:
-    """Return a content's text and the digests of its images."""
-    parts = ({"type": "text", "text": content},) if isinstance(content, str) else content
-    text = "".join(part["text"] for part in parts if part["type"] == "text")
-    return text, tuple(part["digest"] for part in parts if part["type"] == "image")
+def entries(data: bytes, most_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, bytes]]:
+    """Yield the digest and the body of each entry of a file, in the order to store them: its own is last.
+
+    No piece has more than `most_bytes`.
+    """
+    size = max(min(most_bytes, PIECE_BYTES), _LEAST_BYTES)
+    if len(data) <= size:
+        yield digest_of(data), data
+        return
+    digests = b""
+    for start in range(0, len(data), size):
+        piece = data[start : start + size]
+        yield digest_of(piece), piece
+        digests += hashlib.sha256(piece).digest()
+    yield digest_of(data), digests
+
+
+async def assembled(digest: str, read: Callable[[str], Awaitable[bytes | None]]) -> bytes | None:
+    """Read a file's entries, and return the file; None if one is missing or is not what its name says.
+
+    `read` returns the body of the entry with a digest.
+    """
+    body = await read(digest)
+    if body is None or digest_of(body) == digest:
+        return body
+    if len(body) > _DIGEST_BYTES * (MOST_BYTES // _LEAST_BYTES + 1):
+        return None
+    names = [body[at : at + _DIGEST_BYTES].hex() for at in range(0, len(body), _DIGEST_BYTES)]
+    data = b""
+    for name in names:
+        piece = await read(name)
+        if piece is None or len(data) > MOST_BYTES:
+            return None
+        data += piece
+    return data if digest_of(data) == digest else None
+
+
+def files_of(request: object) -> dict[str, bytes]:
+    """Return the files of images that a request's messages were given with, by digest."""
+    messages: tuple[Message, ...] = getattr(request, "messages", None) or ()
+    return {digest: data for message in messages for digest, data in message.files.items()}
+
+
+def named_by(request: object) -> list[str]:
+    """Return the digests of the images in a request's messages, in order."""
+    messages: tuple[Message, ...] = getattr(request, "messages", None) or ()
+    return [digest for message in messages for digest in images_in(message.content)]
+
+
+def images_in(content: Any) -> list[str]:
+    """Return the digests of the images in a message's content, in order."""
+    return [part["digest"] for part in content if part["type"] == "image"] if _has_parts(content) else []
+
+
+def text_in(content: Any) -> str:
+    """Return the text of a message's content."""
+    if not _has_parts(content):
+        return content or ""
+    return "".join(part["text"] for part in content if part["type"] == "text")
+
+
+def as_text(content: Any) -> str:
+    """Return a message's content as text to show: an image is named by the start of its digest."""
+    if not _has_parts(content):
+        return content or ""
+    return "".join(
+        f"[image {part['digest'][:12]}]" if part["type"] == "image" else part["text"] for part in content
+    )
+
+
+def _has_parts(content: Any) -> bool:
+    return isinstance(content, list | tuple)

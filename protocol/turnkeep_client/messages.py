@@ -64,6 +64,7 @@ FEATURES: Final = (
     "chat_template_kwargs",
     "other_model",
     "close_cancel",
+    "images",
 )
 ControlReply = SessionInfo | Metrics | Cancelled | Counted | Embedded | Reranked | Failed
 
@@ -235,7 +236,8 @@ def _as_sent(request: _T, body: bytes) -> _T:
         if request.tools:
             force_setattr(request, "tools", sent.tools)
         for message, one in zip(request.messages or (), sent.messages or (), strict=True):
-            force_setattr(message, "sent", one)
+            sent_one = {**one, "content": message.blocks} if message.blocks else one
+            force_setattr(message, "sent", sent_one)
     return request
 
 

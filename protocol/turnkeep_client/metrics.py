@@ -132,10 +132,11 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
     memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
     of sessions at work. `sampling` has the options of a generate that the model's authors recommend; the
-    worker applies none by itself. `reasoning` says that the model marks reasoning in its answers. A model is
-    asked only for what it `makes`; `model_changed_s` says when its folder's config.json was written, in
-    seconds since 1970. `others` names the prefix's other running workers; a worker that `drains` hands its
-    sessions to them. A `device` of `unloaded` says that the first request loads the model.
+    worker applies none by itself. `reasoning` says that the model marks reasoning in its answers, `vision`
+    that it sees images. A model is asked only for what it `makes`; `model_changed_s` says when its folder's
+    config.json was written, in seconds since 1970. `others` names the prefix's other running workers; a
+    worker that `drains` hands its sessions to them. A `device` of `unloaded` says that the first request
+    loads the model.
 
     `max_message_bytes` is the size of the largest request that the log takes. `queue_time` and
     `request_duration` count the appends and generates from the moment when the log stored them, by the
@@ -207,6 +208,7 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     context_tokens: Annotated[int, _gauge("Most tokens of a session with all of its KV.")] = 0
     sampling: dict[str, int | float] = {}
     reasoning: bool = False
+    vision: bool = False
     makes: tuple[Made, ...] = ("answers",)
     weight_bytes: Annotated[int, _gauge("Size of the model's weights in memory.")] = 0
     model_changed_s: float = 0.0

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta, Struct
 from msgspec.structs import force_setattr
 
-from .content_blocks import ContentError, text_of
+from .content_blocks import ContentError, content_of, with_digests
 from .errors import FieldError
 from .subjects import ID_PATTERN, ID_RULE
 
@@ -81,7 +81,10 @@ class Reasoning(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=T
 
 Part = Annotated[
     dict[str, Any],
-    Meta(description="with a type: a text has its text; a placeholder stands for images and the like"),
+    Meta(
+        description="with a type: a text has its text; an image its file as base64 in data, or the file's"
+        " SHA-256 in digest; a placeholder stands for others"
+    ),
 ]
 
 
@@ -89,11 +92,16 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     """One chat message in OpenAI's shape; rendered by the model's chat template.
 
     A `content` of several parts is joined on construction, so it is then a string, or null if an assistant
-    only calls tools.
+    only calls tools. Only with images it stays a list of parts, in which each image has its digest.
     """
 
-    #: The dict that was sent for a decoded message; encoding a request again writes this dict.
+    #: The dict that was sent for a decoded message, but with images by their digests; encoding a request
+    #: again writes this dict.
     sent: ClassVar[dict[str, Any] | None] = None
+    #: The parts that were sent, but images by their digests; None without images.
+    blocks: ClassVar[list[Any] | None] = None
+    #: The files of the images that were sent with the message, by their digests.
+    files: ClassVar[dict[str, bytes]] = {}
     role: Role
     content: str | tuple[Part, ...] | None = None
     name: str | None = None
@@ -103,7 +111,12 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
     def __post_init__(self) -> None:
         if isinstance(self.content, tuple):
             try:
-                force_setattr(self, "content", text_of(self.content, "content", []))
+                files = dict[str, bytes]()
+                blocks = with_digests(self.content, "content", files)
+                force_setattr(self, "content", content_of(blocks, "content", []))
+                if isinstance(self.content, tuple):
+                    force_setattr(self, "files", files)
+                    force_setattr(self, "blocks", blocks)
             except ContentError as error:
                 raise FieldError(error.where, f"has no valid {error.where}: {error}") from None
         if self.tool_calls is None:

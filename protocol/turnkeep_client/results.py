@@ -86,11 +86,29 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Model(Struct, frozen=True, kw_only=True):
-    """A model by its name, and by digests of its weights and of its tokenizer, as hex."""
+    """A model by its name, and by digests of its weights and of its tokenizer, as hex.
+
+    `vision` is a digest of how the worker processes images for it; empty if the model does not see them.
+    """
 
     name: str
     weights: str = ""
     tokenizer: str = ""
+    vision: str = ""
+
+
+class PlacedImage(Struct, frozen=True):
+    """An image among a session's tokens: rows of the image stand for the tokens `[start, end)`.
+
+    `digest` is the SHA-256 of its file. `fingerprint` names what the rows are computed from; `grid` says how
+    many tokens the model needs for it, and in which order.
+    """
+
+    digest: str
+    start: int
+    end: int
+    fingerprint: str
+    grid: tuple[int, ...]
 
 
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -100,13 +118,14 @@ class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     of the token ids as LEB128 numbers; if long, it is stored in other messages of the log, which the result's
     header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the first `raw`
     tokens are raw content. With `holds_answer`, the input ends with the answer, since the result's `tokens`
-    are ids of another tokenizer.
+    are ids of another tokenizer. `images` are those among the input's tokens.
     """
 
     kept: int
     input: str = ""
     raw: int = 0
     holds_answer: bool = False
+    images: tuple[PlacedImage, ...] = ()
 
 
 class _Bounded(_Result, frozen=True, kw_only=True):

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, Unpack
 from uuid import uuid4
 
 from msgspec import UNSET
+from msgspec.structs import force_setattr
 
 from .calls import Call, ResultFeeds, expect
-from .errors import NoWorkerError, RequestFailedError, TurnkeepError
+from .errors import InvalidMessageError, NoWorkerError, RequestFailedError, TurnkeepError
 from .formats import response_format as as_format
 from .generation import STOP_S, Generation
 from .history import History, read_history
+from .images import files_of
 from .messages import (
     Append,
     Appended,
@@ -281,6 +283,13 @@ class Session:
         """
         return await read_history(LogStream(self._wire, self._wire.subjects), self.key, before)
 
+    async def image(self, digest: str) -> bytes:
+        """Read an image that the conversation names. Raises `InvalidMessageError` if the log has none."""
+        found = await LogStream(self._wire, self._wire.subjects).image(self.key, digest)
+        if found is None:
+            raise InvalidMessageError(f"the log has no image {digest} of the session {self.key}")
+        return found
+
     async def info(self, *, skip: int = 0, limit: int = 100, snapshot: bool = False) -> SessionInfo:
         """Return the session's state, from the worker that holds it.
 
@@ -305,7 +314,10 @@ class Session:
         tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Counted:
-        """Count the tokens that a generate with this input would add, without running it."""
+        """Count the tokens that a generate with this input would add, without running it.
+
+        Images are stored in the log, as by a generate.
+        """
         asked = build(
             Generate,
             messages=messages,
@@ -317,6 +329,7 @@ class Session:
             chat_template_kwargs=chat_template_kwargs,
         )
         request = CountRequest(**{name: getattr(asked, name) for name in CountRequest.__struct_fields__})
+        await self._wire.store_images(self.key, files_of(request))
         return expect(Counted, await self._control(request))
 
     def _beside(self, name: str) -> Session:
@@ -410,11 +423,14 @@ def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     given = {name: value for name, value in fields.items() if value is not None}
     if "response_format" in given:
         given["response_format"] = as_format(given["response_format"])
-    if "messages" in given:
-        messages = given["messages"]
+    messages = given.get("messages")
+    if messages is not None:
         given["messages"] = [one.sent or one if isinstance(one, Message) else one for one in messages]
     tag = kind.__struct_config__.tag
     request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))
     if not isinstance(request, kind):  # cannot be: the tag decides
         raise TypeError(request)
+    for made, one in zip(getattr(request, "messages", None) or (), messages or (), strict=True):
+        if isinstance(one, Message) and one.files:
+            force_setattr(made, "files", one.files)
     return request

@@ -22,6 +22,7 @@ from .errors import (
     StreamError,
     TurnkeepError,
 )
+from .images import assembled
 from .log import entry
 from .subjects import SessionKey, check_id
 
@@ -67,7 +68,7 @@ class LogStream:
     async def subjects(self, tenant: str = "*", session: str = "*") -> dict[SessionKey, dict[str, int]]:
         """Count each session's entries by kind. Needs `$JS.API.STREAM.INFO.<log>`."""
         found: dict[SessionKey, dict[str, int]] = {}
-        pattern, offset, total = self._subjects.log(_pattern(tenant, session)), 0, 1
+        pattern, offset, total = self._subjects.whole(_pattern(tenant, session)), 0, 1
         while offset < total:
             body = json.dumps({"subjects_filter": pattern, "offset": offset}).encode()
             try:
@@ -82,7 +83,8 @@ class LogStream:
                     key, kind, _ = self._subjects.parse(subject)
                 except InvalidMessageError:  # a refused request under an invalid name
                     continue
-                found.setdefault(key, {})[kind] = count
+                counts = found.setdefault(key, {})
+                counts[kind] = counts.get(kind, 0) + count
             offset, total = offset + len(page), reply.get("total", 0) if page else 0
         return found
 
@@ -125,7 +127,7 @@ class LogStream:
     async def every(
         self, key: SessionKey, kind: str = "*", start: int = 1, end: float = inf
     ) -> AsyncIterator[tuple[SessionKey, Stored]]:
-        """Yield a session's entries from the sequence `start` to before `end`.
+        """Yield a session's entries but images from the sequence `start` to before `end`.
 
         The key's tenant and session may be `*` (all). Needs `$JS.API.DIRECT.GET.<log>`. Replicas that lag
         behind may lack the newest entries; for one session, a client with `$JS.API.STREAM.MSG.GET.<log>`
@@ -174,6 +176,15 @@ class LogStream:
         async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
             return await anext(batches, [])
 
+    async def image(self, key: SessionKey, digest: str) -> bytes | None:
+        """Read an image; None if the log lacks it or a part of it. Needs `$JS.API.DIRECT.GET.<log>`."""
+
+        async def read(name: str) -> bytes | None:
+            found = await self._api.last(self.name, self._subjects.image(key, name))
+            return found.body if found else None
+
+        return await assembled(digest, read)
+
     async def delete(self, seq: int) -> None:
         """Remove one entry, and overwrite it in the server's files.
 
@@ -183,7 +194,7 @@ class LogStream:
 
     async def purge(self, key: SessionKey) -> None:
         """Remove all entries of a session. Needs `$JS.API.STREAM.PURGE.<log>`."""
-        body = json.dumps({"filter": self._subjects.log(key)}).encode()
+        body = json.dumps({"filter": self._subjects.whole(key)}).encode()
         await self._api.api(f"$JS.API.STREAM.PURGE.{self.name}", body)
 
     async def last_seq(self) -> int:

@@ -1,9 +1,9 @@
 """The subject grammar: build and parse subjects, and the rule for ids.
 
-Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`. Metrics go to
-`<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`, notes of erased tokens to
-`<prefix>._erased.<tenant>`, requests to load a model to `<prefix>._serve`; no tenant can have a name that
-starts with `_`, since tenants start with a letter or digit.
+Every subject is `<prefix>.<tenant>.<session>.<kind>[.<request id>]`; images have their SHA-256 instead of a
+request's id. Metrics go to `<prefix>._metrics.<worker>` and `<prefix>._gateways.<gateway>`, notes of erased
+tokens to `<prefix>._erased.<tenant>`, requests to load a model to `<prefix>._serve`; no tenant can have a
+name that starts with `_`, since tenants start with a letter or digit.
 
 Workers publish results on `commit`; the log stores each under `out` and then publishes it there, so no
 subscriber receives a result that the log refused. Token chunks go the same way, from `chunk` to `tok`.
@@ -33,9 +33,9 @@ REFUSED: Final = "_refused"
 
 SessionKind = Literal["in", "commit", "out", "checkpoint", "attempt", "dead", "closed", "ctl", "ask"]
 ChunkKind = Literal["chunk", "tok"]
-Kind = SessionKind | ChunkKind
+Kind = SessionKind | ChunkKind | Literal["image"]
 _SESSION_KINDS: Final = frozenset(get_args(SessionKind))
-_CHUNK_KINDS: Final = frozenset(get_args(ChunkKind))
+_NAMED_KINDS: Final = frozenset((*get_args(ChunkKind), "image"))
 
 _ID = re.compile(ID_PATTERN)
 _PREFIX = re.compile(r"^[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*(?![\s\S])")
@@ -90,9 +90,22 @@ class Subjects:
         """Return the subject of one generate's token chunks."""
         return f"{self.prefix}.{key.tenant}.{key.session}.{kind}.{request_id}"
 
+    def image(self, key: SessionKey, digest: str) -> str:
+        """Return the subject of an image of a session, or of a piece of one, by its SHA-256 as hex."""
+        return f"{self.prefix}.{key.tenant}.{key.session}.image.{digest}"
+
+    @property
+    def every_image(self) -> str:
+        """The wildcard that matches the images of every session."""
+        return f"{self.prefix}.*.*.image.*"
+
     def log(self, key: SessionKey) -> str:
-        """Return the wildcard that matches all subjects of a session in the log stream."""
+        """Return the wildcard that matches a session's subjects in the log stream, but for its images."""
         return f"{self.prefix}.{key.tenant}.{key.session}.*"
+
+    def whole(self, key: SessionKey) -> str:
+        """Return the wildcard that matches all subjects of a session in the log stream."""
+        return f"{self.prefix}.{key.tenant}.{key.session}.>"
 
     def every(self, kind: SessionKind) -> str:
         """Return the wildcard that matches the subject `kind` of every session."""
@@ -143,7 +156,7 @@ class Subjects:
         return f"{self.prefix.replace('.', '_')}_workers"
 
     def parse(self, subject: str) -> tuple[SessionKey, Kind, str | None]:
-        """Parse a session's subject into key, kind and, for chunks, the request id.
+        """Parse a session's subject into key, kind and, for chunks, the request id, for images the digest.
 
         Raises `InvalidMessageError` for any other subject and for names that break the id rule: NATS accepts
         any name that a wildcard matches.
@@ -151,10 +164,10 @@ class Subjects:
         head = self.prefix + "."
         parts = subject[len(head) :].split(".") if subject.startswith(head) else []
         kind = parts[2] if len(parts) > 2 else ""
-        of_chunks = kind in _CHUNK_KINDS
-        if not (of_chunks or kind in _SESSION_KINDS) or len(parts) != 3 + of_chunks:
+        is_named = kind in _NAMED_KINDS
+        if not (is_named or kind in _SESSION_KINDS) or len(parts) != 3 + is_named:
             raise InvalidMessageError(
                 f"subject {subject!r} is not of the form {self.prefix}.TENANT.SESSION.KIND"
             )
         key = session_key(parts[0], parts[1])
-        return key, cast("Kind", kind), check_id("request id", parts[3]) if of_chunks else None
+        return key, cast("Kind", kind), check_id("request id", parts[3]) if is_named else None

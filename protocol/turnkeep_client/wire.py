@@ -20,6 +20,7 @@ from .direct import DirectGets, TooManyError
 from .errors import (
     TOO_MANY,
     ClientClosedError,
+    LastSequenceError,
     MessageTooLargeError,
     NoAnswerError,
     NoServerError,
@@ -29,7 +30,8 @@ from .errors import (
     StreamError,
     TurnkeepError,
 )
-from .log import Stored
+from .images import entries
+from .log import EXPECT_HEADER, Stored
 from .nats_client import Nats, is_clustered, refusal, unreachable
 from .redact import redact, shown
 from .subjects import CONSUMER, Subjects
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
     from nats.aio.msg import Msg
     from nats.aio.subscription import Subscription
+
+    from .subjects import SessionKey
 
 #: Timeout for the log's acknowledgement before publishing again; doubles up to the second value.
 FIRST_ACK_S: Final = 2.0
@@ -69,6 +73,7 @@ _LOST_S: Final = 5.0
 _HEADER_BYTES: Final = 16
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
+_WRONG_LAST_SEQUENCE: Final = 10071
 
 #: nats-py does not wrap a connection reset.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
@@ -291,8 +296,30 @@ class NatsWire:
             )
         return answer
 
+    async def store_images(self, key: SessionKey, files: Mapping[str, bytes]) -> None:
+        """Store the files of images, by digest, for a session, unless its log has them. Raises as `publish`.
+
+        What the log has from before the session was closed leaves it later, so it is stored once more.
+        """
+        stream, subjects = self.subjects.log_stream, self.subjects
+        closed = await self.last_seq(stream, subjects.of(key, "closed")) if files else 0
+        for digest, data in files.items():
+            if await self.last_seq(stream, subjects.image(key, digest)) > closed:
+                continue
+            for name, body in entries(data, self._nats.max_payload // 2):
+                subject = subjects.image(key, name)
+                seq = await self.last_seq(stream, subject)
+                if seq <= closed:
+                    with contextlib.suppress(LastSequenceError):  # it was stored meanwhile
+                        await self.publish(subject, body, {EXPECT_HEADER: str(seq)})
+
     async def last_seq(self, stream: str, subject: str) -> int:
-        """Return the sequence of the last message of `subject`, 0 if there is none.
+        """Return the sequence of the last message of `subject`, 0 if there is none. Raises as `last`."""
+        found = await self.last(stream, subject)
+        return found.seq if found else 0
+
+    async def last(self, stream: str, subject: str) -> Stored | None:
+        """Return the last message of `subject`, None if there is none.
 
         Raises `NoWorkerError` if the stream cannot be read.
         """
@@ -302,7 +329,7 @@ class NatsWire:
             reply = await _cancellable(call)
         except _NATS_ERRORS as error:
             raise self._unreached(f"{stream} could not be read", error) from None
-        return int((reply.headers or {}).get("Nats-Sequence", "0"))
+        return _stored(reply) if "Nats-Sequence" in (reply.headers or {}) else None
 
     @property
     def why_closed(self) -> str:
@@ -482,6 +509,8 @@ async def _cancellable(call: Awaitable[_T]) -> _T:
 def _refusal(error: APIError) -> TurnkeepError:
     if error.err_code == _MESSAGE_TOO_LARGE:
         return MessageTooLargeError("the request is larger than the log accepts: send it as several appends")
+    if error.err_code == _WRONG_LAST_SEQUENCE:
+        return LastSequenceError(str(error.description), _WRONG_LAST_SEQUENCE)
     return RequestFailedError(
         "overloaded", f"the log refused the request: {error.description}", retryable=True
     )

@@ -108,7 +108,7 @@ class FakeWorker:
         await self.js.add_stream(
             StreamConfig(
                 name=SUBJECTS.log_stream,
-                subjects=[SUBJECTS.every("in"), SUBJECTS.every("out")],
+                subjects=[*map(SUBJECTS.every, ("in", "out", "closed")), SUBJECTS.every_image],
                 allow_direct=True,
             )
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 from typing import Any
 
 import pytest
 
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.images import files_of, image
 from turnkeep_client.messages import Append, Generate, decode_ask, decode_control, decode_request, encode
 from turnkeep_client.session import build
 
@@ -52,7 +55,7 @@ def test_content_given_as_text_parts_equals_their_joined_text() -> None:
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        ("image_url", {"url": "data:image/png;base64,AA"}),
+        ("image_url", {"file_id": "i"}),
         ("input_audio", {"data": "AA", "format": "wav"}),
         ("file", {"file_id": "f"}),
     ],
@@ -67,6 +70,50 @@ def test_an_image_audio_or_file_part_becomes_a_placeholder_text_and_is_still_sen
     what = sense.get(kind, "audio: this model cannot hear audio")
     assert request.messages[0].content == f"what is this?[{what}]"
     assert json.loads(encode(request))["messages"][0]["content"] == parts
+
+
+PNG = b"\x89PNG and more"
+DIGEST = hashlib.sha256(PNG).hexdigest()
+DATA = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        image(PNG),
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DATA}"}},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{DATA}"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
+    ],
+)
+def test_an_image_is_named_by_its_digest_however_its_file_was_sent(part: dict[str, Any]) -> None:
+    named = {"type": "image", "digest": DIGEST}
+    text = {"type": "text", "text": "what is this?"}
+    audio = {"type": "input_audio", "input_audio": {}}
+    (message,) = append({"role": "user", "content": [text, part, audio]}).messages or ()
+    heard = "[audio: this model cannot hear audio]"
+    assert message.content == (text, named, {"type": "text", "text": heard})
+    assert message.files == {DIGEST: PNG}
+    again = build(Append, "b", messages=[message])
+    assert json.loads(encode(again))["messages"][0]["content"] == [text, named, audio]
+    assert again.messages == append({"role": "user", "content": [text, named, audio]}).messages
+    assert files_of(again) == {DIGEST: PNG}
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "image", "data": "no base64!"}, "an image's data must be base64"),
+        ({"type": "image", "data": "QUJD"}, "the image is of no known format; send a PNG"),
+        ({"type": "image", "digest": "12"}, "must be the SHA-256 of its file, as 64 hex digits"),
+        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, "images are not fetched; send the"),
+        ({"type": "image", "data": "/9j/" * 6_666_667}, "the image has 20000001 bytes; the most are"),
+    ],
+)
+def test_an_image_that_cannot_be_one_is_refused(part: dict[str, Any], why: str) -> None:
+    said = refusal({"role": "user", "content": [{"type": "text", "text": ""}, part]})
+    assert said.startswith("messages[0] has no valid content[1]: ")
+    assert why in said
 
 
 def test_a_text_part_without_text_is_refused() -> None:

@@ -43,7 +43,7 @@ _NAME_IN_USE: Final = 10058
 _SUBJECTS_OVERLAP: Final = 10065
 _NO_SPACE: Final = {10002, 10023, 10028, 10047}  # limits of the account and of the server
 
-#: The kinds of subjects of the log stream; `commit` is stored as `out`.
+#: The kinds of subjects of the log stream, besides images; `commit` is stored as `out`.
 _LOGGED: Final[tuple[SessionKind, ...]] = ("in", "commit", "checkpoint", "attempt", "dead", "closed")
 
 #: Metadata of the log stream: the format of its entries. A log of another format is refused.
@@ -145,7 +145,7 @@ async def _finds(asked: Awaitable[object]) -> bool:
 def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
     return api.StreamConfig(
         name=subjects.log_stream,
-        subjects=[*map(subjects.every, _LOGGED), subjects.erased("*")],
+        subjects=[*map(subjects.every, _LOGGED), subjects.every_image, subjects.erased("*")],
         # Results are published on `commit`, stored under `out`, and republished there only then: subscribers
         # of a published subject get a message at once, even if the stream refuses it for a lost fence.
         subject_transform=api.SubjectTransform(src=subjects.every("commit"), dest=subjects.same("out")),

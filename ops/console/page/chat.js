@@ -96,7 +96,7 @@ export function composer(name, given, sent, stop) {
     if (!(text.value.trim() || images.any()) || send.disabled) return;
     send.disabled = true;
     try {
-      await post(path(name, "/ask"), { id, text: text.value, images: await images.sent(name), system: system.hidden ? "" : chosen.system ?? "", ...options() });
+      await post(path(name, "/ask"), { id, text: text.value, images: await images.files(), system: system.hidden ? "" : chosen.system ?? "", ...options() });
       text.value = "";
       images.clear();
       dropDraft(given);

@@ -4,6 +4,20 @@ import { made, path, toast } from "./dom.js";
 
 const SIDE = 96;
 
+const base64 = (blob) => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result.slice(reader.result.indexOf(",") + 1));
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(blob);
+});
+
+/* The files of a session's images, as a question takes them. */
+export const files = (session, digests) => Promise.all(digests.map(async (digest) => {
+  const answer = await fetch(path(session, `/images/${digest}`));
+  if (!answer.ok) throw new Error("an image of the question is no longer in the log");
+  return base64(await answer.blob());
+}));
+
 /* Shows an image in its full size, until a click or Escape. */
 function enlarge(address, title) {
   const dialog = made("dialog", { class: "image", "aria-label": title, click: () => dialog.close(), close: () => dialog.remove() },
@@ -69,15 +83,6 @@ export function attachments(field, changed) {
       element.addEventListener("dragover", (event) => { if (dropped(event)) event.preventDefault(); });
       element.addEventListener("drop", (event) => { if (dropped(event)) { event.preventDefault(); add(event.dataTransfer.files); } });
     },
-    /* Stores the images in the session; returns their digests. */
-    async sent(session) {
-      const digests = [];
-      for (const { file: one } of chosen) {
-        const answer = await fetch(path(session, "/images"), { method: "POST", body: one }), told = await answer.json().catch(() => ({}));
-        if (!answer.ok) throw new Error(`${one.name}: ${told.error ?? `HTTP ${answer.status}`}`);
-        digests.push(told.digest);
-      }
-      return digests;
-    },
+    files: () => Promise.all(chosen.map(({ file: one }) => base64(one))),
   };
 }

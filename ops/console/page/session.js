@@ -4,6 +4,7 @@ import { composer, dropDraft, isNearEnd, newId, options, toEnd } from "./chat.js
 import { conversations, entitle, newName, stem, title, titled } from "./conversations.js";
 import { details } from "./details.js";
 import { asked, exact, get, made, path, post, tell, toast } from "./dom.js";
+import { files } from "./images.js";
 import { menu } from "./menu.js";
 import { address, state } from "./sessions.js";
 import { element, growing } from "./turns.js";
@@ -85,7 +86,7 @@ export function session(main, given, about) {
     const numbers = varied.members.map((other) => Number(/-v(\d+)$/.exec(other)?.[1] ?? 1)), as = `${stem(name)}-v${1 + Math.max(...numbers)}`;
     try {
       await post(path(name, "/fork"), { name: as, position: one.start, is_variant: true });
-      await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), images: of("user")?.images ?? [], system: words("system"), vary: text === undefined, ...options() });
+      await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), images: await files(name, of("user")?.images ?? []), system: words("system"), vary: text === undefined, ...options() });
       location.hash = address(as);
     } catch (error) {
       toast(error.message, true);

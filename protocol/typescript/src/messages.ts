@@ -134,13 +134,14 @@ export interface Cancelled {
  * the token ids as LEB128 numbers; if long, it is stored in other messages of the log, which the result's
  * header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the first `raw`
  * tokens are raw content. With `holds_answer`, the input ends with the answer, since the result's `tokens` are
- * ids of another tokenizer.
+ * ids of another tokenizer. `images` are those among the input's tokens.
  */
 export interface Change {
   kept: number;
   input?: string;
   raw?: number;
   holds_answer?: boolean;
+  images?: readonly PlacedImage[];
 }
 
 /** The answer is one of the texts in `choices`. */
@@ -548,7 +549,7 @@ export interface LoadRequest {
  * One chat message in OpenAI's shape; rendered by the model's chat template.
  *
  * A `content` of several parts is joined on construction, so it is then a string, or null if an assistant only
- * calls tools.
+ * calls tools. Only with images it stays a list of parts, in which each image has its digest.
  */
 export interface Message {
   role: "assistant" | "developer" | "system" | "tool" | "user";
@@ -564,10 +565,10 @@ export interface Message {
  * `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
  * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
  * sessions at work. `sampling` has the options of a generate that the model's authors recommend; the worker
- * applies none by itself. `reasoning` says that the model marks reasoning in its answers. A model is asked
- * only for what it `makes`; `model_changed_s` says when its folder's config.json was written, in seconds since
- * 1970. `others` names the prefix's other running workers; a worker that `drains` hands its sessions to them.
- * A `device` of `unloaded` says that the first request loads the model.
+ * applies none by itself. `reasoning` says that the model marks reasoning in its answers, `vision` that it
+ * sees images. A model is asked only for what it `makes`; `model_changed_s` says when its folder's config.json
+ * was written, in seconds since 1970. `others` names the prefix's other running workers; a worker that
+ * `drains` hands its sessions to them. A `device` of `unloaded` says that the first request loads the model.
  *
  * `max_message_bytes` is the size of the largest request that the log takes. `queue_time` and
  * `request_duration` count the appends and generates from the moment when the log stored them, by the server's
@@ -646,6 +647,7 @@ export interface Metrics {
   context_tokens?: number;
   sampling?: Record<string, number>;
   reasoning?: boolean;
+  vision?: boolean;
   makes?: readonly ("answers" | "embeddings" | "scores")[];
   /** Size of the model's weights in memory. */
   weight_bytes?: number;
@@ -673,11 +675,16 @@ export interface MetricsRequest {
   type: "metrics";
 }
 
-/** A model by its name, and by digests of its weights and of its tokenizer, as hex. */
+/**
+ * A model by its name, and by digests of its weights and of its tokenizer, as hex.
+ *
+ * `vision` is a digest of how the worker processes images for it; empty if the model does not see them.
+ */
 export interface Model {
   name: string;
   weights?: string;
   tokenizer?: string;
+  vision?: string;
 }
 
 /** The tool that an answer must call, in OpenAI's shape. */
@@ -726,6 +733,20 @@ export interface Opened {
 export interface Parent {
   session: string;
   position: number;
+}
+
+/**
+ * An image among a session's tokens: rows of the image stand for the tokens `[start, end)`.
+ *
+ * `digest` is the SHA-256 of its file. `fingerprint` names what the rows are computed from; `grid` says how
+ * many tokens the model needs for it, and in which order.
+ */
+export interface PlacedImage {
+  digest: string;
+  start: number;
+  end: number;
+  fingerprint: string;
+  grid: readonly number[];
 }
 
 /** Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now. */
