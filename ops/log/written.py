@@ -23,7 +23,7 @@ def as_json(history: History, images: Mapping[str, bytes]) -> bytes:
     """
     said = msgspec.to_builtins(history.messages)
     for message in said:
-        if isinstance(message.get("content"), list):
+        if isinstance(message.get("content"), list | tuple):
             message["content"] = [_in_openais_form(part, images) for part in message["content"]]
     return msgspec.json.format(msgspec.json.encode(said)) + b"\n"
 
