@@ -26,12 +26,14 @@ _PERSON: Final = b"turnkeep.image"
 class ImageSpan(NamedTuple):
     """The tokens `[start, end)` of one image: from its first to its last row of input embeddings.
 
-    The fingerprint is a digest of all that the rows depend on, besides the model.
+    The fingerprint is a digest of all that the rows depend on, besides the model. `digest` is the SHA-256 of
+    the file, for readers of the file alone.
     """
 
     start: int
     end: int
     fingerprint: bytes
+    digest: bytes = b""
 
     def moved(self, by: int) -> Self:
         """Return the same image `by` tokens later."""

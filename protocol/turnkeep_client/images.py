@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
-    from .messages import Message
-
 #: The largest file.
 MOST_BYTES: Final = 20_000_000
 #: The largest piece of a file, and the smallest: a message is at least twice as large.
@@ -89,13 +87,13 @@ async def assembled(digest: str, read: Callable[[str], Awaitable[bytes | None]])
 
 def files_of(request: object) -> dict[str, bytes]:
     """Return the files of images that a request's messages were given with, by digest."""
-    messages: tuple[Message, ...] = getattr(request, "messages", None) or ()
+    messages: Any = getattr(request, "messages", None) or ()
     return {digest: data for message in messages for digest, data in message.files.items()}
 
 
 def named_by(request: object) -> list[str]:
     """Return the digests of the images in a request's messages, in order."""
-    messages: tuple[Message, ...] = getattr(request, "messages", None) or ()
+    messages: Any = getattr(request, "messages", None) or ()
     return [digest for message in messages for digest in images_in(message.content)]
 
 

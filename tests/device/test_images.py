@@ -42,9 +42,9 @@ class Seeing(NamedTuple):
     def prompt(self, text: str, *images: bytes) -> Tokens:
         """Return a prompt's tokens; `@` stands for the next image."""
         eyes = self.loaded.sight.eyes
-        written = text.replace("@", tiny_seeing.PLACEHOLDER.get(self.kind, "<image>"))
-        ids = self.loaded.tokenizer.encode(written, at_start=True)
-        return eyes.placed(ids, [eyes.read(image) for image in images])
+        read = [(one.digest.hex(), one.grid) for one in map(eyes.read, images)]
+        written = eyes.written(text.replace("@", eyes.image), [grid for _, grid in read])
+        return eyes.found(self.loaded.tokenizer.encode(written, at_start=True), read)
 
     def embeddings(self, tokens: Tokens, images: Sequence[bytes]) -> mx.array:
         """Return mlx-vlm's input embeddings of a prompt, from all its images at once."""
@@ -415,9 +415,11 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
 def test_an_image_that_the_template_drops_is_an_error(seeing) -> None:
     eyes, image = seeing("idefics3").loaded.sight.eyes, picture(1)
     with pytest.raises(ImageError, match="the chat template writes 1 of 2 images; "):
-        eyes.placed([1, eyes.image_token, 2], [eyes.read(image)] * 2)
+        eyes.written(f"a{eyes.image}b", [eyes.read(image).grid] * 2)
     with pytest.raises(ImageError, match="the chat template writes 2 of 1 images; "):
-        eyes.placed([eyes.image_token, eyes.image_token], [eyes.read(image)])
+        eyes.written(eyes.image * 2, [eyes.read(image).grid])
+    with pytest.raises(ImageError, match="the tokenizer writes an image in another way; "):
+        eyes.found([eyes.image_token] * 2, [(eyes.read(image).digest.hex(), eyes.read(image).grid)])
 
 
 def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) -> None:

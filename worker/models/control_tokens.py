@@ -23,7 +23,7 @@ _STAND_IN: Final = re.compile("[\ud800-\udbff]")
 #: Characters that have a stand-in: no white space, which templates trim, and none that JSON escapes.
 _MARKED: Final = re.compile(r'[^\s"\\\u0400-\U0010ffff]')
 #: Fields of a message whose values the protocol restricts to a few words.
-_NO_CONTENT: Final = frozenset({"role", "type"})
+_NO_CONTENT: Final = frozenset({"role", "type", "digest"})
 
 
 class ControlTokens:

@@ -19,6 +19,7 @@ from .answer_markup import markup_of, renders_tools, with_calls, with_objects, w
 from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .control_tokens import ControlTokens, is_marked, unmarked
 from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
+from .image_marks import with_parts
 from .model_files import one_line, read_json
 from .tokenizer_files import load
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from .answer_markup import AnswerMarkup
     from .model_files import Progress
     from .tokenizer_files import LoadedTokenizer
+    from .vision.eyes import Eyes
 
 _REPLACEMENT: Final = "\ufffd"
 #: A byte that occurs in no token of several bytes.
@@ -87,6 +89,8 @@ class Tokenizer:
         self._lead: str | None = None
         self._markup: AnswerMarkup | None = None
         self._fingerprint: bytes | None = None
+        #: What images become in a prompt, set once the model is loaded; None if it does not see.
+        self.eyes: Eyes | None = None
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
         self._bos, self._after = self._find_ends()
@@ -307,6 +311,7 @@ class Tokenizer:
         alone = habits.system_alone and (habits.tools_alone or not has_tools)
         if found and not alone and not _has_others(found):
             found.append({"role": "user", "content": ""})
+        found = [with_parts(one) for one in found]
         return found if habits.plain else in_parts(found)
 
     def as_tools(self, tools: Any) -> Any:

@@ -17,7 +17,8 @@ import structlog
 from anyio import TaskHandle, sleep
 from msgspec import Struct
 
-from cache.names.tokens import unpack
+from cache.names.images import ImageSpan  # noqa: TC001  # msgspec looks it up
+from cache.names.tokens import as_tokens, pack, unpack
 from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
@@ -39,7 +40,7 @@ log = structlog.get_logger()
 
 #: Increase it when the meaning of a field changes. Every version must still read the histories that forks
 #: start with: nothing else has their tokens.
-_VERSION: Final = 2
+_VERSION: Final = 3
 #: Limit of a decompressed checkpoint: room for the ids or the texts of some millions of tokens.
 _MAX_BYTES: Final = 256 * 2**20
 #: zlib level: halves the size of token ids; some megabytes take a tenth of a second.
@@ -51,7 +52,7 @@ _MAX_PAUSE_S: Final = 5.0
 
 
 class _Body(Struct, frozen=True, array_like=True):
-    """The content of a checkpoint. `tokens` are packed.
+    """The content of a checkpoint. `tokens` are packed ids; `spans` are those of their images.
 
     `turnkeep sessions --verify` reads the fields by their position.
     """
@@ -67,6 +68,7 @@ class _Body(Struct, frozen=True, array_like=True):
     parent: Parent | None
     tags: tuple[str, ...]
     model: Model | None
+    spans: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +88,13 @@ class Checkpoint:
             history.exists,
             history.closed,
             history.conversation.pack(),
-            history.tokens.packed(),
+            pack(history.tokens.ids()),
             self.answered.pack(),
             in_words(history.policy) if history.exists else None,
             history.parent,
             history.tags,
             history.model,
+            history.tokens.spans,
         )
         return zlib.compress(msgspec.msgpack.encode(body), _LEVEL)
 
@@ -105,7 +108,7 @@ class Checkpoint:
             answered.load(body.ids)
             history = History(
                 Conversation.unpack(tokenizer, body.conversation),
-                unpack(body.tokens),
+                as_tokens(unpack(body.tokens).ids(), body.spans),
                 exists=body.exists,
                 closed=body.closed,
                 policy=recorded(body.cache),

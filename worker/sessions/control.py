@@ -26,6 +26,7 @@ from worker.wire.fence import FencedError
 
 from .cancelling import cancel
 from .history import RefusedError, in_words
+from .images import SessionImages
 from .pending import pending_at
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Control:
         metrics: Callable[[], Metrics],
     ) -> None:
         """`info` replies contain the worker's current `metrics()`."""
+        self._services = services
         self._engine = services.engine
         self._fold = services.fold
         self._model = services.model
@@ -101,7 +103,7 @@ class Control:
         if (why := session.log.record.diverged) is not None:
             return failure(None, "history_diverged", why)
         if isinstance(request, CountRequest):
-            return await self._count(key.tenant, history, request)
+            return await self._count(key, history, request)
         if (history.exists and not history.closed) or session.pending:
             return await self._info(session, request)
         if history.closed:
@@ -110,13 +112,14 @@ class Control:
             None, "unknown_session", "there is no such session; an append or a generate starts one"
         )
 
-    async def _count(self, tenant: str, history: History, request: CountRequest) -> Counted | Failed:
+    async def _count(self, key: SessionKey, history: History, request: CountRequest) -> Counted | Failed:
         """Count the tokens that a generate would add; a closed or unknown session counts as a new one."""
         if history.closed or not history.exists:
             history = self._fold.begin(datetime.now(UTC))
         try:
             asked = Generate(id="count", **structs.asdict(request))
-            extended = await self._fold.extended(tenant, history, asked)
+            grids = await SessionImages(key, self._services).grids(history, asked, stores=False)
+            extended = await self._fold.extended(key.tenant, history, asked, grids)
         except (RefusedError, ValueError) as error:
             return failure(None, "invalid_request", str(error))
         position = extended.history.position

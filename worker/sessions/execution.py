@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import partial
 from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Final
 
@@ -37,6 +38,7 @@ from worker.text.text_stream import TextStream
 from worker.wire.fence import FencedError
 
 from .history import RefusedError, digests_of, seen, spoken
+from .images import SessionImages
 from .results import Outcome, appended, begun_elsewhere, generated, opened, withdrawn
 from .streaming import AnswerStream
 
@@ -77,6 +79,7 @@ class Execution:
         self._key = key
         self._pending = pending
         self._history = history
+        self._images = SessionImages(key, services)
 
     async def carry_out(self, given_up: str = "") -> Outcome:
         """Carry out a request that is no fork and no close.
@@ -221,6 +224,7 @@ class Execution:
         grammar, warnings = await formats.grammar(tenant, request, prompt, splits=splitter is not None)
         warnings = extended.warnings + warnings
         room = self._limits.answer_bytes - min(len(extended.change.input), self._limits.most_input)
+        room -= len(encode({"images": extended.change.images}))
         room -= min(self._pending.size_bytes, self._limits.most_request)
         tokenizer = formats.tokenizer
         answer = Answer(
@@ -260,20 +264,23 @@ class Execution:
         chunk = joined(published.chunks)
         calls = _whole_calls(chunk.tool_calls)
         message = spoken(chunk.text, chunk.reasoning, calls)
-        extended = await self._fold.extended(self._key.tenant, self._history, request, message)
+        grids = await self._images.grids(self._history, request)
+        extended = await self._fold.extended(self._key.tenant, self._history, request, grids, message)
         return Outcome(begun_elsewhere(pending, chunk, calls, self._history, extended), extended.history)
 
     async def _extend(self, request: Append | Generate) -> Input:
         """Add a request's input to the history, on a thread if it may be long. Raises `RefusedError`."""
+        grids = await self._images.grids(self._history, request)
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or self._history.conversation.has_messages:
-            return await self._fold.extended(self._key.tenant, self._history, request)
-        return self._fold.extend(self._history, request)
+            return await self._fold.extended(self._key.tenant, self._history, request, grids)
+        return self._fold.extend(self._history, request, grids)
 
     async def _prefill(self, prompt: History) -> TurnResult | None:
         """Prefill a prompt without an answer; return the cost, None if cancelled before the turn began."""
         pending = self._pending
-        asked = TurnRequest(self._key, prompt.tokens, prompt.policy, pending.priority)
+        read = partial(self._images.read_for, prompt.tokens)
+        asked = TurnRequest(self._key, prompt.tokens, prompt.policy, pending.priority, read_image=read)
         turn = await self._engine.run(asked, lambda: pending.stopped, phases=pending.phases)
         if turn is not None:
             self._services.telemetry.queue_time.observe(pending.waited_s(turn.started_s))
@@ -302,7 +309,8 @@ class Execution:
         num_known = len(answer.tokens)
         sampling = _sampling(self._key, request, pending.seq, self._services.own_sampling, grammar)
         asked = TurnRequest(
-            self._key, prompt.tokens + answer.tokens, prompt.policy, pending.priority, answer, sampling
+            *(self._key, prompt.tokens + answer.tokens, prompt.policy, pending.priority, answer, sampling),
+            read_image=partial(self._images.read_for, prompt.tokens),
         )
         async with stream.kept():
             turn = await self._engine.run(asked, lambda: pending.stopped, stream.publish, pending.phases)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from cache.names.policy import FULL
-from cache.names.tokens import as_tokens, from_compact
-from turnkeep_client.content_blocks import Warned, sentences, text_of
+from cache.names.tokens import as_tokens
+from turnkeep_client.content_blocks import Warned, content_of, sentences, text_of
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -32,22 +33,27 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
+from worker.models.image_marks import with_marks, with_parts
+from worker.models.vision.image_file import ImageError
 from worker.process.rotation import Rotation
 from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, Said, TemplateError
 
-from .history import DivergedError, History, Input, RefusedError, digests_of, recorded, spoken
+from .history import DivergedError, History, Input, RefusedError, changed, digests_of, recorded, spoken
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
     from typing import TypeAlias
 
     from cache.names.policy import Policy
+    from cache.names.tokens import Tokens
     from turnkeep_client.messages import Change, Request, Result
     from turnkeep_client.messages import Message as ChatMessage
     from worker.text.templates import Message, Tokenizer
 
+    #: By digest of an image: what its tokens depend on.
+    Grids: TypeAlias = Mapping[str, Sequence[int]]
     Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
 
 
@@ -113,29 +119,42 @@ class Fold:
             )
 
     async def extended(
-        self, tenant: str, history: History, request: Append | Generate, answer: Message | None = None
+        self,
+        tenant: str,
+        history: History,
+        request: Append | Generate,
+        grids: Grids,
+        answer: Message | None = None,
     ) -> Input:
         """Call `extend` on a thread, once the tenant's turn has come. Event loop only."""
-        return await self.tokenising.in_thread(tenant, self.extend, history, request, answer)
+        return await self.tokenising.in_thread(tenant, self.extend, history, request, grids, answer)
 
-    def extend(self, history: History, request: Append | Generate, answer: Message | None = None) -> Input:
+    def extend(
+        self,
+        history: History,
+        request: Append | Generate,
+        grids: Grids = MappingProxyType({}),
+        answer: Message | None = None,
+    ) -> Input:
         """Tokenise a request's input and add it to a history; for a generate, also add the answer header.
 
-        If `answer` is given, it is added as a message instead of the header. If the session's tokens were
-        made with another tokenizer, the whole conversation is rendered and tokenised anew. Raises
-        `RefusedError` for tokens outside the vocabulary and for messages that the chat template refuses.
+        `grids` has those of the request's images, by digest; a model that does not see has none. If `answer`
+        is given, it is added as a message instead of the header. If the session's tokens were made for
+        another tokenizer (`is_foreign`), the whole conversation is rendered and tokenised anew, and `grids`
+        has those of all its images. Raises `RefusedError` for tokens outside the vocabulary and for messages
+        that the chat template refuses.
         """
         self._check_model(history)
         kept, num_added, num_raw, warnings = history.position, 0, 0, list[str]()
         state = replace(history, exists=True)
         try:
-            if _is_foreign(history, self.model):
-                state, num_raw = self._tokenised_anew(state)
+            if self.is_foreign(history):
+                state, num_raw = self._tokenised_anew(state, grids)
                 kept = 0
-            for edit in self._edits(state, request, answer, warnings):
+            for edit in self._edits(state, request, grids, answer, warnings):
                 conversation, addition = edit(state)
                 kept, num_added = min(kept, addition.keep), len(addition.tokens)
-                tokens = state.tokens[: addition.keep] + addition.tokens
+                tokens = self._changed(state.tokens, addition, conversation)
                 state = replace(state, conversation=conversation, tokens=tokens)
         except TemplateError as error:
             raise RefusedError("invalid_request", str(error)) from None
@@ -151,7 +170,25 @@ class Fold:
             num_raw=num_raw,
             warnings=tuple(warnings),
         )
-        return replace(added, history=self._after_input(history, request, added, answer))
+        return replace(added, history=self._after_input(history, request, added, grids, answer))
+
+    def is_foreign(self, history: History) -> bool:
+        """Whether a session's tokens are not those that this model needs, so that they are made anew."""
+        return _is_foreign(history, self.model)
+
+    def _changed(self, tokens: Tokens, addition: Addition, conversation: Conversation) -> Tokens:
+        """Return a session's tokens after an addition, with which it has this conversation.
+
+        Raises `TemplateError` if the images of its messages are not where they belong.
+        """
+        kept, eyes = tokens[: addition.keep], self._tokenizer.eyes
+        images = conversation.images[sum(span.start >= conversation.base for span in kept.spans) :]
+        if eyes is None or not images:
+            return kept + addition.tokens
+        try:
+            return kept + eyes.found(addition.tokens, images)
+        except ImageError as error:
+            raise TemplateError(str(error)) from None
 
     def answered(
         self, extended: History, request: Generate, tokens: Sequence[int], message: Message
@@ -249,23 +286,28 @@ class Fold:
     ) -> History:
         """Add the input tokens of an answered request, taken from its result or `packed`."""
         try:
-            added = from_compact(change.input if packed is None else packed)
+            tokens = changed(history.tokens, change, packed)
         except ValueError as error:
             raise DivergedError(f"the input of a result cannot be read: {error}") from None
         num_given = result.prefix_tokens if isinstance(result, Generated) else 0
-        if change.kept > history.position or num_given > len(added):
+        if change.kept > history.position or num_given > len(tokens) - change.kept:
             raise DivergedError("a result keeps more tokens than there are")
-        tokens = history.tokens[: change.kept] + added
+        grids = {image.digest: image.grid for image in change.images}
         answer = None
         if change.holds_answer and isinstance(result, Generated):
             answer = spoken(result.text, result.reasoning, result.tool_calls)
         after = replace(history, tokens=tokens, model=result.model)
         return self._after_input(
-            history, request, Input(after, change.kept, None, num_given, change.raw), answer
+            history, request, Input(after, change.kept, None, num_given, change.raw), grids, answer
         )
 
     def _after_input(
-        self, before: History, request: Append | Generate, added: Input, answer: Message | None
+        self,
+        before: History,
+        request: Append | Generate,
+        added: Input,
+        grids: Grids,
+        answer: Message | None,
     ) -> History:
         """Return the history after a request's input, tokenising nothing.
 
@@ -276,8 +318,8 @@ class Fold:
         tools = None if request.tools is None else msgspec.to_builtins(request.tools)
         conversation = before.conversation.with_extras(tools, request.chat_template_kwargs)
         if _is_foreign(before, after.model):
-            conversation = conversation.tokenised_anew(added.num_raw)
-        said = self._said(request, conversation, Counter())
+            conversation = conversation.tokenised_anew(added.num_raw, grids)
+        said = self._said(request, conversation, grids, Counter())
         if request.text or request.tokens or (answer and not (said or conversation.has_messages)):
             text = (request.text or "") + (answer["content"] if answer else "")
             conversation = conversation.with_raw(kept, end, None if request.tokens else text)
@@ -295,13 +337,14 @@ class Fold:
         return replace(before, conversation=conversation, tokens=after.tokens, exists=True, model=after.model)
 
     def _said(
-        self, request: Append | Generate, conversation: Conversation, noted: Counter[str]
+        self, request: Append | Generate, conversation: Conversation, grids: Grids, noted: Counter[str]
     ) -> list[Said]:
         """Convert a request's messages to forms that the template renders; count the changes in `noted`."""
-        messages = conversation.with_call_indices([one.as_sent() for one in request.messages or ()])
+        sent = [with_marks(one.as_sent(), grids) for one in request.messages or ()]
+        messages = conversation.with_call_indices(sent)
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
         trusted = request.special_tokens is True
-        return [Said(one, trusted, call_index=one.pop("call_index", None)) for one in adapted]
+        return [Said(with_parts(one), trusted, call_index=one.pop("call_index", None)) for one in adapted]
 
     def _answer_said(self, answer: Message) -> list[Said]:
         return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
@@ -317,7 +360,7 @@ class Fold:
             " and this worker has --other-model refuse: serve that model, or go on in a new session",
         )
 
-    def _tokenised_anew(self, history: History) -> tuple[History, int]:
+    def _tokenised_anew(self, history: History, grids: Grids) -> tuple[History, int]:
         """Tokenise the whole conversation for this tokenizer; also count the tokens up to its last raw part.
 
         Raw parts are text outside of chat messages. Raises `RefusedError` if only the tokens of a part are
@@ -337,16 +380,18 @@ class Fold:
                 conversation, addition = conversation.add_raw(tokens, ids, part)
                 num_raw = len(tokens) + len(ids)
             else:
-                messages = self._tokenizer.adapted([one.message for one in part], None, Counter())
+                told = [with_marks(one.message, grids) for one in part]
+                messages = [with_parts(one) for one in self._tokenizer.adapted(told, None, Counter())]
                 trusted = all(one.trusted for one in part)
                 conversation, addition = conversation.add_messages(tokens, messages, trusted=trusted)
-            tokens = tokens[: addition.keep] + addition.tokens
+            tokens = self._changed(tokens, addition, conversation)
         return replace(history, conversation=conversation, tokens=tokens), num_raw
 
     def _edits(
         self,
         history: History,
         request: Append | Generate,
+        grids: Grids,
         answer: Message | None,
         warnings: list[str],
     ) -> Iterator[Edit]:
@@ -357,9 +402,9 @@ class Fold:
                 warnings.append("the chat template knows no tools: the first message describes them")
             variables = request.chat_template_kwargs
             yield lambda state: state.conversation.set_extras(state.tokens, tools, variables)
-        warnings += sentences(_unread(request.messages or ()))
+        warnings += sentences(_unread(request.messages or (), sees=self._tokenizer.eyes is not None))
         noted = Counter[str]()
-        if said := self._said(request, history.conversation, noted):
+        if said := self._said(request, history.conversation, grids, noted):
             warnings += [
                 f"{_counted(number)} told to the model in another form: {what}"
                 for what, number in noted.items()
@@ -422,12 +467,12 @@ class Fold:
                 )
 
 
-def _unread(messages: Sequence[ChatMessage]) -> list[Warned]:
-    """List the message parts that are not text, such as images."""
+def _unread(messages: Sequence[ChatMessage], *, sees: bool) -> list[Warned]:
+    """List the message parts that the model gets in another form, such as images unless it `sees`."""
     found: list[Warned] = []
     for number, message in enumerate(messages):
         if message.sent is not None and isinstance(content := message.sent.get("content"), list):
-            text_of(content, f"messages[{number}].content", found)
+            (content_of if sees else text_of)(content, f"messages[{number}].content", found)
     return found
 
 
@@ -440,7 +485,8 @@ def _is_foreign(history: History, model: Model | None) -> bool:
     last = history.model
     if last is None or model is None or not history.position:
         return False
-    return last.tokenizer != model.tokenizer
+    has_images = bool(history.tokens.spans or history.conversation.digests)
+    return last.tokenizer != model.tokenizer or (has_images and last.vision != model.vision)
 
 
 def _begun(history: History, result: Appended | Generated) -> History:

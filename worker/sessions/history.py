@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cache.names.images import ImageSpan
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import from_compact, to_compact
-from turnkeep_client.messages import DEFAULT_SINK, Change, SessionCache
+from turnkeep_client.messages import DEFAULT_SINK, Change, PlacedImage, SessionCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -66,7 +67,21 @@ class History:
 
     def changed(self, change: Change) -> History:
         """Return the history with the tokens after a request's input; the conversation stays as it is."""
-        return replace(self, tokens=self.tokens[: change.kept] + from_compact(change.input))
+        return replace(self, tokens=changed(self.tokens, change))
+
+
+def changed(tokens: Tokens, change: Change, packed: str | None = None) -> Tokens:
+    """Return a session's tokens after a request's input; `packed` has it if the change does not.
+
+    Raises `ValueError`.
+    """
+    kept, added = tokens[: change.kept], from_compact(change.input if packed is None else packed)
+    return kept.extended(added.ids(), map(_span, change.images))
+
+
+def _span(image: PlacedImage) -> ImageSpan:
+    names = bytes.fromhex(image.fingerprint), bytes.fromhex(image.digest)
+    return ImageSpan(image.start, image.end, *names)
 
 
 def prefilled_by(parts: History | str | None) -> Change | None:
@@ -118,7 +133,19 @@ class Input:
     @cached_property
     def change(self) -> Change:
         """The result's field `change`: how many of the session's tokens were kept, and which were added."""
-        return Change(kept=self.kept, input=to_compact(self.history.tokens[self.kept :]), raw=self.num_raw)
+        tokens, grids = self.history.tokens, dict(self.history.conversation.images)
+        images = tuple(
+            PlacedImage(
+                digest=(digest := span.digest.hex()),
+                start=span.start,
+                end=span.end,
+                fingerprint=span.fingerprint.hex(),
+                grid=tuple(grids[digest]),
+            )
+            for span in tokens.spans
+            if span.start >= self.kept
+        )
+        return Change(kept=self.kept, input=to_compact(tokens[self.kept :]), raw=self.num_raw, images=images)
 
 
 def in_words(policy: Policy) -> SessionCache | None:

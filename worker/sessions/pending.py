@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Final
 from anyio import Event
 
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.images import files_of
 from turnkeep_client.log import BEGAN_HEADER
-from turnkeep_client.messages import Append, Generate, decode_request
+from turnkeep_client.messages import Append, Generate, decode_request, encode
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
 from worker.wire.consistent_reads import Entry
@@ -36,7 +37,8 @@ class Pending:
     invalid: InvalidMessageError | None
     #: When the log stored the request.
     stored: datetime
-    #: The request as it was sent, empty if it is long; and its headers that Turnkeep's clients have set.
+    #: The request as it was sent, but images by their digests, and empty if it is long; and its headers that
+    #: Turnkeep's clients have set.
     body: bytes = b""
     own_headers: Mapping[str, str] = field(default_factory=dict)
     received_s: float = field(default_factory=monotonic)
@@ -121,6 +123,8 @@ def pending_at(entry: Entry) -> Pending:
         parent, own = trace_headers(entry.headers), _own(entry.headers)
         request = decode_request(entry.body)
         body = entry.body if len(entry.body) <= _LONG else b""  # a long one is read again when it is stored
+        if files_of(request):
+            body = encode(request)  # its result names the images by their digests
         return Pending(entry.seq, request, None, entry.stored, body, own, parent=parent)
     except InvalidMessageError as error:
         # Its frames have the body, and in a circle the request: they would wait for the garbage collector.

@@ -16,7 +16,7 @@ from msgspec import structs
 from cache.names.errors import InterruptionError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Close, Generate, Open
-from turnkeep_client.subjects import session_key
+from turnkeep_client.subjects import SessionKey, session_key
 from worker.engine.port import DeviceFaultError, NoMemoryError
 from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
@@ -25,6 +25,7 @@ from worker.wire.fence import FencedError
 from .execution import Execution
 from .giving_up import Doubt
 from .history import RefusedError
+from .images import SessionImages
 from .results import Outcome, count_result, failed, is_close, withdrawn
 from .session_log import SessionLog
 from .streaming import unpublished
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
     from cache.names.tokens import Tokens
     from turnkeep_client.messages import Chunk, ForkPoint, Parent, Request
-    from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
 
     from .history import History
@@ -323,7 +323,10 @@ class Session:
         self.services.fold.check(history, request)
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(self.key, request.from_)
-            return self._execution(pending, parent).fork(request, request.from_)
+            forked = self._execution(pending, parent).fork(request, request.from_)
+            of = SessionKey(self.key.tenant, request.from_.session)
+            await SessionImages(of, self.services).copy(forked.history, self.key)
+            return forked
         if isinstance(request, Close):
             had = await self.log.all_tokens() if request.forget else ()
             return await self._execution(pending, history).close(request, had, self._count_shared)

@@ -43,6 +43,7 @@ from worker.wire.written import changes_nothing
 
 from .attachments import SessionAttachments
 from .history import RefusedError
+from .images import SessionImages
 from .pending import pending_at
 from .record import Parts, Record
 from .results import Outcome, failed, is_close, withdrawn
@@ -286,7 +287,10 @@ class SessionLog:
                 found.append(history.tokens)
             elif not self.is_doubted:
                 with suppress(RefusedError):
-                    extended = await in_thread(self._services.fold.extend, history, request)
+                    grids = await SessionImages(self.key, self._services).grids(
+                        history, request, stores=False
+                    )
+                    extended = await in_thread(self._services.fold.extend, history, request, grids)
                     found.append(extended.history.tokens)
         return [*found, present]
 

@@ -18,6 +18,7 @@ from msgspec import Struct, structs
 
 from cache.names.tokens import pack
 from worker.models.answer_markup import short_id
+from worker.models.image_marks import images_in, with_marks, with_parts
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -107,7 +108,7 @@ class Segments:
         return len(self._segments)
 
     @property
-    def _base(self) -> int:
+    def base(self) -> int:
         """Number of tokens before the conversation that messages continue."""
         return self._segments[self._first - 1].end if self._first else 0
 
@@ -155,6 +156,17 @@ class Segments:
                     return _calls_of(one.message, answered)
                 answered.add(one.call_index)
         return {}
+
+    @property
+    def images(self) -> list[tuple[str, Sequence[int]]]:
+        """The digest and the grid of each image that messages rendered together show the model, in order."""
+        found = _images_in(in_order(said_in(self._segments[self._first :])))
+        return [(digest, grid) for digest, grid in found if grid is not None]
+
+    @property
+    def digests(self) -> list[str]:
+        """The digests of all images in messages, whether the model sees them or not."""
+        return [digest for digest, _ in _images_in(said_in(self._segments))]
 
     @property
     def plain_tools(self) -> list[Message]:
@@ -252,12 +264,16 @@ class Segments:
         segments = (*kept, Segment("raw", start, end, text=whole))
         return replace(self, _segments=segments, _first=len(segments))
 
-    def tokenised_anew(self, num_raw: int) -> Self:
+    def tokenised_anew(self, num_raw: int, grids: Mapping[str, Sequence[int]]) -> Self:
         """Return the conversation for another tokenizer, without the old tokens.
 
-        `num_raw` is how many new tokens its raw content has. Its messages get tokens at the next `given`.
+        `num_raw` is how many new tokens its raw content has. Its messages get tokens at the next `given`, and
+        their images the `grids`, by digest.
         """
-        said = [Said(one.message, one.trusted) for one in said_in(self._segments[self._first :])]
+        said = [
+            Said(with_parts(with_marks(one.message, grids)), one.trusted)
+            for one in said_in(self._segments[self._first :])
+        ]
         raw = [one.text or "" for one in self._segments[: self._first]]
         segments = [Segment("raw", 0, num_raw, text="".join(raw))] if num_raw else []
         first = len(segments)
@@ -331,6 +347,10 @@ def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
         if segment.opens_answer:
             said.append(EMPTY)
     return said
+
+
+def _images_in(said: Sequence[Said]) -> list[tuple[str, Sequence[int] | None]]:
+    return [image for one in said for image in images_in(one.message.get("content"))]
 
 
 def _joined(one: Message, other: Message) -> Message:

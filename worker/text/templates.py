@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from cache.names.tokens import unpack
 from worker.models.control_tokens import unmarked
+from worker.models.image_marks import images_in, with_marks, without_unseen
 from worker.models.tokenizer import TemplateError, Tokenizer
+from worker.models.vision.image_file import ImageError
 
 from .conversation import Message, Said, Segment, Segments, has_question, in_order, said_in
 
@@ -129,6 +131,7 @@ class Conversation(Segments):
                 found = self._answer_message(said)
             else:
                 found = said.message if said.trusted else self.tokenizer.as_content(said.message)
+                found = without_unseen(with_marks(found))
             said.__dict__["ready"] = found
         return found
 
@@ -142,6 +145,8 @@ class Conversation(Segments):
                 content = content[at + len(pair[1]) :].lstrip()
             elif content.startswith(pair[0]):
                 content = ""
+        if (eyes := self.tokenizer.eyes) is not None:  # a model may sample the token, which is no image
+            content = content.replace(eyes.image, self.tokenizer.as_text(eyes.image))
         return {"role": "assistant", "content": content}
 
     def _render(self, said: Sequence[Said], *, header: bool) -> str:
@@ -149,13 +154,21 @@ class Conversation(Segments):
         if not ready:
             tools = [_rendered(tool) for tool in self.tools]
             ready["tools"], ready["variables"] = map(self.tokenizer.as_tools, (tools, self.variables))
-        return self.tokenizer.render(
-            [self._ready(one) for one in in_order(said)],
+        messages = [self._ready(one) for one in in_order(said)]
+        text = self.tokenizer.render(
+            messages,
             add_generation_prompt=header,
             started=self.started,
             tools=ready["tools"],
             variables=ready["variables"],
         )
+        grids = [tuple(grid or ()) for one in messages for _, grid in images_in(one.get("content"))]
+        if not grids or self.tokenizer.eyes is None:
+            return text
+        try:
+            return self.tokenizer.eyes.written(text, grids)
+        except ImageError as error:
+            raise TemplateError(str(error)) from None
 
     def _text(self, history: Sequence[int], segment: Segment) -> str:
         """Return the text of a segment's tokens, decoded once: they never change."""
@@ -236,7 +249,7 @@ class Conversation(Segments):
 
     def _reach(self, target: _Target, history: Sequence[int]) -> Addition:
         """Return the addition that makes the conversation's tokens spell the target's text."""
-        segments, base = self._segments[self._first :], self._base
+        segments, base = self._segments[self._first :], self.base
         seam, seam_chars = self._seam(segments, unmarked(target.text), base, history, is_own=target.is_own)
         wanted = self._encode(target.text[seam_chars:], seam, history)
         same = _num_same(history[seam:], wanted)

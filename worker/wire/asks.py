@@ -11,6 +11,7 @@ from msgspec import structs
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.images import files_of
 from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
 from worker.observe.traces import trace_headers
 from worker.process.concurrency import shielded
@@ -69,7 +70,9 @@ class Asks:
             await shielded(results.unsubscribe)
 
     async def _store(self, key: SessionKey, request: Generate, headers: dict[str, str]) -> int | Failed:
-        """Store the request in the log; return its sequence, or the failure."""
+        """Store the request in the log, its images first; return its sequence, or the failure."""
+        for data in files_of(request).values():
+            await self._journal.store_image(key, data)
         try:
             ack = await self._js.publish(
                 self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S, headers=headers

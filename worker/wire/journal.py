@@ -16,6 +16,7 @@ import structlog
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.images import assembled, entries
 from turnkeep_client.log import (
     EXPECT_HEADER,
 )
@@ -138,6 +139,27 @@ class Journal:
             log.warning("a checkpoint could not be stored", session=str(key), error=str(error))
             return None
 
+    async def image(self, key: SessionKey, digest: str) -> bytes | None:
+        """Read an image of a session by the SHA-256 of its file; None if the log lacks a part of it."""
+
+        async def read(name: str) -> bytes | None:
+            found = await self._reads.last(self._subjects.log_stream, self._subjects.image(key, name))
+            return (found.data or b"") if found else None
+
+        return await assembled(digest, read)
+
+    async def store_image(self, key: SessionKey, data: bytes) -> None:
+        """Store the file of an image for a session, unless its log has it.
+
+        What the log has from before the session was closed leaves it later, so it is stored once more.
+        """
+        closed = await self.last_seq(key, "closed")
+        for name, body in entries(data, self._nc.max_payload // 2):
+            subject = self._subjects.image(key, name)
+            seq = await self._reads.last_seq(self._subjects.log_stream, subject)
+            if seq <= closed:
+                await self._append(subject, body, {EXPECT_HEADER: str(seq)})
+
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out", "closed"]) -> int:
         """Read the sequence of a session's last request, result, or note of a close; 0 if there is none."""
         return await self._reads.last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
@@ -190,12 +212,14 @@ class Journal:
         """Store in the log a note of erased tokens, for workers that do not run now."""
         await self._append(self._subjects.erased(tenant), body)
 
-    async def _append(self, subject: str, body: bytes) -> None:
+    async def _append(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> None:
         pause_s = 0.1
         while True:
             try:
-                await self._js.publish(subject, body, timeout=TIMEOUT_S)
+                await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=headers)
             except (nats.errors.Error, APIError, OSError) as error:
+                if isinstance(error, APIError) and error.err_code == WRONG_LAST_SEQUENCE:
+                    return  # it was stored meanwhile
                 await pause_after("writing the log", error, pause_s)
                 pause_s = min(pause_s * 2, MAX_BACKOFF_S)
             else:
@@ -210,7 +234,7 @@ class Journal:
         """Return the number of a session's entries in the log; 0 if the server does not answer."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             info = await self._js.stream_info(
-                self._subjects.log_stream, subjects_filter=self._subjects.log(key)
+                self._subjects.log_stream, subjects_filter=self._subjects.whole(key)
             )
             return sum((info.state.subjects or {}).values())
         return 0
@@ -279,7 +303,7 @@ class Journal:
         self,
         key: SessionKey,
         before: int,
-        kind: Literal["in", "checkpoint", "dead"] | None = None,
+        kind: Literal["in", "checkpoint", "dead", "image.*"] | None = None,
         *,
         overwrites: bool = False,
     ) -> None:
@@ -289,7 +313,7 @@ class Journal:
         Raises nats-py's errors.
         """
         stream = self._subjects.log_stream
-        subject = self._subjects.of(key, kind) if kind else self._subjects.log(key)
+        subject = self._subjects.whole(key)[:-1] + (kind or ">")
         if not overwrites:
             await self._js.purge_stream(stream, seq=before, subject=subject)
             return

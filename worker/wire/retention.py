@@ -234,12 +234,12 @@ class Retention:
                 await self._journal.delete(note.seq)
             return stale
         if closed.forgets:  # without the lock: this may take minutes
-            await self._remove_before(key, closed)
+            await self._remove_before(key, note, closed)
             await self._journal.chunks.remove(key, closed.result.seq or 0)
         if due:  # last: it removes the note, by which an interrupted removal is continued
             async with self.lock(key):
                 if not closed.forgets:
-                    await self._remove_before(key, closed)
+                    await self._remove_before(key, note, closed)
                 await self._remove(key, note, closed)
         self._forgotten.add(note.seq)
         return True
@@ -266,8 +266,10 @@ class Retention:
         for seq in (*gone, note.seq):  # in this order: a request must not lack its result
             await self._journal.delete(seq)
 
-    async def _remove_before(self, key: SessionKey, closed: _Closing) -> None:
+    async def _remove_before(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
         """Remove all entries up to a close, and later ones that belong to requests before it.
+
+        Of the images those stored before the note: later ones are of the next session of this name.
 
         Requests first: a request must not lack its result. Overwrites them if the close forgets the session.
         """
@@ -276,6 +278,7 @@ class Retention:
         await self._journal.remove(key, close_seq, overwrites=overwrites)
         await self._journal.remove(key, closed_seq, "checkpoint", overwrites=overwrites)
         await self._journal.remove(key, closed_seq, "dead", overwrites=overwrites)
+        await self._journal.remove(key, note.seq, "image.*", overwrites=overwrites)
         after, more = close_seq, 1
         while more and after < closed_seq:
             results, more = await self._journal.page(key, "out", after)

@@ -9,6 +9,7 @@ import hashlib
 import importlib.metadata
 import json
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,9 +19,7 @@ from cache.names.tokens import Tokens, as_tokens
 from .image_file import ImageError, decode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from worker.models.tokenizer import Tokenizer
+    from collections.abc import Callable, Iterable, Sequence
 
     from .families import Family, Grid, View
 
@@ -47,15 +46,18 @@ class ImageTokens:
 class Eyes:
     """A model's image processor."""
 
-    def __init__(self, family: Family, tokenizer: Tokenizer) -> None:
-        """Raises `ValueError` if the tokenizer lacks the token that stands for a row of an image."""
-        (self.image_token,) = tokenizer.encode(family.image, at_start=False)
+    def __init__(self, family: Family, encode: Callable[..., list[int]]) -> None:
+        """Take the tokenizer's `encode`. Raises `ValueError` if no one token stands for a row of an image."""
+        #: What the chat template writes for an image, and its token, which stands for each row.
+        self.image = family.image
+        (self.image_token,) = encode(family.image, at_start=False)
         self._family = family
-        self._tokenizer = tokenizer
+        self._encode = encode
         settings = json.dumps(family.processor.__dict__, sort_keys=True, default=str)
         versions = [importlib.metadata.version(name) for name in _PACKAGES]
         said = repr((type(family.processor).__name__, settings, versions))
-        self._processor = hashlib.blake2b(said.encode(), digest_size=32, person=b"turnkeep.eyes").digest()
+        #: A digest of how files become views.
+        self.processor = hashlib.blake2b(said.encode(), digest_size=32, person=b"turnkeep.eyes").digest()
 
     def read(self, data: bytes) -> ImageTokens:
         """Decode and process an image file; return what stands for it in a prompt. Raises `ImageError`.
@@ -67,11 +69,11 @@ class Eyes:
 
     def tokens(self, digest: bytes, grid: Sequence[int]) -> ImageTokens:
         """Return what stands for an image that `read` has read, without the image file."""
-        ids = array("I", self._tokenizer.encode(self._family.text(grid), at_start=False))
+        ids = array("I", self._encode(self._family.text(grid), at_start=False))
         start, last = ids.index(self.image_token), len(ids) - 1
         while ids[last] != self.image_token:
             last -= 1
-        said = digest + self._processor + repr(tuple(grid)).encode()
+        said = digest + self.processor + repr(tuple(grid)).encode()
         name = hashlib.blake2b(said, digest_size=32, person=b"turnkeep.image").digest()
         return ImageTokens(digest, tuple(grid), ids, start, last + 1, name)
 
@@ -79,27 +81,34 @@ class Eyes:
         """Return the views of an image file, from which the tower computes its rows. Raises `ImageError`."""
         return self._processed(data)[1]
 
-    def placed(self, ids: Iterable[int], images: Sequence[ImageTokens]) -> Tokens:
-        """Put images into a prompt: each replaces the next image token that the chat template wrote.
+    def written(self, text: str, grids: Sequence[Grid]) -> str:
+        """Return a rendered prompt in which each image has the text of all its tokens, not one alone.
 
-        Raises `ImageError` if there are not as many: some templates drop earlier images.
+        Raises `ImageError` if the chat template wrote not as many images: some drop earlier ones.
         """
-        found, rest, spans = array("I"), iter(images), list[ImageSpan]()
-        num = 0
-        for token in ids:
-            if token != self.image_token:
-                found.append(token)
-                continue
-            num += 1
-            if (image := next(rest, None)) is not None:
-                at = len(found)
-                spans.append(ImageSpan(at + image.start, at + image.end, image.fingerprint))
-                found.extend(image.tokens)
-        if num != len(images):
+        first, *rest = text.split(self.image)
+        if len(rest) != len(grids):
             raise ImageError(
-                f"the chat template writes {num} of {len(images)} images; send images in the user's messages"
+                f"the chat template writes {len(rest)} of {len(grids)} images; send images in the user's"
+                " messages"
             )
-        return as_tokens(found, spans)
+        return first + "".join(self._family.text(grid) + part for grid, part in zip(grids, rest, strict=True))
+
+    def found(self, ids: Iterable[int], images: Iterable[tuple[str, Sequence[int]]]) -> Tokens:
+        """Return tokens with the spans of the images among them, in order; each has a digest and a grid.
+
+        Raises `ImageError` if the tokens of one are not there.
+        """
+        tokens, spans, at = array("I", ids), list[ImageSpan](), 0
+        for digest, grid in images:
+            one = self.tokens(bytes.fromhex(digest), grid)
+            with suppress(ValueError):
+                at = tokens.index(self.image_token, at) - one.start
+            if tokens[max(at, 0) : at + len(one.tokens)] != one.tokens:
+                raise ImageError("the tokenizer writes an image in another way; get the whole model again")
+            spans.append(ImageSpan(at + one.start, at + one.end, one.fingerprint, one.digest))
+            at += len(one.tokens)
+        return as_tokens(tokens, spans)
 
     def _processed(self, data: bytes) -> tuple[Grid, list[View]]:
         image = decode(data)

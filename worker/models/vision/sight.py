@@ -53,7 +53,7 @@ def find_sight(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, dt
 
     try:
         family = FAMILIES[kind](config, settings_of(folder))
-        eyes = Eyes(family, tokenizer)
+        eyes = Eyes(family, tokenizer.encode)
         return Sight(eyes, tower.load(weight_files(folder), family, config, dtype))
     except Exception as error:  # noqa: BLE001  # foreign code, which raises anything for files that do not fit
         why = f"{type(error).__name__}: {one_line(error)}"[:240]

@@ -1,0 +1,189 @@
+"""Sessions with images: as durable, exact and separate as those of text; with a tiny model that sees."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.device import tiny_seeing
+from tests.parts import LocalWorker
+from turnkeep_client import image
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.images import files_of, named_by
+from turnkeep_client.messages import Generated
+from turnkeep_client.session import Session
+from turnkeep_client.session_log import read
+
+StartWorker = Callable[..., Awaitable[LocalWorker]]
+
+TEMPLATE = (
+    "{% for one in messages %}{{ one.role }}: {% if one.content is string %}{{ one.content }}{% else %}"
+    "{% for part in one.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+RED, BLUE = tiny_seeing.picture(1), tiny_seeing.picture(2)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "seeing"
+    tiny_seeing.write("smolvlm", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def blind(seeing: Path) -> Path:
+    """The same language model and tokenizer, without the files that images need."""
+    folder = shutil.copytree(seeing, seeing.with_name("blind"))
+    (folder / "preprocessor_config.json").unlink()
+    return folder
+
+
+async def ask(session: Session, *parts: str | bytes, **more: Any) -> Generated:
+    said = [image(one) if isinstance(one, bytes) else {"type": "text", "text": one} for one in parts]
+    return await session.generate(messages=[{"role": "user", "content": said}], **{"max_tokens": 6, **more})
+
+
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+async def test_an_answer_depends_on_the_picture_and_on_nothing_that_came_between(
+    local_worker: StartWorker, seeing: Path
+) -> None:
+    """The same text with pictures A, B, A, one after the other; those of the same session's history too."""
+    client = (await local_worker(model=str(seeing))).client
+    first = [await ask(client.session(f"s{at}"), "what ", one) for at, one in enumerate((RED, BLUE, RED))]
+    assert first[0].tokens == first[2].tokens != first[1].tokens
+    second = [await ask(client.session(f"s{at}"), "and ", BLUE, RED) for at in range(3)]
+    assert second[0].tokens == second[2].tokens
+    assert second[0].rewritten_from is None
+    assert second[0].usage.cached_tokens == first[0].position - 1
+    assert len({one.change.images[0].fingerprint for one in (*first, *second)}) == 2
+
+
+@pytest.mark.parametrize("keeps_kv", [True, False])
+async def test_a_session_with_images_goes_on_after_a_restart_as_without_one(
+    local_worker: StartWorker, seeing: Path, tmp_path: Path, keeps_kv: bool
+) -> None:
+    worker = await local_worker(model=str(seeing))
+    there = worker.client.session("there")
+    whole = [await ask(there, "what ", RED, " is"), await ask(there, BLUE), await ask(there, "so")]
+    broken = worker.client.session("broken")
+    found = [await ask(broken, "what ", RED, " is")]
+    await worker.stop()
+    if not keeps_kv:
+        shutil.rmtree(worker.settings.data_dir / "snapshots")
+    worker = await local_worker(model=str(seeing))
+    broken = worker.client.session("broken")
+    found += [await ask(broken, BLUE), await ask(broken, "so")]
+    assert [one.tokens for one in found] == [one.tokens for one in whole]
+    if keeps_kv:
+        assert found[1].usage.cached_tokens >= found[0].position - 8
+    assert await broken.image(digest(RED)) == RED
+
+
+async def test_a_fork_has_the_images_of_its_parent_also_once_that_is_forgotten(
+    local_worker: StartWorker, seeing: Path
+) -> None:
+    worker = await local_worker(model=str(seeing), snapshots="off")
+    parent = worker.client.session("parent")
+    await ask(parent, "what ", RED)
+    fork = await parent.fork("fork")
+    twin = await parent.fork("twin")
+    wanted = await ask(twin, "so")
+    await parent.close(forget=True)
+    await twin.close(forget=True)
+    await worker.stop()
+    worker = await local_worker(model=str(seeing), snapshots="off")
+    fork = worker.client.session("fork")
+    assert (await ask(fork, "so")).tokens == wanted.tokens
+    assert await fork.image(digest(RED)) == RED
+
+
+@pytest.mark.parametrize("where", ["before", "inside", "behind"])
+async def test_a_session_may_be_rewound_to_any_position_around_an_image(
+    local_worker: StartWorker, seeing: Path, where: str
+) -> None:
+    worker = await local_worker(model=str(seeing), snapshots="off")
+    session = worker.client.session("s")
+    first = await ask(session, "what ", RED, " is this")
+    (placed,) = first.change.images
+    position = {"before": placed.start - 1, "inside": placed.start + 2, "behind": placed.end + 2}[where]
+    await session.rewind(position)
+    twin = await session.fork("twin")
+    wanted = await ask(session, "so ", BLUE)
+    await worker.stop()
+    worker = await local_worker(model=str(seeing), snapshots="off")
+    twin = worker.client.session("twin")
+    found = await ask(twin, "so ", BLUE)
+    assert (found.tokens, found.position) == (wanted.tokens, wanted.position)
+
+
+async def test_an_image_that_is_missing_or_broken_fails_its_request_alone(
+    local_worker: StartWorker, seeing: Path
+) -> None:
+    client = (await local_worker(model=str(seeing))).client
+    session = client.session("s")
+    text = {"type": "text", "text": "what is "}
+    missing = {"type": "image", "digest": "0" * 64}
+    for part, why in ((missing, "the log has no image 0000"), (image(RED[:99]), "is broken or truncated")):
+        with pytest.raises(RequestFailedError, match=why) as caught:
+            await session.generate(messages=[{"role": "user", "content": [text, part]}])
+        assert (caught.value.code, caught.value.field) == ("invalid_request", "messages[0].content[1]")
+    assert (await ask(session, "what is ", RED)).tokens
+
+
+async def test_an_image_in_a_request_is_stored_by_the_worker_and_named_by_the_log(
+    local_worker: StartWorker, seeing: Path
+) -> None:
+    client = (await local_worker(model=str(seeing))).client
+    content = [{"type": "text", "text": "what is "}, image(RED)]
+    body = {
+        "type": "generate",
+        "id": "a",
+        "max_tokens": 6,
+        "messages": [{"role": "user", "content": content}],
+    }
+    subject = client.subjects.of(client.session("raw").key, "ask")
+    reply = json.loads(await client._wire.ask(subject, json.dumps(body).encode(), 20))
+    assert tuple(reply["tokens"]) == (await ask(client.session("s"), "what is ", RED)).tokens
+    assert await client.session("raw").image(digest(RED)) == RED
+    (turn,) = (await client.session("raw").history()).turns
+    assert turn.messages[0].content == (content[0], {"type": "image", "digest": digest(RED)})
+    queued = client.subjects.of(client.session("queued").key, "in")
+    await client._wire.publish(queued, json.dumps({**body, "id": "b"}).encode())
+    assert (await ask(client.session("queued"), "so")).change.images == ()
+    (_, asked), *_ = (await read(client.stored, client.session("queued").key)).asked
+    assert (named_by(asked), files_of(asked)) == ([digest(RED)], {})
+    assert await client.session("queued").image(digest(RED)) == RED
+    counted = await client.session("raw").count(messages=[{"role": "user", "content": content}])
+    assert counted.position == (await ask(client.session("raw"), "what is ", RED, max_tokens=0)).position
+
+
+async def test_a_model_that_does_not_see_gets_a_placeholder_and_one_that_sees_then_gets_the_image(
+    local_worker: StartWorker, seeing: Path, blind: Path
+) -> None:
+    worker = await local_worker(model=str(blind))
+    session = worker.client.session("s")
+    told = await ask(session, "what is ", RED)
+    assert told.warnings == ("messages[0].content[1]: image replaced by a placeholder",)
+    assert told.change.images == ()
+    assert not (await worker.client.worker_metrics()).vision
+    await worker.stop()
+    worker = await local_worker(model=str(seeing))
+    assert (await worker.client.worker_metrics()).vision
+    session = worker.client.session("s")
+    seen = await ask(session, "so")
+    assert [one.digest for one in seen.change.images] == [digest(RED)]
+    assert seen.rewritten_from == 0
+    await worker.stop()
+    worker = await local_worker(model=str(blind))
+    assert (await ask(worker.client.session("s"), "so")).change.images == ()
