@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     #: A message's content: a text, or parts of which at least one is an image.
     Content = str | tuple[dict[str, Any], ...]
 
+#: The end of a worker's warning about an image.
+_PLACED: Final = ": image replaced by a placeholder"
 _LINKS: Final = ("http://", "https://")
 
 
@@ -34,6 +36,12 @@ class Unseen(Warned):
 def told(warnings: Sequence[Warned], *, sees: bool) -> tuple[Warned, ...]:
     """Return the warnings of a request to a model that sees images, or does not."""
     return tuple(one for one in warnings if not (sees and isinstance(one, Unseen)))
+
+
+def beside(given: Iterable[str], own: Sequence[Warned]) -> list[str]:
+    """Return the worker's warnings without those of images, if a request's `own` warnings name them."""
+    names_images = any(isinstance(one, Unseen) for one in own)
+    return [one for one in given if not (names_images and one.endswith(_PLACED))]
 
 
 def joined(contents: Iterable[Content]) -> Content:
