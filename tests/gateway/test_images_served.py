@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from base64 import b64encode
 from collections.abc import AsyncIterator
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,9 @@ from test_images import PATHS, READ, TYPES, body, digest, said
 from tests.device import tiny_seeing
 from tests.parts import png
 from turnkeep_client.images import images_in
+from turnkeep_client.messages import Generated
+from turnkeep_client.session_log import read
+from turnkeep_client.subjects import SessionKey
 
 Start = Any
 RED, BLUE = tiny_seeing.picture(1), tiny_seeing.picture(2)
@@ -65,6 +67,10 @@ async def served(
     started = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=started.url, timeout=60) as http:
         yield Served(started, http, worker)
+
+
+def key_of(session: str) -> SessionKey:
+    return SessionKey("default", session)
 
 
 def answered(dialect: str, answer: httpx2.Response) -> list[dict[str, Any]]:
@@ -217,7 +223,12 @@ async def test_openais_and_anthropics_clients_send_a_picture_which_the_model_see
         third = await other.messages.with_raw_response.create(model="m", messages=asked, max_tokens=4)
     names = [one.headers["x-turnkeep-session"].split()[0] for one in (first, second, third)]
     assert [await served.images(name) for name in names] == [[digest(RED)]] * 3
-    for name in names:
-        (turn,) = (await served.worker.client.session(name).history()).turns
-        (placed,) = turn.answer.change.images
-        assert placed.digest == sha256(RED).hexdigest()
+    placed = [
+        image.digest
+        for result in [
+            one.result for one in (await read(served.worker.client.stored, key_of(names[0]))).exchanges
+        ]
+        if isinstance(result, Generated) and result.change is not None
+        for image in result.change.images
+    ]
+    assert placed == [digest(RED)], "rows of the picture stand in the prompt"
