@@ -92,6 +92,8 @@ class QuestionApi:
         key = session_key(self._client.tenant, request.path_params["name"])
         question = await read_body(request, _Question, _MOST_BYTES)
         images = [{"type": "image", "data": one} for one in question.images]
+        if not (question.text or images):
+            raise HTTPException(400, "the question is empty; it needs a text or an image")
         asked = [*images, {"type": "text", "text": question.text}] if images else question.text
         messages = [("system", question.system), ("user", asked)]
         options = await self._sampling(self._client, question.options())

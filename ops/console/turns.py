@@ -69,10 +69,14 @@ class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s."""
+    """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s.
+
+    `images` are the tokens of the turn's images.
+    """
 
     found: int
     prefilled: int
+    images: int = 0
     generated: int | None = None
     first_token_s: float | None = None
     tokens_per_s: float | None = None
@@ -231,6 +235,7 @@ def _spent(result: Any) -> Spent | None:
             return Spent(
                 found=used.cached_tokens,
                 prefilled=used.prefilled_tokens,
+                images=_of_images(result),
                 generated=used.completion_tokens,
                 first_token_s=took.first_token if used.completion_tokens else None,
                 tokens_per_s=num / decoding_s if num > 0 and decoding_s > 0 else None,
@@ -238,6 +243,13 @@ def _spent(result: Any) -> Spent | None:
             )
         case Appended(repeat_of=None):
             return Spent(
-                found=result.cached_tokens, prefilled=result.prefilled_tokens, total_s=result.seconds
+                found=result.cached_tokens,
+                prefilled=result.prefilled_tokens,
+                images=_of_images(result),
+                total_s=result.seconds,
             )
     return None
+
+
+def _of_images(result: Appended | Generated) -> int:
+    return sum(one.end - one.start for one in result.change.images) if result.change else 0

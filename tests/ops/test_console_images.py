@@ -7,9 +7,11 @@ import zipfile
 from base64 import b64encode
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
+from pathlib import Path
 
 import pytest
 
+from tests.device import tiny_seeing
 from tests.ops.test_console import opened
 from tests.parts import LocalWorker, png
 from turnkeep_client import image
@@ -41,7 +43,7 @@ async def test_a_question_with_images_is_shown_with_the_digests_by_which_their_f
         for name in ("0" * 64, "x", "*"):
             assert (await page.http.get(f"/api/sessions/a/images/{name}")).status_code == 400
         listed = (await page.get("sessions"))["rows"]
-        assert [one["begins"] for one in listed] == [f"[image {DIGEST[:12]}]" * 2 + "Which colour?"]
+        assert [one["begins"] for one in listed] == ["Which colour?"]
 
 
 async def test_the_console_refuses_a_bad_image_and_stores_nothing(local_worker: Start) -> None:
@@ -88,3 +90,19 @@ async def test_the_console_serves_each_image_as_an_image_whatever_else_is_in_its
     async with opened(worker.client) as page:
         answer = await page.http.get(f"/api/sessions/a/images/{sha256(file).hexdigest()}")
         assert (answer.headers["content-type"], answer.content) == (kind, file)
+
+
+async def test_a_turns_figures_have_the_tokens_of_its_images(local_worker: Start, tmp_path: Path) -> None:
+    tiny_seeing.write("smolvlm", tmp_path / "model")
+    template = (
+        "{% for one in messages %}{% if one.content is string %}{{ one.content }}{% else %}<image>{% endif %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template + "{% endfor %}")
+    worker = await local_worker(model=str(tmp_path / "model"))
+    said = [{"role": "user", "content": [image(tiny_seeing.picture(1))]}]
+    made = await worker.client.session("a").generate(messages=said, max_tokens=2)
+    await worker.client.session("a").generate(messages=[{"role": "user", "content": "So?"}], max_tokens=2)
+    async with opened(worker.client) as page:
+        first, second = (turn["spent"] for turn in (await page.get("sessions/a"))["turns"])
+    assert 0 < first["images"] <= first["prefilled"] == made.usage.prompt_tokens
+    assert "images" not in second

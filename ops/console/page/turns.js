@@ -30,11 +30,13 @@ function said(one, model, session) {
 }
 
 const MEANS = { found: "tokens of the prompt whose KV was there already", prefilled: "tokens of the prompt that the model had to read",
+  "of images": "tokens of the images that came with this turn",
   generated: "tokens of the answer" };
 
 /* What a turn has cost: one figure, behind which are the others. */
 function cost(spent) {
   const figures = [["found", count(spent.found)], ["prefilled", count(spent.prefilled)],
+    spent.images && ["of images", count(spent.images)],
     spent.generated !== undefined && ["generated", count(spent.generated)],
     spent.first_token_s !== undefined && ["first token", seconds(spent.first_token_s)], ["in all", seconds(spent.total_s)]];
   return made("details", { class: "cost" }, made("summary", { title: "What it has cost" },
