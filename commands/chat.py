@@ -370,7 +370,7 @@ def _write(path: Path, past: Sequence[Exchange], images: Mapping[str, bytes]) ->
         with path.open("x", encoding="utf-8") as file:
             file.write(text)
         for digest, name in files.items():
-            path.with_name(name).parent.mkdir(exist_ok=True)
+            (path.parent / name).parent.mkdir(exist_ok=True)
             (path.parent / name).write_bytes(images[digest])
     except FileExistsError:
         raise InvalidMessageError(f"{path} exists; give another name") from None

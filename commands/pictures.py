@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
@@ -14,7 +14,7 @@ from turnkeep_client.images import image
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+_ENDINGS: Final = (".png", ".jpg", ".jpeg", ".webp", ".gif")
 
 
 def parts_of(files: Iterable[Path]) -> list[dict[str, Any]]:
@@ -41,12 +41,18 @@ def dragged(line: str) -> list[Path]:
 
     A terminal writes the paths of files that are dragged into it, in quotes or with escaped characters.
     """
-    if not line.rstrip("'\" ").lower().endswith(_ENDINGS):
-        return []
     try:
-        files = [Path(word) for word in shlex.split(line)]
-        if not all(file.is_file() for file in files):
-            files = [Path(line)]  # spaces that are not escaped
-        return files if all(file.is_file() and file.suffix.lower() in _ENDINGS for file in files) else []
-    except (OSError, ValueError):  # an open quote, or a name that is too long
-        return []
+        words = shlex.split(line)
+    except ValueError:  # an open quote
+        words = []
+    for files in ([Path(line.strip())], [Path(word) for word in words]):
+        if files and all(map(_is_image, files)):
+            return files
+    return []
+
+
+def _is_image(file: Path) -> bool:
+    try:
+        return file.suffix.lower() in _ENDINGS and file.is_file()
+    except OSError:  # a name that is too long
+        return False
