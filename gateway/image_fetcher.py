@@ -71,14 +71,14 @@ class ImageFetcher:
 
     def _read(self, link: Link) -> bytes:
         """Read an image, or a part of one that is too large. Raises `OSError`, `ValueError` and `Fault`."""
-        until_s, data = time.monotonic() + _FETCH_S, b""
+        until_s, data = time.monotonic() + _FETCH_S, bytearray()
         opener = urllib.request.build_opener(_Redirects(self, link.where))
         with opener.open(link.url, timeout=_FETCH_S) as response:
             while len(data) <= MOST_BYTES and (piece := response.read(_PIECE_BYTES)):
                 data += piece
                 if time.monotonic() > until_s:
                     raise TimeoutError
-        return data
+        return bytes(data)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session_log import Exchange, SessionLog
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 #: The members of the tar that are not snapshots.
 OWN: Final = ("session.json", "log.jsonl")
 _SESSION, _LOG = OWN
@@ -79,7 +79,8 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request and its result, with their sequences and times in the original log.
 
     `parts` is data of the result that did not fit into its message; only workers need this data. `seed` is
-    what a worker has derived from the place of a request without a seed.
+    what a worker has derived from the place of a request without a seed. The first line has the entries of
+    all `images`, by digest.
     """
 
     seq: int
@@ -91,14 +92,17 @@ class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
     headers: dict[str, str]
     parts: bytes | None = None
     seed: _Seed | None = None
+    images: dict[str, bytes] = {}
 
 
-async def read_parts(client: Client, log: SessionLog) -> dict[int, bytes]:
-    """Read the data that did not fit into a log's results; return it by the sequence of the result.
+async def read_parts(client: Client, log: SessionLog) -> dict[int | str, bytes]:
+    """Read what a log has besides its requests and results.
 
-    Raises `CopyError` if the data is gone from the log.
+    Returns data that did not fit into a result by the sequence of the result, and the entries of images by
+    digest. Raises `CopyError` if some data is gone from the log.
     """
-    found: dict[int, bytes] = {}
+    found: dict[int | str, bytes] = {}
+    found.update(await client.stored.image_entries(log.key))
     for one in log.exchanges:
         if PARTS_HEADER in one.answered.headers:
             part = await read_part(client.stored, one.answered)
@@ -114,7 +118,7 @@ async def read_parts(client: Client, log: SessionLog) -> dict[int, bytes]:
 def export(
     target: Path,
     session: SessionLog,
-    parts: Mapping[int, bytes],
+    parts: Mapping[int | str, bytes],
     kv: Path | None = None,
 ) -> Manifest:
     """Write a session to the file `target`: its answered requests, and the snapshots in the archive `kv`.
@@ -145,7 +149,7 @@ def export(
     return manifest
 
 
-def exported(session: SessionLog, parts: Mapping[int, bytes]) -> IO[bytes]:
+def exported(session: SessionLog, parts: Mapping[int | str, bytes]) -> IO[bytes]:
     """Return what `export` writes as an open file without a name, so that nothing of it stays on the disk."""
     with tempfile.TemporaryDirectory(prefix="turnkeep-") as folder:
         file = Path(folder) / "session"
@@ -169,9 +173,10 @@ def _manifest_of(
     )
 
 
-def _lines(exchanges: Sequence[Exchange], parts: Mapping[int, bytes]) -> bytes:
+def _lines(exchanges: Sequence[Exchange], parts: Mapping[int | str, bytes]) -> bytes:
     """Return the content of `log.jsonl`: a line of JSON for each request with its result."""
     encoder = msgspec.json.Encoder()
+    images = {name: entry for name, entry in parts.items() if isinstance(name, str)}
     return b"".join(
         encoder.encode(
             Line(
@@ -184,10 +189,11 @@ def _lines(exchanges: Sequence[Exchange], parts: Mapping[int, bytes]) -> bytes:
                 headers={name: value for name in HEADERS if (value := one.answered.headers.get(name))},
                 parts=parts.get(one.answered.seq),
                 seed=one.seed,
+                images={} if number else images,
             )
         )
         + b"\n"
-        for one in exchanges
+        for number, one in enumerate(exchanges)
     )
 
 
@@ -235,6 +241,8 @@ def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
     for line in lines:
         decode_request(bytes(line.request))
         decode_result(bytes(line.result))
+        if not all(map(re.compile("[0-9a-f]{64}").fullmatch, line.images)):
+            raise tarfile.ReadError("an image in it has no SHA-256 as its name")
         if any(map(_CONTROL.search, line.headers.values())):
             raise tarfile.ReadError("a header has a line break or another control character")
 

@@ -55,6 +55,9 @@ class Import:
             while done < len(lines):
                 done += await self._store(_together(lines[done:]), first=done == 0)
                 progress(done, len(lines), "importing")
+            for line in lines:  # last: they alone would be a session of this name
+                for digest, body in line.images.items():
+                    await self._stream.put_image_entry(self._key, digest, body)
         except BaseException as error:
             await self._remove(error, is_begun=done > 0)
             raise

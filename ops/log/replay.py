@@ -126,6 +126,9 @@ class Replay:
         async with self._places:
             closing = None
             try:
+                there, stored = SessionKey(self._client.tenant, played.name), self._client.stored
+                for digest, body in (await stored.image_entries(there)).items():
+                    await stored.put_image_entry(key, digest, body)
                 await self._play(key, played)
                 played.answers = await self._answers(key, played)
             finally:  # also if interrupted, but then without waiting for the result

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import msgspec
 from msgspec import Struct
 
+from cache.names.images import ImageSpan
 from cache.names.tokens import Tokens, as_tokens, from_compact, unpack
 from turnkeep_client import __version__
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.images import named_by
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
@@ -36,7 +38,7 @@ from turnkeep_client.subjects import REFUSED
 from .sessions import is_named
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Request, Result
@@ -52,8 +54,10 @@ _FITTING: Final[Mapping[type[Request], type[Result]]] = {
 }
 #: The codes of failures that depend on the session's state, and thus come after all earlier requests.
 _REFUSALS: Final = {"history_diverged", "invalid_request", "position_conflict", "unknown_session"}
-#: The index of the tokens in a fork's base (`worker/sessions/attachments`), and a base's most unpacked bytes.
+#: The indices of the tokens and of their images in a fork's base (`worker/sessions/attachments`), and the
+#: most unpacked bytes of a base.
 _TOKENS: Final = 5
+_SPANS: Final = 11
 _MAX_BYTES: Final = 256 * 2**20
 
 
@@ -144,13 +148,16 @@ async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
     parts = {
         one.seq: await read_part(client.stored, one) for one, _ in log.answers if PARTS_HEADER in one.headers
     }
-    return len(log.answers) + len(log.asked), faults(log, parts)
+    named = {digest for one in log.asked for digest in named_by(one.request)}
+    lost = [digest for digest in named if await client.stored.image(key, digest) is None]
+    return len(log.answers) + len(log.asked), faults(log, parts, lost)
 
 
-def faults(log: SessionLog, parts: Mapping[int, bytes | None]) -> list[Fault]:
+def faults(log: SessionLog, parts: Mapping[int, bytes | None], lost: Container[str] = ()) -> list[Fault]:
     """Find the faults of one session's log.
 
-    `parts` maps results' sequences to the data that did not fit into the result; None if this is gone.
+    `parts` maps results' sequences to the data that did not fit into the result; None if this is gone. `lost`
+    has the digests of images that are not in the log as a whole.
     """
     answers: dict[int, _Answer] = {}
     found = list(_pair(log, answers))
@@ -164,6 +171,9 @@ def faults(log: SessionLog, parts: Mapping[int, bytes | None]) -> list[Fault]:
     found += _lost_results(log, removed, {one.seq for one in answers.values() if one.changes})
     found += _lost({seq: one for seq, one in asked.items() if seq in left or seq > removed}, left)
     found += _fitting(asked, left)
+    for seq in asked.keys() & {seq for seq, one in left.items() if one.changes}:
+        gone = [digest for digest in named_by(asked[seq].request) if digest in lost]
+        found += [Fault(seq, f"names the image {digest}, which is gone or changed") for digest in gone]
     found += (wrong := list(_fold(left, parts)))
     found += _unchanged(left, {one.seq for one in wrong})
     return sorted(found, key=lambda one: one.seq)
@@ -298,8 +308,9 @@ def _after(tokens: Tokens, answer: _Answer, part: bytes | None) -> Tokens:
                 raise _FaultError(
                     f"keeps {change.kept} tokens, but the entries before it come to {len(tokens)}"
                 )
-            packed = change.input if part is None else part.decode()
-            after = tokens[: change.kept] + from_compact(packed)
+            added = from_compact(change.input if part is None else part.decode())
+            spans = (ImageSpan(one.start, one.end, bytes.fromhex(one.fingerprint)) for one in change.images)
+            after = tokens[: change.kept].extended(added.ids(), spans)
             if isinstance(result, Generated) and not change.holds_answer:
                 after += result.tokens
         case Rewound(position=position):
@@ -320,6 +331,6 @@ def _base(packed: bytes) -> Tokens:
     try:
         fields = msgspec.msgpack.decode(zlib.decompressobj().decompress(packed, _MAX_BYTES))
         tokens: bytes = fields[_TOKENS]
-        return unpack(tokens)
+        return as_tokens(unpack(tokens).ids(), (ImageSpan(*span) for span in fields[_SPANS]))
     except (msgspec.MsgspecError, zlib.error, ValueError, LookupError, TypeError) as error:
         raise _FaultError(f"what the fork took from its parent cannot be read: {error}") from None

@@ -185,6 +185,17 @@ class LogStream:
 
         return await assembled(digest, read)
 
+    async def image_entries(self, key: SessionKey) -> dict[str, bytes]:
+        """Read the last body of each entry of a session's images, by digest. Needs as `image`."""
+        found = {}
+        async for _, one in self.every(key, "image.*"):
+            found[one.headers["Nats-Subject"].rpartition(".")[2]] = one.body
+        return found
+
+    async def put_image_entry(self, key: SessionKey, digest: str, body: bytes) -> None:
+        """Store an entry of a session's images. Needs the right to publish on its subject."""
+        await self._api.publish(self._subjects.image(key, digest), body)
+
     async def delete(self, seq: int) -> None:
         """Remove one entry, and overwrite it in the server's files.
 

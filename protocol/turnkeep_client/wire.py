@@ -74,6 +74,7 @@ _HEADER_BYTES: Final = 16
 
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
 _WRONG_LAST_SEQUENCE: Final = 10071
+_IN_PROGRESS: Final = 10164  # another write to the subject, in a cluster
 
 #: nats-py does not wrap a connection reset.
 _NATS_ERRORS: Final = (nats.errors.Error, OSError)
@@ -182,6 +183,9 @@ class NatsWire:
                     ) from None
                 await asyncio.sleep(TRY_PAUSE_S)
             except APIError as error:
+                if error.err_code == _IN_PROGRESS:
+                    await asyncio.sleep(TRY_PAUSE_S)
+                    continue
                 if is_doubtful and (seq := await self._find(subject, body)):
                     return seq
                 raise _refusal(error) from None

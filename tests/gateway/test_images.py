@@ -264,7 +264,6 @@ async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
     pictures: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr("gateway.image_fetcher._FETCH_S", 2.0)
 
     async def fetched(path: str, *hosts: str) -> list[str]:
         link = {"type": "image_url", "image_url": {"url": pictures + path}}
@@ -286,8 +285,10 @@ async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
         ("/none", ("127.0.0.1",), "cannot be fetched: status 404"),
         ("/page", ("127.0.0.1",), "of no known format"),
         ("/huge", ("127.0.0.1",), "the most are 20000000"),
-        ("/slow", ("127.0.0.1",), "did not arrive within 2 s"),
+        ("/slow", ("127.0.0.1",), "did not arrive within"),
     ):
+        if path == "/slow":
+            monkeypatch.setattr("gateway.image_fetcher._FETCH_S", 0.5)
         with pytest.raises(Fault, match=why) as refused:
             await fetched(path, *hosts)
         assert (refused.value.status, refused.value.param) == (400, "messages[0].content[0]"), path

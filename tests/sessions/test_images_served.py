@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import shutil
@@ -10,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
+from ops.log import copies
+from ops.log.importing import Import
+from ops.log.verifying import verify
 from tests.device import tiny_seeing
 from tests.parts import LocalWorker
 from turnkeep_client import image
@@ -106,6 +111,59 @@ async def test_a_fork_has_the_images_of_its_parent_also_once_that_is_forgotten(
     fork = worker.client.session("fork")
     assert (await ask(fork, "so")).tokens == wanted.tokens
     assert await fork.image(digest(RED)) == RED
+
+
+async def test_a_forgotten_image_leaves_the_log_and_may_come_again(
+    local_worker: StartWorker, seeing: Path
+) -> None:
+    client = (await local_worker(model=str(seeing))).client
+    session = client.session("s")
+    first = await ask(session, "what ", RED)
+    for forget in (False, True):
+        await session.close(forget=forget)
+        await session.open()
+        assert (await ask(session, "what ", RED)).tokens == first.tokens
+        assert await session.image(digest(RED)) == RED
+    entries = []
+    for _ in range(50):
+        entries = [one.seq async for _, one in client.stored.every(session.key, "image.*")]
+        if len(entries) == 1:
+            break
+        await asyncio.sleep(0.1)
+    assert len(entries) == 1, "only the one that was stored after the session was forgotten"
+    assert await session.image(digest(RED)) == RED
+
+
+async def test_a_session_with_images_is_exported_imported_and_verified(
+    local_worker: StartWorker, seeing: Path, tmp_path: Path
+) -> None:
+    client = (await local_worker(model=str(seeing), snapshots="off")).client
+    session = client.session("s")
+    await ask(session, "what ", RED)
+    await session.fork("fork")
+    await ask(client.session("fork"), BLUE)
+    for name in ("s", "fork"):
+        log = await read(client.stored, client.session(name).key)
+        copies.export(tmp_path / name, log, await copies.read_parts(client, log))
+        _, lines = copies.read(tmp_path / name)
+        await Import(client, client.session(f"{name}-copy").key).run(lines, lambda *_: None)
+        answers = [await ask(client.session(one), "so") for one in (name, f"{name}-copy")]
+        assert answers[0].tokens == answers[1].tokens
+    assert (await verify(client)).damaged == ()
+    (entry,) = [one.seq async for _, one in client.stored.every(session.key, "image.*")]
+    await client.stored.delete(entry)
+    (damaged,) = (await verify(client)).damaged
+    why = f"names the image {digest(RED)}, which is gone or changed"
+    assert (damaged.session, [one.what for one in damaged.faults]) == ("s", [why])
+
+
+async def test_a_sampled_image_token_is_no_image(local_worker: StartWorker, seeing: Path) -> None:
+    client = (await local_worker(model=str(seeing))).client
+    token = Tokenizer.from_file(str(seeing / "tokenizer.json")).token_to_id("<image>")
+    session = client.session("s")
+    answer = await ask(session, "what ", RED, logit_bias={token: 100}, max_tokens=2)
+    assert answer.tokens == (token, token)
+    assert [one.digest for one in (await ask(session, "so ", BLUE)).change.images] == [digest(BLUE)]
 
 
 @pytest.mark.parametrize("where", ["before", "inside", "behind"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import io
 import json
 import math
 import random
@@ -14,12 +15,15 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from PIL import Image
+
 from cache.names.policy import FULL, Policy
 from tests.parts import split
 from turnkeep_client.calls import Call
 from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, StreamBrokenError, TurnkeepError
 from turnkeep_client.generation import Generation
+from turnkeep_client.images import image
 from turnkeep_client.log import HISTORY_HEADER, PARTS_HEADER
 from turnkeep_client.messages import (
     Append,
@@ -134,6 +138,8 @@ class Plan:
     repeating: float = 0.1
     #: The probability that a client waits for a result before its next request.
     patience: float = 0.6
+    #: The probability that an input has an image.
+    seeing: float = 0.0
     #: The number of gateways' clients, and of gateways.
     num_visitors: int = 0
     num_gates: int = 1
@@ -183,6 +189,7 @@ class Plan:
             plan._lean(random)
         if some() < _VISITED and not plan.sync_s:
             plan.num_visitors, plan.num_gates = random.choice((1, 1, 2)), random.choice((1, 2))
+        plan.seeing = random.choice((0.0, 0.0, 0.3))
         return plan
 
     def _lean(self, random: Random) -> None:
@@ -320,12 +327,12 @@ class Asker:
                     of["expect_position"] = most
                 named |= {"type": "open", "from": of}
             case _ if kind is Append:
-                named |= {"type": "append", **_input(random, key)}
+                named |= {"type": "append", **_input(random, key, plan.seeing)}
             case _ if kind is Generate:
                 named |= {"type": "generate", "max_tokens": random.choice((1, 3, 8, 30))}
                 named["temperature"] = random.choice((0.0, 1.0))
                 if random.random() < 0.7:
-                    named |= _input(random, key)
+                    named |= _input(random, key, plan.seeing)
                 if random.random() < 0.1:
                     named["stop"] = ["a", "bc"]
             case _ if kind is Rewind:
@@ -410,8 +417,22 @@ class Asker:
         self._history.looks.append(Look(key, told, position))
 
 
-def _input(random: Random, key: SessionKey) -> dict[str, Any]:
+def _picture(width: int, shade: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, 1), (shade, 0, 0)).save(file, "PNG")
+    return file.getvalue()
+
+
+#: Two pictures of the same size, and a wider one.
+PICTURES: Final = [(width, _picture(width, shade)) for width, shade in ((2, 10), (2, 20), (5, 30))]
+
+
+def _input(random: Random, key: SessionKey, seeing: float) -> dict[str, Any]:
     text = random.choice(_WORDS)
+    if seeing and random.random() < seeing:
+        _, data = random.choice(PICTURES)
+        parts = [{"type": "text", "text": text}, image(data)]
+        return {"messages": [{"role": "user", "content": parts[:: random.choice((1, -1))]}]}
     if key.session != "chat" or random.random() < 0.1:
         return {"text": text}
     return {"messages": [{"role": random.choice(("user", "user", "system", "assistant")), "content": text}]}

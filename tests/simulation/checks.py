@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.policy import FULL
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.images import digest_of
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, derived_seed, words
 from turnkeep_client.messages import (
     Append,
@@ -38,8 +39,8 @@ from worker.sessions.fold import Fold
 from worker.sessions.history import History as State
 from worker.sessions.history import spoken
 
-from .actors import SUBJECTS
-from .device import POISON, next_token, tokenizer
+from .actors import PICTURES, SUBJECTS
+from .device import POISON, VISION, next_token, pictures, tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,7 +59,9 @@ _MAY_FAIL: Final = {
     "expired",
     "context_exceeded",
 }
-FOLD: Final = Fold(tokenizer())
+FOLD: Final = Fold(tokenizer(), model=VISION)
+#: The width of each picture, by its digest.
+GRIDS: Final = {digest_of(data): (width,) for width, data in PICTURES}
 _EMPTY: Final = FOLD.begin(datetime.fromtimestamp(0, UTC))
 # Cached: until a history settles, its whole log is read again and again.
 _parse: Final = lru_cache(65_536)(SUBJECTS.parse)
@@ -378,7 +381,7 @@ def _apply(
             log.state = _extended(log.state, request)
         case Generate(), Generated():
             state = _extended(log.state, request)
-            prompt = state.tokens.ids()
+            prompt, shown = state.tokens.ids(), pictures(state.tokens)
             key, first_seq = log.key, seq
             while (key, first_seq) in history.imported:
                 asked = found[key].asked.get(first_seq)
@@ -389,7 +392,8 @@ def _apply(
             seed = seed if request.temperature else 0
             is_orphan = log.lost and any("lost entries" in one for one in result.warnings)
             for i, token in enumerate(() if is_orphan else result.tokens):
-                if token not in [next_token(prompt, result.tokens[:i], seed, way) for way in (0, 1)]:
+                ways = [next_token(prompt, shown, result.tokens[:i], seed, way) for way in (0, 1)]
+                if token not in ways:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
             said = spoken(result.text, result.reasoning, result.tool_calls)
@@ -407,7 +411,7 @@ def _apply(
 
 def _extended(state: State, request: Append | Generate) -> State:
     """Return the state with a request's input added; compute the tokens of input without messages twice."""
-    extended = FOLD.extend(state, request).history
+    extended = FOLD.extend(state, request, GRIDS).history
     if not request.messages and not state.conversation.has_messages:
         given = request.tokens
         if given is None:
@@ -543,6 +547,13 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
         ends = {"in": last, "out": last, "checkpoint": closed, "dead": closed}  # waiting requests lie between
         if message.seq < ends.get(kind, 0):
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
+    noted = [
+        one.seq for one in streams[SUBJECTS.log_stream].all if one.subject == SUBJECTS.of(log.key, "closed")
+    ]
+    note = max((seq for seq in noted if seq < closed), default=0)
+    for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.image(log.key, "*")):
+        if message.seq < note:
+            yield f"the image at {message.seq} is still there after the forget at {last}"
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.of(log.key, "out")):
         if message.seq < closed and (_result(message.data).seq or 0) < last:
             yield f"the result at {message.seq} is still there after the forget at {last}"

@@ -10,7 +10,7 @@ import contextlib
 from array import array
 from dataclasses import dataclass, field, replace
 from functools import cache
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
@@ -33,6 +33,7 @@ from worker.engine.port import EnginePort, StoppingError, TurnResult
 from worker.metrics_message import unloaded
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
+from worker.models.vision.eyes import Eyes
 from worker.parts import Parts
 from worker.process.concurrency import task_group
 from worker.process.constants import CONSTANTS, Constants
@@ -55,9 +56,11 @@ if TYPE_CHECKING:
 
     from .loop import Loop, Process
 
-_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_SPECIAL: Final = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<image>")
 _TEMPLATE: Final = (
-    "{% for one in messages %}<|im_start|>{{ one.role }}\n{{ one.content }}<|im_end|>\n{% endfor %}"
+    "{% for one in messages %}<|im_start|>{{ one.role }}\n{% if one.content is string %}{{ one.content }}"
+    "{% else %}{% for part in one.content %}{{ part.text or '<image>' }}{% endfor %}{% endif %}"
+    "<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 #: A request with this token kills every process that runs it.
@@ -84,13 +87,36 @@ def tokenizer() -> Tokenizer:
         backend_tokenizer=rust, chat_template=_TEMPLATE, eos_token_id=_END, special_tokens_map={}
     )
     fast.get_chat_template = lambda: _TEMPLATE
-    return Tokenizer(fast)
+    made = Tokenizer(fast)
+    made.eyes = Eyes(_Family(), made.encode)  # type: ignore[arg-type]
+    return made
 
 
-def next_token(prompt: Sequence[int], answered: Sequence[int], seed: int, rounding: int) -> int:
-    """Hash prompt, answer so far and seed to the next token. `rounding` stands for a device's arithmetic."""
+class _Family:
+    """Every image has as many tokens as it is wide."""
+
+    image = "<image>"
+    processor = SimpleNamespace()
+
+    def views(self, image: Any) -> tuple[tuple[int, ...], list[Any]]:
+        return (image.width,), [SimpleNamespace(num_rows=image.width)]
+
+    def text(self, grid: Sequence[int]) -> str:
+        return f"<{self.image * grid[0]}>"
+
+
+def pictures(tokens: Tokens) -> bytes:
+    """Return the digests of the files that a session's tokens show."""
+    return b"".join(span.digest for span in tokens.spans)
+
+
+def next_token(prompt: Sequence[int], shown: bytes, answered: Sequence[int], seed: int, rounding: int) -> int:
+    """Hash prompt, pictures, answer so far and seed to the next token.
+
+    `rounding` stands for a device's arithmetic.
+    """
     salt = seed.to_bytes(8, "big") + bytes([rounding])
-    hashed = blake2b(array("I", prompt).tobytes(), digest_size=8, salt=salt)
+    hashed = blake2b(array("I", prompt).tobytes() + shown, digest_size=8, salt=salt)
     hashed.update(array("I", answered).tobytes())
     number = int.from_bytes(hashed.digest(), "big")
     return _END if number % 16 == 0 else 3 + number % 250
@@ -128,6 +154,9 @@ class Disk(dict["SessionKey", "Tokens"]):
 
     def note_erased(self, erased: ErasureProgress) -> None:
         self._erased[erased.log] = erased
+
+
+VISION: Final = Model(name="hashes", vision=tokenizer().eyes.processor.hex())  # type: ignore[union-attr]
 
 
 class Device(EnginePort):
@@ -240,8 +269,10 @@ class Device(EnginePort):
             if self._stopping:
                 raise StoppingError
             tokens, first_token_s = context, self._loop.time()
+            known = live if live.num_common(context) == num_cached else stored
+            shown = await self._look(asked, known[:num_cached])
             if answer is not None and not run.is_cancelled:
-                await self._answer(run, context, answer, asked.sampling, publish)
+                await self._answer(run, context, shown, answer, asked.sampling, publish)
                 num_known = run.num_context - (len(context) - run.num_context)
                 tokens = context[: run.num_context] + answer.tokens if num_known else context
                 if self._stopping and answer.finish_reason is None:
@@ -261,7 +292,18 @@ class Device(EnginePort):
         finally:
             del self.runs[key]
 
-    async def _answer(self, run: _Run, context: Tokens, answer: Answer, sampling: Any, publish: Any) -> None:
+    async def _look(self, asked: TurnRequest, known: Tokens) -> bytes:
+        """Return the pictures that the turn's KV shows: those of the `known` KV, then those that it reads."""
+        whole = [span for span in known.spans if span.end < len(known)]
+        shown = [span.digest for span in whole]
+        for span in asked.context.spans[len(whole) :]:
+            assert asked.read_image is not None
+            shown.append(sha256(await asked.read_image(span.fingerprint)).digest())
+        return b"".join(shown)
+
+    async def _answer(
+        self, run: _Run, context: Tokens, shown: bytes, answer: Answer, sampling: Any, publish: Any
+    ) -> None:
         """Draw tokens at the device's speed; publish them at the log's speed, waiting chunks as one."""
         run.num_context = len(context) - len(answer.tokens)
         prompt = context.ids(0, run.num_context)
@@ -271,7 +313,7 @@ class Device(EnginePort):
         async def draw() -> None:
             while answer.finish_reason is None and not run.is_cancelled and not self._stopping:
                 await self._sleep(0.002)
-                drawn.put_nowait(answer.push(next_token(prompt, answer.tokens, seed, self._rounding)))
+                drawn.put_nowait(answer.push(next_token(prompt, shown, answer.tokens, seed, self._rounding)))
                 run.num_generated += 1
             drawn.put_nowait(None)
 
@@ -331,7 +373,7 @@ class Worker(App):
         loaded = LoadedModel(
             *(None, tokens, {}, "hashes", Path(), None, CONTEXT, tokens.vocab_size, tokens.eos_ids, 0, {})  # type: ignore[arg-type]
         )
-        self._maker = Model(name="hashes")
+        self._maker = VISION
         self._model: Any = SimpleNamespace(
             is_loaded=True,
             loaded=loaded,

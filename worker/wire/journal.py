@@ -307,13 +307,13 @@ class Journal:
         *,
         overwrites: bool = False,
     ) -> None:
-        """Remove a session's entries below the sequence `before`: of one kind, or of all.
+        """Remove a session's entries below the sequence `before`: of one kind, or of all but images.
 
         With `overwrites`, removes them one by one, in order, and overwrites them in the server's files.
         Raises nats-py's errors.
         """
         stream = self._subjects.log_stream
-        subject = self._subjects.whole(key)[:-1] + (kind or ">")
+        subject = self._subjects.log(key)[:-1] + (kind or "*")
         if not overwrites:
             await self._js.purge_stream(stream, seq=before, subject=subject)
             return
