@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
@@ -52,7 +53,7 @@ class ImageFetcher:
                 data = await asyncio.to_thread(self._read, link)
         except TimeoutError:
             raise refused(f"the image did not arrive within {_FETCH_S:.0f} s", link.where) from None
-        except (OSError, ValueError) as error:  # HTTP's errors are both
+        except (OSError, ValueError, HTTPException) as error:
             why = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
             raise refused(f"the image cannot be fetched: {why}", link.where) from None
         with parts_checked():
@@ -70,7 +71,7 @@ class ImageFetcher:
             raise refused(f"{why} in the gateway's setting gateway_image_hosts", where)
 
     def _read(self, link: Link) -> bytes:
-        """Read an image, or a part of one that is too large. Raises `OSError`, `ValueError` and `Fault`."""
+        """Read an image, or a part of one that is too large. Raises as `urllib`, and `Fault`."""
         until_s, data = time.monotonic() + _FETCH_S, bytearray()
         opener = urllib.request.build_opener(_Redirects(self, link.where))
         with opener.open(link.url, timeout=_FETCH_S) as response:

@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from gateway.anthropic import messages
+from gateway.boundaries import chain
 from gateway.image_fetcher import ImageFetcher
 from gateway.ollama import requests as ollama
 from gateway.openai import chat
@@ -137,6 +138,17 @@ def test_an_image_of_an_unknown_file_id_is_a_placeholder_and_none_begins_an_answ
         read("chat", said("chat", "Go."), {**said("chat", "So: ", PNG), "role": "assistant"})
 
 
+def test_the_same_words_about_another_picture_are_another_conversation() -> None:
+    def boundaries(*images: bytes) -> list[bytes]:
+        return chain(read("chat", said("chat", "What?", *images), said("chat", "So?")).messages or (), {})
+
+    first = boundaries(PNG)
+    assert boundaries(PNG) == first
+    for other in (boundaries(), boundaries(png(2)), boundaries(PNG, PNG)):
+        assert other[0] == first[0]
+        assert not {*other[1:]} & {*first[1:]}
+
+
 BAD = {
     "empty": "",
     "blank": " ",
@@ -236,6 +248,9 @@ class Pictures(BaseHTTPRequestHandler):
             self.send_header("Location", to[self.path])
             self.end_headers()
             return
+        if self.path == "/broken":
+            self.wfile.write(b"no HTTP\r\n")
+            return
         self.send_response(404 if self.path == "/none" else 200)
         self.end_headers()
         if self.path == "/slow":
@@ -283,6 +298,8 @@ async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
         ("/file", ("127.0.0.1",), "cannot be fetched|not fetched"),
         ("/around", ("127.0.0.1",), "cannot be fetched: status 302"),
         ("/none", ("127.0.0.1",), "cannot be fetched: status 404"),
+        ("/broken", ("127.0.0.1",), "cannot be fetched: BadStatusLine"),
+        ("/a b.png", ("127.0.0.1",), "cannot be fetched: InvalidURL"),
         ("/page", ("127.0.0.1",), "of no known format"),
         ("/huge", ("127.0.0.1",), "the most are 20000000"),
         ("/slow", ("127.0.0.1",), "did not arrive within"),

@@ -82,8 +82,8 @@ test("an image is stored once, before the request, which names it by its digest"
   assert.deepEqual(first?.map(({ type }) => type), ["image", "text", "image", "image"]);
   const [one = "", , other = "", third] = first?.map(({ digest }) => digest) ?? [];
   assert.deepEqual([second, third], [[{ type: "image", digest: other }], one]);
-  assert.deepEqual(await session.image(one), small);
-  assert.deepEqual(await session.image(other), large);
+  assert.deepEqual(Uint8Array.from(await session.image(one)), small);
+  assert.deepEqual(Uint8Array.from(await session.image(other)), large);
   await assert.rejects(session.image("0".repeat(64)), turnkeep.InvalidMessageError);
 
   const manager = await jetstreamManager(client.connection);
