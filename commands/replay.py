@@ -91,7 +91,7 @@ def replay(
     run = uuid4().hex[:8]
 
     async def play(client: Client) -> Report:
-        logs = await _logs(client, sessions, source)
+        logs, images = await _logs(client, sessions, source)
         record = fold(within(one, since, until) for one in logs)
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
             with terminal_progress(of_bytes=False) as progress:
@@ -103,6 +103,7 @@ def replay(
                     keep=keep,
                     rename=lambda name: _renamed(run, name) if into_tenant else name,
                     progress=progress,
+                    images=images,
                 ).run()
 
     report = talk(settings, tenant, play)
@@ -120,21 +121,23 @@ def _renamed(run: str, name: str) -> str:
     return whole if len(whole) <= _MOST_NAME else f"{whole[: _MOST_NAME - len(digest)]}{digest}"
 
 
-async def _logs(client: Client, sessions: Sequence[str], source: Path | None) -> list[SessionLog]:
-    """Read these sessions, or all, from the file `source` or the log."""
-    from ops.log.copies import of_file
+async def _logs(
+    client: Client, sessions: Sequence[str], source: Path | None
+) -> tuple[list[SessionLog], dict[str, dict[str, bytes]]]:
+    """Read these sessions, or all, and the entries of their images, from the file `source` or the log."""
+    from ops.log import copies
 
     if source is not None:
-        found = of_file(source)
+        found = copies.of_file(source)
         if other := next((name for name in sessions if name != found.key.session), None):
             raise TurnkeepError(f"there is no session {other} in {source}")
-        return [found]
+        return [found], {found.key.session: copies.read(source)[1][0].images}
     names = sessions or [one.name for one in await client.sessions()]
     logs = [await read(client.stored, session_key(client.tenant, name)) for name in dict.fromkeys(names)]
     for log in logs:
         if sessions and not log.asked:
             raise await no_session(client, log.key.session)
-    return logs
+    return logs, {log.key.session: await client.stored.image_entries(log.key) for log in logs}
 
 
 def _print_replay(report: Report, *, keep: bool) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session_log import Exchange, SessionLog
 
-FORMAT: Final = 3
+FORMAT: Final = 2
 #: The members of the tar that are not snapshots.
 OWN: Final = ("session.json", "log.jsonl")
 _SESSION, _LOG = OWN

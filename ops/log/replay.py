@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import math
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from msgspec import Struct
@@ -24,7 +25,7 @@ from turnkeep_client.subjects import SessionKey
 from .differences import Difference, first_difference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from turnkeep_client.calls import Call
     from turnkeep_client.client import Client
@@ -90,11 +91,15 @@ class Replay:
         keep: bool,
         rename: Callable[[str], str],
         progress: Callable[[int, int, str], None],
+        images: Mapping[str, Mapping[str, bytes]] = MappingProxyType({}),
     ) -> None:
-        """Unless `keep`, replayed sessions are closed and forgotten. An infinite `speed` omits all pauses."""
+        """Unless `keep`, replayed sessions are closed and forgotten. An infinite `speed` omits all pauses.
+
+        `images` has the entries of recorded sessions' images by digest, by the session's name.
+        """
         self._client, self._record, self._speed = client, record, speed
         self._timeout_s, self._keep, self._rename = timeout_s, keep, rename
-        self._progress, self._num_done = progress, 0
+        self._progress, self._num_done, self._images = progress, 0, images
         self._places = asyncio.Semaphore(_AT_ONCE if speed == math.inf else len(record.sessions))
 
     async def run(self) -> Report:
@@ -126,9 +131,8 @@ class Replay:
         async with self._places:
             closing = None
             try:
-                there, stored = SessionKey(self._client.tenant, played.name), self._client.stored
-                for digest, body in (await stored.image_entries(there)).items():
-                    await stored.put_image_entry(key, digest, body)
+                for digest, body in self._images.get(played.name, {}).items():
+                    await self._client.stored.put_image_entry(key, digest, body)
                 await self._play(key, played)
                 played.answers = await self._answers(key, played)
             finally:  # also if interrupted, but then without waiting for the result

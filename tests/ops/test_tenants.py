@@ -184,7 +184,7 @@ async def test_a_tenant_may_not_publish_as_another_tenant_or_as_a_worker(server:
     beta = await server.raw("beta.client", refused)
     kinds = ("commit", "out", "chunk.g", "tok.g", "checkpoint", "attempt", "dead", "closed")
     subjects = [
-        *(f"turnkeep.acme.s.{kind}" for kind in ("in", "ctl", "ask", *kinds)),
+        *(f"turnkeep.acme.s.{kind}" for kind in ("in", "image.x", "ctl", "ask", *kinds)),
         *(f"turnkeep.beta.s.{kind}" for kind in kinds),
         "turnkeep._metrics.test",
         *(f"$SRV.{verb}" for verb in ("PING", "INFO.turnkeep", "STATS")),
@@ -282,7 +282,7 @@ async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(server:
 async def test_the_metrics_user_may_publish_and_subscribe_to_nothing_else(server: Server) -> None:
     refused: list[str] = []
     watcher = await server.raw("metrics", refused)
-    kinds = ("in", "ctl", "ask", "commit", "out", "chunk.g", "checkpoint", "dead", "closed")
+    kinds = ("in", "image.x", "ctl", "ask", "commit", "out", "chunk.g", "checkpoint", "dead", "closed")
     publish = [
         *(f"turnkeep.acme.s.{kind}" for kind in kinds),
         "turnkeep._metrics.test",
@@ -489,7 +489,7 @@ def test_nats_refuses_a_configuration_in_which_an_account_imports_another_tenant
     )
     done = subprocess.run(check, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    every = [f"turnkeep.acme.*.{kind}" for kind in ("in", "ctl", "ask", "out", "tok.*")]
+    every = [f"turnkeep.acme.*.{kind}" for kind in ("in", "image.*", "ctl", "ask", "out", "tok.*")]
     every += [f"CONSUMER.CREATE.turnkeep_{stream}.*.turnkeep.acme.>" for stream in ("log", "tok")]
     refused = [line for line in done.stderr.splitlines() if "not authorized" in line]
     assert [one for one in [*every, "deliver.acme.>"] if any(f'{one}"' in line for line in refused)] == [

@@ -10,6 +10,7 @@ import nats.errors
 import pytest
 
 from turnkeep_client.client import connect
+from turnkeep_client.images import digest_of, image
 
 
 async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_forge_messages(
@@ -17,7 +18,7 @@ async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_
 ) -> None:
     client = {
         "publish": [
-            *(f"turnkeep.acme.*.{kind}" for kind in ("in", "ctl", "ask")),
+            *(f"turnkeep.acme.*.{kind}" for kind in ("in", "image.*", "ctl", "ask")),
             *(f"$JS.API.DIRECT.GET.turnkeep_{stream}" for stream in ("log", "tok")),
         ],
         "subscribe": ["turnkeep.acme.>", "_INBOX.>"],
@@ -38,7 +39,10 @@ async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_
         chunks = [chunk async for chunk in answer]
         assert [token for chunk in chunks for token in chunk.tokens] == list(answer.result.tokens)
         assert (await user.session("s").info()).position == 7
-        assert [one.name for one in await user.sessions()] == ["s"]
+        part = image(b"\x89PNG")
+        await user.session("i").append(messages=[{"role": "user", "content": [part]}])
+        assert await user.session("i").image(digest_of(b"\x89PNG")) == b"\x89PNG"
+        assert [one.name for one in await user.sessions()] == ["i", "s"]
         assert (await user.session("s").history()).position == 7
     refused: list[str] = []
 

@@ -177,7 +177,7 @@ def patched(history: History) -> Iterator[None]:
         for owner, name, value in (
             (record, "_CHECKPOINT_EVERY", plan.checkpoint_every),
             (limits, "_MOST_INPUT", 16),
-            (limits, "_MOST_REQUEST", 120),
+            (limits, "_MOST_REQUEST", 400 if plan.seeing else 120),  # images make requests longer
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
