@@ -309,3 +309,22 @@ async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
         with pytest.raises(Fault, match=why) as refused:
             await fetched(path, *hosts)
         assert (refused.value.status, refused.value.param) == (400, "messages[0].content[0]"), path
+
+
+async def test_a_conversation_with_a_fetched_image_continues_in_its_session(
+    local_worker: Start, door: Start, pictures: str
+) -> None:
+    worker = await local_worker()
+    gateway = await door(worker.settings.nats, worker.settings.prefix, image_hosts=("127.0.0.1",))
+    told: list[Any] = [
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{pictures}/a"}}]}
+    ]
+    async with httpx2.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        first = await http.post(PATHS["chat"], json=body("chat", told))
+        told += [first.json()["choices"][0]["message"], said("chat", "And?", PNG)]
+        second = await http.post(PATHS["chat"], json=body("chat", told))
+    name = first.headers["x-turnkeep-session"].split()[0]
+    assert second.headers["x-turnkeep-session"] == f"{name} continued"
+    messages = (await worker.client.session(name).history()).messages
+    assert [one for message in messages for one in images_in(message.content)] == [digest(PNG)] * 2
+    assert await worker.client.session(name).image(digest(PNG)) == PNG
