@@ -81,7 +81,7 @@ export function composer(name, given, sent, stop) {
   const send = made("button", { class: "main" }, "Send");
   const stopping = made("button", { type: "button", hidden: true, click: stop, title: "Esc" }, "Stop");
   const form = made("form", { class: "composer", hidden: true, submit: ask },
-    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), ...images.parts, stopping, send), images.row, counted.note,
+    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), stopping, ...images.parts, send), images.row, counted.note,
     made("details", {}, made("summary", {}, "Options"), made("div", { class: "row" }, system,
       number("Tokens at most", "max_tokens", { min: 1, max: 2 ** 31 - 1, step: 1, placeholder: "what fits" }),
       number("Temperature", "temperature", { min: 0, max: 100, placeholder: "the model's" }),

@@ -48,8 +48,8 @@ async function drawn(file) {
 export function attachments(field, changed) {
   let chosen = [];
   const row = made("div", { class: "row thumbs", hidden: true });
-  const file = made("input", { type: "file", class: "hidden", accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true, tabindex: -1,
-    "aria-label": "Images for the message", change: () => { add(file.files); file.value = ""; } });
+  const file = made("input", { type: "file", hidden: true, accept: "image/png,image/jpeg,image/webp,image/gif", multiple: true,
+    change: () => { add(file.files); file.value = ""; } });
   const button = made("button", { type: "button", title: "Add images; they can also be pasted or dropped here", click: () => file.click() }, "Image");
 
   function show() {
