@@ -43,6 +43,7 @@ LABELS = {
     "version",
     "sampling",
     "reasoning",
+    "vision",
     "makes",
     "snapshots",
     "by_tenant",
