@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from . import stats
 from .figures import Unit, interval, number
 from .stats import Estimate
-from .turns import Sample, Turn
+from .turns import Sample, TimedTurn
 
 T = TypeVar("T")
 
@@ -96,7 +96,7 @@ def bounded(
     return Check(name=name, outcome=worst, detail="; ".join(said) or "nothing was measured", exact=False)
 
 
-def common(turns: Sequence[Turn], lags_s: Sequence[float]) -> Iterable[Check]:
+def common(turns: Sequence[TimedTurn], lags_s: Sequence[float]) -> Iterable[Check]:
     """Yield the checks that all benches share: answers, chunks, token counts, and the event loop's lag."""
     answered = [turn for turn in turns if turn.error is None]
     every = count("every turn was answered", turns, lambda turn: turn.error)
@@ -119,7 +119,7 @@ def kept_time(lags_s: Sequence[float]) -> Check:
     return bounded(name, {"": stats.quantile(lags_s, 0.99)}, at_most=LAG_BOUND_S, unit="s")
 
 
-def held_tokens_are_cheap(turns: Sequence[Turn]) -> Check:
+def held_tokens_are_cheap(turns: Sequence[TimedTurn]) -> Check:
     """Check that cached tokens hardly delay the first chunk, by the client's clock.
 
     A turn's fact `held` is the number of tokens that its session had before the turn; None if unknown. The

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from .faults import BenchError
-from .plan import Where, options, smoke
+from .plan import CommonOptions, options, smoke
 
 if TYPE_CHECKING:
     from .spec import AnyBench
@@ -40,12 +40,12 @@ class _Benches(click.Group):
 
 def command(bench: AnyBench) -> click.Command:
     """Make a bench's command. It exits with 1 after a fault, or after a failed exact check."""
-    shared = options(Where)
+    shared = options(CommonOptions)
 
     def run(**given: Any) -> None:
         from .conduct import conduct, until_stopped
 
-        where = Where(**{one.name: given.pop(one.name) for one in shared if one.name})
+        where = CommonOptions(**{one.name: given.pop(one.name) for one in shared if one.name})
         report = until_stopped(conduct(bench, bench.plan(**given), where))
         if any(check.failed for check in report.checks):
             raise BenchError("a check failed that does not fail by chance")

@@ -21,23 +21,23 @@ from msgspec.structs import replace
 from .checks import Verdict
 from .faults import ReportError
 from .figures import number
-from .plan import Where
+from .plan import CommonOptions
 from .plots import draw
 from .report import Report, write
-from .run import Run
+from .run import BenchRun
 from .spec import AnyBench
 from .tables import print_report, printing, tables
 
 TEMPLATE: Final = Path(__file__).with_name("page.html")
 
 
-async def conduct(bench: AnyBench, plan: Any, where: Where) -> Report:
+async def conduct(bench: AnyBench, plan: Any, where: CommonOptions) -> Report:
     """Run a bench, save its report, and return it.
 
     After a cancellation or a fault the partial report is saved, marked as not complete. Raises `ReportError`,
     and whatever the bench raises.
     """
-    run = Run(bench.name, plan, where)
+    run = BenchRun(bench.name, plan, where)
     run.report_file.save(run.report("running"))  # fails before the run if the folder is not writable
     ending = "interrupted"
     try:
@@ -80,7 +80,7 @@ def render(bench: AnyBench, report: Report, *, warn: Callable[[str], None]) -> s
     )
 
 
-def _publish(bench: AnyBench, report: Report, run: Run[Any]) -> None:
+def _publish(bench: AnyBench, report: Report, run: BenchRun[Any]) -> None:
     """Print the report and write its file and page; delete the file if nothing was measured."""
     path = run.report_file.path
     if not report.complete and not report.turns and not report.samples:

@@ -24,8 +24,8 @@ from .corpus import Texts
 from .faults import BenchError
 from .local import Program, common_blas
 from .plan import Corpus, Option
-from .run import Run
-from .spec import Against, Bench, Findings, Plot
+from .run import BenchRun
+from .spec import Bench, CaseRatio, Findings, Plot
 from .turns import Measure
 
 WORKER, MLX = "worker", "mlx-lm"
@@ -70,7 +70,7 @@ class Plan:
     corpus: Corpus = "mt-bench"
 
 
-class Described(msgspec.Struct, frozen=True):
+class DeviceDescription(msgspec.Struct, frozen=True):
     """The program's description of the model, the device, and the worker's settings and constants."""
 
     folder: str
@@ -157,14 +157,14 @@ def _medians(figures: Mapping[int, Sequence[float]]) -> dict[int, float]:
     return {x: median(some) for x, some in figures.items() if some}
 
 
-async def measure(run: Run[Plan]) -> None:
+async def measure(run: BenchRun[Plan]) -> None:
     """Start both programs, and let them take turns."""
     with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
         model = () if run.where.model is None else ("--model", run.where.model)
         program = Program("bench.programs.device", "--data-dir", folder, *model)
         run.progress(0, None, "loading the model")
         with run.owning(program):
-            said = msgspec.json.decode(await program.exchange(), type=Described)
+            said = msgspec.json.decode(await program.exchange(), type=DeviceDescription)
             if said.context < max(run.plan.prompt, run.plan.context + run.plan.answer):
                 limit = f"the context of {said.model} is {said.context:,} tokens"
                 raise BenchError(f"{limit}; take a shorter --prompt and --context")
@@ -177,7 +177,7 @@ async def measure(run: Run[Plan]) -> None:
                 await _measure(run, said, program, mlx)
 
 
-async def _measure(run: Run[Plan], said: Described, program: Program, mlx: Program) -> None:
+async def _measure(run: BenchRun[Plan], said: DeviceDescription, program: Program, mlx: Program) -> None:
     plan, order = run.plan, random.Random(0)  # noqa: S311  # an order, not a secret
     texts = Texts(Path(said.folder), run.corpus.texts())
     prompt = texts.next_tokens(plan.prompt)
@@ -209,7 +209,7 @@ BENCH = Bench(
     plan=Plan,
     cases=(WORKER, TOGETHER, APART, MLX),
     measures=tuple(MEASURES.values()),
-    against=(Against(PREFILL, MLX), Against(DECODING, MLX)),
+    against=(CaseRatio(PREFILL, MLX), CaseRatio(DECODING, MLX)),
     plots=PLOTS,
     checks=checks,
     measure=measure,

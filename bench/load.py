@@ -27,9 +27,9 @@ from . import stats
 from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap
 from .faults import together
 from .plan import Corpus, Option
-from .run import FAULT_PAUSE_S, TURN_TIMEOUT_S, Run
+from .run import FAULT_PAUSE_S, TURN_TIMEOUT_S, BenchRun
 from .spec import Bench, Findings, Plot
-from .turns import Measure, Sample, Turn
+from .turns import Measure, Sample, TimedTurn
 
 #: Waves in a block: a wave shares steps with the next one, so a single wave would not be independent.
 WAVES: Final = 2
@@ -51,7 +51,13 @@ class Plan:
     one before it is answered.
     """
 
-    concurrency: Annotated[tuple[int, ...], Option("Sessions at a time.", smoke=(1, 4))] = (1, 2, 4, 8, 16)
+    concurrency: Annotated[tuple[int, ...], Option("Sessions at a time.", smoke=(1, 4))] = (
+        1,
+        2,
+        4,
+        8,
+        16,
+    )
     sessions: Annotated[int, Option("Sessions of each level.", smoke=4)] = 16
     turns: Annotated[int, Option("Turns of a session.", smoke=3)] = 5
     history: Annotated[int, Option("Most utterances that a session begins with.", smoke=3)] = 6
@@ -59,12 +65,12 @@ class Plan:
     corpus: Corpus = "mt-bench"
 
 
-def _user(of: Callable[[Turn], Any]) -> Callable[[Turn], Any]:
+def _user(of: Callable[[TimedTurn], Any]) -> Callable[[TimedTurn], Any]:
     """Wrap `of` to return None for openings."""
     return lambda turn: None if turn.case == OPENING else of(turn)
 
 
-def _gaps(turn: Turn) -> list[float]:
+def _gaps(turn: TimedTurn) -> list[float]:
     return [gap for gap in turn.gaps_s if gap >= ONE_ARRIVAL_S]
 
 
@@ -86,7 +92,7 @@ PLOTS = (
 )
 
 
-def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
+def follows(turns: Sequence[TimedTurn]) -> Iterator[Sample]:
     """Yield samples computed from several turns: rates and fairness."""
     sent = [turn for turn in turns if turn.x is not None and turn.case == ""]
     for (case, x), level in stats.grouped(((turn.case, turn.x), turn) for turn in sent).items():
@@ -97,7 +103,7 @@ def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
             yield Sample(FAIR.name, "", *place, min(rates) / median(rates))
 
 
-def _generated(turns: Sequence[Turn]) -> list[float]:
+def _generated(turns: Sequence[TimedTurn]) -> list[float]:
     """Return the tokens generated per second in each of several equal parts of the time at full load.
 
     The tokens of an answer are assumed to be spread evenly from its first chunk to its end.
@@ -116,7 +122,7 @@ def _generated(turns: Sequence[Turn]) -> list[float]:
     return rates
 
 
-def _served(turns: Sequence[Turn]) -> list[float]:
+def _served(turns: Sequence[TimedTurn]) -> list[float]:
     """Return the tokens per second of each session with about as many tokens as the median session.
 
     Sessions with a failed turn count too, with the few tokens that they got.
@@ -143,7 +149,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield count(name, found.of(KV), lambda reading: reading.value > 1, "readings")
 
 
-async def measure(run: Run[Plan]) -> None:
+async def measure(run: BenchRun[Plan]) -> None:
     """Run all levels one after the other."""
     async with run.worker() as (_, client):
         for at_once in run.plan.concurrency:
@@ -154,13 +160,13 @@ async def measure(run: Run[Plan]) -> None:
 class _Talk:
     """A session and its next messages. `held` is the number of its tokens, None if that is unknown."""
 
-    run: Run[Plan]
+    run: BenchRun[Plan]
     session: Session
     number: int
     texts: Iterator[str]
     held: int | None = 0
 
-    async def say(self, max_tokens: int, utterances: int = 1) -> Turn:
+    async def say(self, max_tokens: int, utterances: int = 1) -> TimedTurn:
         """Send a turn of `utterances` messages, and wait for the answer.
 
         The first text contains the session's name, so that sessions share no KV.
@@ -176,7 +182,7 @@ class _Talk:
         return replace(turn, facts=facts)
 
 
-async def _level(run: Run[Plan], client: Client, at_once: int) -> None:
+async def _level(run: BenchRun[Plan], client: Client, at_once: int) -> None:
     """Begin the sessions of a level, and send their turns, `at_once` sessions at a time; close them."""
     plan, sent, name = run.plan, counted(), uuid4().hex[:8]
     chats = run.corpus.conversations
@@ -209,7 +215,7 @@ async def _level(run: Run[Plan], client: Client, at_once: int) -> None:
         await _each(talks, act, at_once)
 
 
-async def _note_memory(run: Run[Plan], session: Session) -> None:
+async def _note_memory(run: BenchRun[Plan], session: Session) -> None:
     """Record how much KV the worker says that it has on the device."""
     with contextlib.suppress(TurnkeepError):  # the following turn reports it
         metrics = (await session.info()).worker

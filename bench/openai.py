@@ -20,7 +20,7 @@ except ModuleNotFoundError:
 
 from .faults import BenchError
 from .local import Process, free_port
-from .turns import Turn
+from .turns import TimedTurn
 
 OWN: Final = "mlx_lm.server"
 #: The name that `mlx_lm.server` has for its model; most other servers ignore the name.
@@ -56,7 +56,7 @@ class Server:
 
     async def ask(
         self, messages: list[Any], *, max_tokens: int, timeout_s: float, began_s: float = 0.0
-    ) -> Turn:
+    ) -> TimedTurn:
         """Stream a greedy answer to `messages`, and time it. An error is returned in the turn, not raised.
 
         If the server reports no token counts, each delta counts as a token.
@@ -95,7 +95,7 @@ class Server:
             if finished is None:
                 error, message = "broken_off", "the stream ended before the answer"
         num_tokens = num_tokens or deltas
-        return Turn(
+        return TimedTurn(
             at_s=sent_s - began_s,
             total_s=time.monotonic() - sent_s,
             first_s=first_s,

@@ -30,9 +30,9 @@ from .faults import BenchError
 from .local import LocalWorker, Process, common_blas
 from .openai import MODEL, OWN, MlxServer, Server, parse
 from .plan import Corpus, Option
-from .run import TURN_TIMEOUT_S, Run
-from .spec import Against, Bench, Findings, Plot
-from .turns import Measure, Sample, Turn
+from .run import TURN_TIMEOUT_S, BenchRun
+from .spec import Bench, CaseRatio, Findings, Plot
+from .turns import Measure, Sample, TimedTurn
 
 TURNKEEP: Final = "turnkeep"
 CHAT, CONCURRENT, RESTART = PARTS = ("chat", "concurrent", "restart")
@@ -67,7 +67,9 @@ class Plan:
     corpus: Corpus = "mt-bench"
 
 
-def _of(part: str, read: Callable[[Turn], float | None] | None = None) -> Callable[[Turn], float | None]:
+def _of(
+    part: str, read: Callable[[TimedTurn], float | None] | None = None
+) -> Callable[[TimedTurn], float | None]:
     of = read or (lambda turn: turn.first_s)
     return lambda turn: of(turn) if turn.facts.get("part") == part else None
 
@@ -105,7 +107,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield replace(same, detail=f"{same.detail}; {equal:,} of {len(pairs):,} answers equal")
 
 
-def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
+def follows(turns: Sequence[TimedTurn]) -> Iterator[Sample]:
     """Yield the tokens per second of each round of concurrent chats, over all its chats."""
     concurrent = [turn for turn in turns if turn.facts.get("part") == CONCURRENT]
     for place, streams in stats.grouped(((turn.case, *turn.place), turn) for turn in concurrent).items():
@@ -120,7 +122,7 @@ class Peer:
     The server stores no chat, so every turn sends the whole chat so far.
     """
 
-    def __init__(self, run: Run[Plan], server: Server, process: MlxServer | None = None) -> None:
+    def __init__(self, run: BenchRun[Plan], server: Server, process: MlxServer | None = None) -> None:
         self.name = server.name
         self.process: Process | None = process
         self._run, self._server = run, server
@@ -129,7 +131,7 @@ class Peer:
         """Begin a chat; return the object that the other methods take as `chat`."""
         return []
 
-    async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
+    async def ask(self, chat: Any, text: str, max_tokens: int) -> TimedTurn:
         """Send a message and time the answer. An error is returned in the turn, and the chat is unchanged."""
         run, messages = self._run, [*chat, {"role": "user", "content": text}]
         with run.timing():
@@ -162,7 +164,7 @@ class Peer:
 class Turnkeep(Peer):
     """The bench's own worker, and its sessions."""
 
-    def __init__(self, run: Run[Plan], client: Client, worker: LocalWorker) -> None:
+    def __init__(self, run: BenchRun[Plan], client: Client, worker: LocalWorker) -> None:
         self.name, self.process = TURNKEEP, worker
         self._run, self._client, self._worker = run, client, worker
 
@@ -170,7 +172,7 @@ class Turnkeep(Peer):
         """Begin a session."""
         return self._client.session(f"bench-{uuid4().hex[:12]}")
 
-    async def ask(self, chat: Any, text: str, max_tokens: int) -> Turn:
+    async def ask(self, chat: Any, text: str, max_tokens: int) -> TimedTurn:
         """Send one generate and time the answer. An error is returned in the turn."""
         said = [{"role": "user", "content": text}]
         return await self._run.ask(chat, texts=True, messages=said, max_tokens=max_tokens, temperature=0.0)
@@ -185,7 +187,7 @@ class Turnkeep(Peer):
         await self._run.restart(self._worker, kill=kill)
 
 
-async def measure(run: Run[Plan]) -> None:
+async def measure(run: BenchRun[Plan]) -> None:
     """Start all sides, then run the parts of the bench that the plan names."""
     plan, model = run.plan, run.where.model
     names = [TURNKEEP, *(peer if peer == OWN else parse(peer).name for peer in plan.peer)]
@@ -213,7 +215,7 @@ async def measure(run: Run[Plan]) -> None:
             await {CHAT: parts.chat, CONCURRENT: parts.concurrent, RESTART: parts.restart}[part]()
 
 
-def _shuffled(run: Run[Plan]) -> Iterator[str]:
+def _shuffled(run: BenchRun[Plan]) -> Iterator[str]:
     """Yield the corpus's messages in random order, again and again, each after the number of the round.
 
     So a repeated message begins differently, and no server has its beginning in a cache.
@@ -227,7 +229,7 @@ def _shuffled(run: Run[Plan]) -> Iterator[str]:
 class _Parts:
     """Runs the three parts of the bench on all sides."""
 
-    def __init__(self, run: Run[Plan], sides: Sequence[Peer], texts: Texts) -> None:
+    def __init__(self, run: BenchRun[Plan], sides: Sequence[Peer], texts: Texts) -> None:
         self._run, self._plan, self._sides, self._texts = run, run.plan, sides, texts
 
     async def chat(self) -> None:
@@ -294,7 +296,7 @@ BENCH = Bench(
     plan=Plan,
     cases=(TURNKEEP, OWN),
     measures=TIMES,
-    against=tuple(Against(one, TURNKEEP) for one in TIMES),
+    against=tuple(CaseRatio(one, TURNKEEP) for one in TIMES),
     plots=PLOTS,
     checks=checks,
     measure=measure,

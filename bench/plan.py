@@ -47,7 +47,7 @@ Corpus = Annotated[str, _CORPUS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
+class CommonOptions:
     """The options of every bench: the model of its worker, and the folder for the report."""
 
     out: Annotated[Path | None, Option("Folder for the JSON report and its page.")] = None

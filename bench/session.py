@@ -27,9 +27,9 @@ from turnkeep_client.session import Session
 from . import stats
 from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
 from .plan import Corpus, Option
-from .run import FAULT_PAUSE_S, TURN_TIMEOUT_S, Run
+from .run import FAULT_PAUSE_S, TURN_TIMEOUT_S, BenchRun
 from .spec import Bench, Findings, Plot
-from .turns import Measure, Sample, Turn
+from .turns import Measure, Sample, TimedTurn
 
 DEFAULT_TURNS: Final = 50
 #: The errors of a session that has no room left.
@@ -90,7 +90,7 @@ PLOTS = (
 )
 
 
-def follows(turns: Sequence[Turn]) -> Iterator[Sample]:
+def follows(turns: Sequence[TimedTurn]) -> Iterator[Sample]:
     """Yield the bytes written to SSD for each generated token, by block.
 
     A turn's snapshots are written after the turn, so a single turn says little.
@@ -135,19 +135,19 @@ def _drift(medians: stats.Blocks) -> float | None:
     return slope * (last - first) / (start + slope * first)
 
 
-def _bytes_per_token(turns: Sequence[Turn]) -> float:
+def _bytes_per_token(turns: Sequence[TimedTurn]) -> float:
     """Return the bytes of KV of a token, as most turns report them; 0 if no turn has KV."""
     votes = Counter(turn.kv_live_bytes / tokens for turn in turns for tokens in _held(turn))
     return max(votes, key=votes.__getitem__, default=0)
 
 
-def _held(turn: Turn) -> list[float]:
+def _held(turn: TimedTurn) -> list[float]:
     """Return the possible numbers of tokens with KV after a turn: all in sight, or all but the last."""
     kept, position = turn.fact("kept") or math.inf, turn.position or 0
     return [min(tokens, kept) for tokens in (position, position - 1) if tokens > 0]
 
 
-def _own_tokens(turn: Turn) -> float:
+def _own_tokens(turn: TimedTurn) -> float:
     """Return how many tokens a turn may prefill: new and rewritten ones, and the last token before them.
 
     Infinity if the session's position before the turn is unknown.
@@ -164,7 +164,7 @@ def _cache(plan: Plan) -> CachePolicy | None:
     return None if plan.window is None else CachePolicy("sink_window", plan.sink, plan.window)
 
 
-async def measure(run: Run[Plan]) -> None:
+async def measure(run: BenchRun[Plan]) -> None:
     """Run the conversation."""
     async with run.worker() as (_, client):
         await _Conversation(run).run(client.session("bench", cache=_cache(run.plan)))
@@ -173,7 +173,7 @@ async def measure(run: Run[Plan]) -> None:
 class _Conversation:
     """Runs the turns of the session, and remembers the session's position before the next turn."""
 
-    def __init__(self, run: Run[Plan]) -> None:
+    def __init__(self, run: BenchRun[Plan]) -> None:
         self._run, self._texts = run, run.corpus.texts()
         self._began_anew = 0
         self._held: int | None = 0  # None after a fault
@@ -202,7 +202,7 @@ class _Conversation:
                 end_s = due_s if plan.duration is None else min(due_s, plan.duration)
                 await asyncio.sleep(max(0.0, end_s - self._elapsed_s))
 
-    async def _turn(self, session: Session) -> Turn:
+    async def _turn(self, session: Session) -> TimedTurn:
         run, plan, held, text = self._run, self._run.plan, self._held, next(self._texts)
         number, elapsed_s = len(run.turns), self._elapsed_s
         done, total = (elapsed_s, plan.duration) if plan.limit is None else (number, plan.limit)
@@ -219,7 +219,7 @@ class _Conversation:
         return turn
 
 
-async def _ask(run: Run[Plan], session: Session, text: str, held: int | None) -> Turn:
+async def _ask(run: BenchRun[Plan], session: Session, text: str, held: int | None) -> TimedTurn:
     """Send one turn to a session of `held` tokens; then record the worker's memory and disk use as facts."""
     messages = [{"role": "user", "content": text}]
     turn = await run.ask(session, messages=messages, max_tokens=run.plan.max_tokens)

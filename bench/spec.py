@@ -17,15 +17,15 @@ import msgspec
 from . import stats
 from .checks import Check, common
 from .report import Report
-from .run import Run
+from .run import BenchRun
 from .stats import Blocks, Estimate
-from .turns import Measure, Sample, Turn
+from .turns import Measure, Sample, TimedTurn
 
 P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
+class CaseRatio:
     """A ratio to report: every other case to the case `base`, in one measure, block by block."""
 
     measure: Measure
@@ -63,12 +63,12 @@ class Bench(Generic[P]):
     measures: tuple[Measure, ...]
     plots: tuple[Plot, ...]
     checks: Callable[[Findings[P]], Iterable[Check]]
-    measure: Callable[[Run[P]], Awaitable[None]]
+    measure: Callable[[BenchRun[P]], Awaitable[None]]
     cases: tuple[str, ...] = ("",)
-    against: tuple[Against, ...] = ()
+    against: tuple[CaseRatio, ...] = ()
     levels: str = ""
     notes: str = ""
-    follows: Callable[[Sequence[Turn]], Iterable[Sample]] = lambda _: ()
+    follows: Callable[[Sequence[TimedTurn]], Iterable[Sample]] = lambda _: ()
     closing: Callable[[Findings[P]], Sequence[Sequence[str]]] = lambda _: ()
 
     @property
@@ -99,12 +99,12 @@ class Findings(Generic[P]):
 
     bench: Bench[P]
     plan: P
-    turns: Sequence[Turn]
+    turns: Sequence[TimedTurn]
     given: Sequence[Sample] = ()
     facts: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
-    def answered(self) -> list[Turn]:
+    def answered(self) -> list[TimedTurn]:
         """The turns without an error."""
         return [turn for turn in self.turns if turn.error is None]
 
@@ -161,7 +161,7 @@ class Findings(Generic[P]):
         """Return, block by block, the ratio of a case to the case `base`."""
         return stats.ratios(*(self.blocks(measure, one, level) for one in (base, case)))
 
-    def pairs(self, base: str) -> Iterator[tuple[Turn, Turn]]:
+    def pairs(self, base: str) -> Iterator[tuple[TimedTurn, TimedTurn]]:
         """Yield each turn of other cases with its counterpart (same level and block) in the case `base`."""
         bases = {turn.place: turn for turn in self.answered if turn.case == base}
         for turn in self.answered:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from .figures import Unit
 
 
-class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TimedTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A timed generate request. The client measures times, in seconds; the worker counts the tokens.
 
     `case` names the compared variant, `x` is the value on the x axis, `block` the unit of pairing and
@@ -41,7 +41,10 @@ class Turn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def place(self) -> tuple[float | None, int]:
-        """Level and block: turns of different cases with the same place are compared."""
+        """The turn's level on the x axis, None without one, and its block (repetition) of the run.
+
+        Cases are compared by turns of the same place, since a machine's speed changes between blocks.
+        """
         return self.x, self.block
 
     @property
@@ -82,5 +85,5 @@ class Measure:
 
     name: str
     unit: Unit
-    of: Callable[[Turn], float | Sequence[float] | None] | None = None
+    of: Callable[[TimedTurn], float | Sequence[float] | None] | None = None
     levels: str | None = None

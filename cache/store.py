@@ -21,9 +21,9 @@ from .disk.stored_past import StoredPast
 from .disk.tier import SharedDirectory, Tier
 from .index.directory import open_directory
 from .index.eraser import Eraser, ErasureResult
-from .index.prefixes import Known, Match
+from .index.prefixes import KnownPrefix, PrefixMatch
 from .index.quota import Quota
-from .index.remote import Remote, RemoteCounts
+from .index.remote import RemoteCounts, TierAccess
 from .index.remover import Remover
 from .index.stats import SnapshotStats
 from .index.stored_kv import StoredKv
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 __all__ = [
     "Codec",
     "ErasureResult",
-    "Known",
-    "Match",
+    "KnownPrefix",
+    "PrefixMatch",
     "Store",
     "StoredPast",
     "Tier",
@@ -65,10 +65,10 @@ def codec_by(key_file: Path | None) -> Codec:
     if key_file is None:
         return PLAIN
     try:
-        from .disk.sealing import Sealed, read_key
+        from .disk.sealing import SealedCodec, read_key
     except ImportError:
         raise KeyFileError("cryptography is missing; pip install 'turnkeep[encryption]' brings it") from None
-    return Sealed(read_key(key_file))
+    return SealedCodec(read_key(key_file))
 
 
 def tier_at(place: str, codec: Codec, *, max_bytes: int, min_free_bytes: int) -> Tier:
@@ -97,7 +97,7 @@ class Store:
         queue: WriteQueue,
         remover: Remover,
         quota: Quota,
-        remote: Remote | None,
+        remote: TierAccess | None,
         kv: StoredKv,
     ) -> None:
         self.kv: Final = kv
@@ -143,7 +143,7 @@ class Store:
         queue = WriteQueue(opened, queue_bytes=queue_bytes, monotonic=monotonic)
         remover = Remover(index, queue, identity.block_tokens)
         quota = Quota(index, queue, remover, max_bytes=max_bytes, min_free_bytes=min_free_bytes)
-        remote = None if tier is None else Remote(tier, opened.folder, index, queue, quota, remover)
+        remote = None if tier is None else TierAccess(tier, opened.folder, index, queue, quota, remover)
         kv = StoredKv(opened, queue, remover, quota, remote, identity, layout, model=model)
         quota.shrink_at_once()
         return cls(opened, queue, remover, quota, remote, kv)

@@ -16,7 +16,7 @@ _SMALL_CONTEXT: Final = 32_768
 _PI_RESERVE: Final = 16_384
 
 
-class Door(NamedTuple):
+class GatewayAccess(NamedTuple):
     """A gateway: its URL without a path, its API key, its model and the context length in tokens."""
 
     url: str
@@ -50,7 +50,7 @@ class Start(NamedTuple):
     files: Mapping[str, str] = {}
 
 
-def _claude(door: Door) -> Start:
+def _claude(door: GatewayAccess) -> Start:
     models = ("MODEL", "DEFAULT_HAIKU_MODEL", "DEFAULT_SONNET_MODEL", "DEFAULT_OPUS_MODEL")
     return Start(
         {f"ANTHROPIC_{name}": door.model for name in models}
@@ -65,7 +65,7 @@ def _claude(door: Door) -> Start:
     )
 
 
-def _codex(door: Door) -> Start:
+def _codex(door: GatewayAccess) -> Start:
     provider = {
         "name": "Turnkeep",
         "base_url": door.openai_url,
@@ -82,7 +82,7 @@ def _codex(door: Door) -> Start:
     return Start({"TURNKEEP_GATEWAY_KEY": door.key}, tuple(arguments))
 
 
-def _opencode(door: Door) -> Start:
+def _opencode(door: GatewayAccess) -> Start:
     limit = {"context": door.context_tokens, "output": door.answer_tokens}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
@@ -95,7 +95,7 @@ def _opencode(door: Door) -> Start:
     return Start({"OPENCODE_CONFIG_CONTENT": json.dumps(config)})
 
 
-def _pi(door: Door) -> Start:
+def _pi(door: GatewayAccess) -> Start:
     model = {
         "id": door.model,
         "name": door.model,
@@ -117,7 +117,7 @@ def _pi(door: Door) -> Start:
     return Start({}, arguments, {"pi.js": extension})
 
 
-def _continue(door: Door) -> Start:
+def _continue(door: GatewayAccess) -> Start:
     model = {
         "name": door.model,
         "provider": "openai",
@@ -133,7 +133,7 @@ def _continue(door: Door) -> Start:
     return Start({}, ("--config", "{folder}/continue.yaml"), {"continue.yaml": json.dumps(config)})
 
 
-def _aider(door: Door) -> Start:
+def _aider(door: GatewayAccess) -> Start:
     name = f"openai/{door.model}"
     limits = {
         "max_tokens": door.answer_tokens,
@@ -151,7 +151,7 @@ def _aider(door: Door) -> Start:
     )
 
 
-def _other(door: Door) -> Start:
+def _other(door: GatewayAccess) -> Start:
     """Start any other program with the variables that OpenAI's and Anthropic's client libraries read."""
     return Start(
         {
@@ -167,7 +167,7 @@ def _other(door: Door) -> Start:
 
 
 #: By the name of the program. Other programs get the variables of OpenAI's and Anthropic's libraries.
-AGENTS: Final[Mapping[str, Callable[[Door], Start]]] = {
+AGENTS: Final[Mapping[str, Callable[[GatewayAccess], Start]]] = {
     "aider": _aider,
     "claude": _claude,
     "cn": _continue,
@@ -199,6 +199,6 @@ def own_prompt_tokens(program: str, arguments: Sequence[str]) -> int:
     return 0 if given & _SHORTENED.get(program, set()) else _OWN_PROMPTS.get(program, 0)
 
 
-def start_of(program: str, door: Door) -> Start:
+def start_of(program: str, door: GatewayAccess) -> Start:
     """Return how to start a program so that it uses the gateway `door`."""
     return AGENTS.get(program, _other)(door)

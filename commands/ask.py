@@ -17,11 +17,11 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
 from .flags import tenant_option, tool_option, with_answer_options, with_settings
+from .nats_connection import CLIENT_SETTINGS, named, talk
 from .pictures import content_of, parts_of
 from .sampling import asked, cut
 from .screen import complain, printable
 from .stream import stream, while_reachable
-from .talking import CLIENT_SETTINGS, named, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session import Session
 
-    from .flags import AnswerOptions, Given
+    from .flags import AnswerOptions, GivenSettings
 
 #: How long to wait for the end of a temporary session.
 _CLOSE_S: Final = 2.0
@@ -74,7 +74,7 @@ _INTERRUPTED: Final = 130
 @with_answer_options
 @with_settings(*CLIENT_SETTINGS)
 def ask(
-    given: Given,
+    given: GivenSettings,
     question: str | None,
     name: str | None,
     tenant: str,

@@ -23,7 +23,7 @@ import click
 
 from cache.admin import archive, pruning, survey
 from cache.names.errors import CacheError, DirectoryLockedError
-from ops.log.copies import OWN
+from ops.log.session_file import OWN
 from turnkeep_client.errors import TurnkeepError
 from worker.observe.logs import logs_on_stderr
 from worker.observe.progress import terminal_progress
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from worker.process.settings import Settings
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 class CacheCommandError(TurnkeepError):
@@ -90,7 +90,7 @@ class _Where:
     """Where a command looks for the cache: in `--dir`, otherwise in the data directory."""
 
     directory: Path | None
-    given: Given
+    given: GivenSettings
 
     def existing(self) -> tuple[Path, Settings]:
         """Find the cache. Raises `CacheCommandError` if no worker has made one yet."""
@@ -118,7 +118,7 @@ def _cache_options(*names: str) -> Callable[[Callable[..., Any]], Callable[..., 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @with_settings("data_dir", "cache_key_file", *names)
         @functools.wraps(command)
-        def called(given: Given, directory: Path | None, **options: Any) -> None:
+        def called(given: GivenSettings, directory: Path | None, **options: Any) -> None:
             command(where=_Where(directory, given), **options)
 
         return click.option(

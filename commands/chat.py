@@ -23,12 +23,12 @@ from .close import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
 from .flags import tenant_option, with_answer_options
+from .nats_connection import with_client
 from .pictures import content_of, dragged, parts_of
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
 from .stream import stream
-from .talking import with_client
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from turnkeep_client.generation import Generation
     from turnkeep_client.messages import SessionInfo
 
-    from .exchanges import Exchange
+    from .exchanges import ShownExchange
     from .flags import AnswerOptions
 
 _KEYS: Final = (
@@ -138,7 +138,7 @@ class _Chat:
             except TurnkeepError as error:
                 _say(f"turnkeep: {error}")
 
-    async def _enter(self) -> list[Exchange]:
+    async def _enter(self) -> list[ShownExchange]:
         """Start or continue the session, and print its position or a greeting; return its last exchanges."""
         info = await self._begin()
         if not self._defaults:
@@ -163,7 +163,7 @@ class _Chat:
         await self._session.open()  # needed to use the name of a closed session again
         return await self._session.info()
 
-    def _greet(self, info: SessionInfo, past: Sequence[Exchange]) -> None:
+    def _greet(self, info: SessionInfo, past: Sequence[ShownExchange]) -> None:
         where = f"session {self._name!r}, {info.position or 'no'} tokens"
         _say(f"{info.model} on {info.worker.device}, {where}.\n{_KEYS}\n")
         if past:
@@ -355,7 +355,7 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _write(path: Path, past: Sequence[Exchange], images: Mapping[str, bytes]) -> None:
+def _write(path: Path, past: Sequence[ShownExchange], images: Mapping[str, bytes]) -> None:
     """Write exchanges to a new Markdown file, questions as quotations, and its images to a folder beside it.
 
     Raises `InvalidMessageError`.

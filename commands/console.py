@@ -16,15 +16,15 @@ from worker.process.installed import http_libraries
 from worker.wire.credentials import own_token
 
 from .flags import keep_option, listen_option, tenant_option, with_settings
+from .nats_connection import CLIENT_SETTINGS, command_line, connected, talk, url_of
 from .sampling import asked
-from .talking import CLIENT_SETTINGS, command_line, connected, talk, url_of
 
 if TYPE_CHECKING:
-    from ops.console.app import Place
+    from ops.console.app import Addresses
     from turnkeep_client.client import Client
     from worker.process.settings import Settings
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 @click.command()
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 @tenant_option
 @with_settings(*CLIENT_SETTINGS)
 def console(
-    given: Given,
+    given: GivenSettings,
     listen: tuple[str, int],
     keep_s: float,
     read_only: bool,
@@ -51,39 +51,39 @@ def console(
     """
     with http_libraries("ops"):
         from ops.console.serving import run
-    from ops.console.model_api import Served
+    from ops.console.model_api import ServedPrefix
 
-    from .shelf import Shelf
+    from .servable_models import ServableModels
 
     settings, models = given.load(), given.load_models()
     options: dict[str, Any] = {"keep_s": keep_s, "read_only": read_only, "opens": opens}
-    options |= {"until_eof": until_eof, "place": partial(_place, settings)}
-    options["shelf"] = Shelf(settings, models)
+    options |= {"until_eof": until_eof, "addresses": partial(_addresses, settings)}
+    options["local_models"] = ServableModels(settings, models)
     options["token"] = token_of(settings, f"console of {tenant}, {'read' if read_only else 'act'}")
     own = next((name for name, one in models.items() if one.prefix == settings.prefix), "")
 
     async def serve(client: Client) -> None:
         async with contextlib.AsyncExitStack() as stack:
-            clients = {Served(settings.prefix, own): client}
+            clients = {ServedPrefix(settings.prefix, own): client}
             for name, one in models.items():
                 if name != own:
                     another = await stack.enter_async_context(await connected(one, tenant))
-                    clients[Served(one.prefix, name)] = another
+                    clients[ServedPrefix(one.prefix, name)] = another
             await run(clients, *listen, sampling=asked, **options)
 
     talk(settings, tenant, serve)
 
 
-def _place(settings: Settings) -> Place:
+def _addresses(settings: Settings) -> Addresses:
     """Return the addresses and commands with which users connect to this prefix; the page shows them."""
-    from ops.console.app import Place
+    from ops.console.app import Addresses
 
     from .launch import own_gateway
 
     port = own_gateway(settings.data_dir)
     gateway = f"http://127.0.0.1:{port or 8080}"
     launch, info = (command_line(settings, one, ["data_dir"]) for one in ("launch", "info"))
-    return Place(shown(url_of(settings)), gateway, port is not None, launch, f"{info} --url")
+    return Addresses(shown(url_of(settings)), gateway, port is not None, launch, f"{info} --url")
 
 
 def token_of(settings: Settings, of: str) -> str:

@@ -18,15 +18,15 @@ from worker.process.settings import SettingsError
 from worker.wire.credentials import own_token
 
 from .flags import as_json, tenant_option, with_settings
+from .nats_connection import CLIENT_SETTINGS, named, talk, with_client
 from .printing import table
-from .talking import CLIENT_SETTINGS, named, talk, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics, SessionInfo
     from worker.process.settings import Settings
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 #: How long to wait for a metrics message; workers publish one every few seconds.
 _PATIENCE_S: Final = 15.0
@@ -40,7 +40,7 @@ _PATIENCE_S: Final = 15.0
     "--url", is_flag=True, help="Only print the URL of the worker's own NATS server, with its token."
 )
 @with_settings(*CLIENT_SETTINGS)
-def info(given: Given, session: str | None, tenant: str, as_json: bool, url: bool) -> None:
+def info(given: GivenSettings, session: str | None, tenant: str, as_json: bool, url: bool) -> None:
     """Show the state of a worker, or of a session and its worker.
 
     Other programs connect to the worker's own NATS server at the URL that --url prints.

@@ -21,7 +21,7 @@ from bench.local import LocalWorker
 from worker.process.formatting import size
 from worker.process.installed import program
 
-from .talking import interrupted_by_signals
+from .nats_connection import interrupted_by_signals
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from worker.process.settings import Settings
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 @click.command()
 @as_json
 @with_settings()
-def doctor(given: Given, as_json: bool) -> None:
+def doctor(given: GivenSettings, as_json: bool) -> None:
     """Find out what is missing or does not work, and how to fix it."""
     examine(given.load(), given.load_models(), as_json=as_json)
 

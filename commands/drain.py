@@ -11,12 +11,12 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import Subjects
 
 from .flags import with_settings
-from .talking import CLIENT_SETTINGS, located, url_of
+from .nats_connection import CLIENT_SETTINGS, located, url_of
 
 if TYPE_CHECKING:
     from worker.process.settings import Settings
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 _POLL_S: Final = 0.5
 
@@ -25,7 +25,7 @@ _POLL_S: Final = 0.5
 @click.argument("worker")
 @click.option("--undo", is_flag=True, help="Let the worker take sessions again.")
 @with_settings(*CLIENT_SETTINGS)
-def drain(given: Given, worker: str, *, undo: bool) -> None:
+def drain(given: GivenSettings, worker: str, *, undo: bool) -> None:
     """Let a worker give its sessions to the other workers.
 
     It waits until WORKER has nothing to do.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ShownExchange:
     """One question and its answer: the session's tokens from `start` to `end`.
 
     `start` is None if unknown: either the part of the log that was read starts with this exchange, or tokens
@@ -31,7 +31,7 @@ class Exchange:
     images: tuple[str, ...] = ()
 
 
-async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[Exchange]:
+async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[ShownExchange]:
     """Return the last exchanges of a session, at least `at_least` if it has that many; the newest is last.
 
     Reads the log from its end, so a long session costs no more than a short one.
@@ -41,9 +41,9 @@ async def last_exchanges(client: Client, session: str, at_least: int = 1) -> lis
 
 async def last_exchanges_and_position(
     client: Client, session: str, at_least: int
-) -> tuple[list[Exchange], int]:
+) -> tuple[list[ShownExchange], int]:
     """Return what `last_exchanges` does, and the session's position after the last result in the log."""
-    found, position = list[Exchange](), 0
+    found, position = list[ShownExchange](), 0
     async for log in tails(client.stored, session_key(client.tenant, session)):
         found, position = _exchanges(log)
         if len(found) > at_least:  # read one more, as the start of the first is unknown
@@ -51,12 +51,12 @@ async def last_exchanges_and_position(
     return found, position
 
 
-def _exchanges(log: SessionLog) -> tuple[list[Exchange], int]:
+def _exchanges(log: SessionLog) -> tuple[list[ShownExchange], int]:
     """Return the exchanges in a part of a session's log, in order, and the session's position after it.
 
     A rewind or a close removes exchanges.
     """
-    found: list[Exchange] = []
+    found: list[ShownExchange] = []
     position = 0 if log.start == 1 else None
     for one in log.exchanges:
         request, result = one.request, one.result
@@ -69,7 +69,7 @@ def _exchanges(log: SessionLog) -> tuple[list[Exchange], int]:
             case Generated() if isinstance(request, Generate) and result.tokens:
                 start = position if result.rewritten_from is None else None
                 text, images = _question(request)
-                found.append(Exchange(text, result.text, start, result.position, images))
+                found.append(ShownExchange(text, result.text, start, result.position, images))
             case Opened() | Closed():
                 found.clear()
             case Rewound():
@@ -78,7 +78,7 @@ def _exchanges(log: SessionLog) -> tuple[list[Exchange], int]:
     return found, position or 0
 
 
-def _moved(exchange: Exchange, kept: int) -> Exchange:
+def _moved(exchange: ShownExchange, kept: int) -> ShownExchange:
     """Return an exchange after the tokens from `kept` on were replaced: it ends somewhere behind `kept`."""
     start = exchange.start if (exchange.start or 0) <= kept else None
     return replace(exchange, start=start, end=min(exchange.end, kept + 1))

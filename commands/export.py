@@ -10,7 +10,7 @@ import click
 from msgspec import UNSET
 
 from cache.admin import archive
-from ops.log import copies, importing
+from ops.log import importing, session_file
 from turnkeep_client.errors import NoWorkerError, RequestFailedError
 from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
@@ -20,12 +20,12 @@ from worker.process.formatting import size
 
 from .cache import in_one_line
 from .flags import check_target, force_option, tenant_option, with_settings
-from .talking import CLIENT_SETTINGS, no_session, talk
+from .nats_connection import CLIENT_SETTINGS, no_session, talk
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 @click.command()
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--kv", is_flag=True, help="With its KV, of a worker that runs on this machine.")
 @force_option
 @with_settings("cache_key_file", *CLIENT_SETTINGS)
-def export(given: Given, session: str, target: Path, tenant: str, kv: bool, force: bool) -> None:
+def export(given: GivenSettings, session: str, target: Path, tenant: str, kv: bool, force: bool) -> None:
     """Write a session to a file, with its KV if wanted.
 
     Another log can import the file, and `turnkeep replay` can play it. Requests without a result are left
@@ -45,20 +45,22 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
     key = session_key(tenant, session)
     check_target(target, force=force)
 
-    async def run(client: Client) -> copies.Manifest:
+    async def run(client: Client) -> session_file.Manifest:
         log = await read(client.stored, key)
         if not log.asked:
             raise await no_session(client, session)
-        parts = await copies.read_parts(client, log)
+        parts = await session_file.read_parts(client, log)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             snapshots = Path(folder) / "kv.tar"
             if kv:
                 info = await client.session(session).info(limit=0, snapshot=True)
                 if info.snapshot is UNSET:
-                    raise copies.CopyError(f"the worker has stored no KV of {session} yet; leave out --kv")
+                    raise session_file.CopyError(
+                        f"the worker has stored no KV of {session} yet; leave out --kv"
+                    )
                 place = settings.data_dir / "snapshots"
                 archive.export(place, [info.snapshot], snapshots, cache_codec(settings))
-            return copies.export(target, log, parts, snapshots if kv else None)
+            return session_file.export(target, log, parts, snapshots if kv else None)
 
     with in_one_line(target):
         written = talk(settings, tenant, run)
@@ -72,7 +74,7 @@ def export(given: Given, session: str, target: Path, tenant: str, kv: bool, forc
 @click.option("--as", "name", metavar="NAME", help="Name of the session. [default: as it was]")
 @click.option("--tenant", metavar="NAME", help="Tenant of the session. [default: as it was]")
 @with_settings(*CLIENT_SETTINGS)
-def import_(given: Given, source: Path, name: str | None, tenant: str | None) -> None:
+def import_(given: GivenSettings, source: Path, name: str | None, tenant: str | None) -> None:
     """Put the session in a file into the log.
 
     It works beside a worker or without one. `turnkeep cache import` reads the KV in the same file.
@@ -80,7 +82,7 @@ def import_(given: Given, source: Path, name: str | None, tenant: str | None) ->
     The file is checked before anything is stored. It is trusted content: import only from people whom you
     would let forge the session's answers.
     """
-    manifest, lines = copies.read(source)
+    manifest, lines = session_file.read(source)
     key = session_key(tenant or manifest.tenant, name or manifest.session)
 
     async def run(client: Client) -> str:

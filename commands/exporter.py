@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .flags import keep_option, listen_option
-from .talking import with_client
+from .nats_connection import with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client

@@ -23,13 +23,13 @@ from worker.process.settings import describe
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from turnkeep_client.sampling import Option, Sampling
+    from turnkeep_client.sampling import Sampling, SamplingOption
     from worker.process.settings import Settings
 
 
 #: In the `meta` of click's context: help lists all options.
 ALL_OPTIONS: Final = "turnkeep.all_options"
-#: The settings and sampling options that `--help` lists; each other one is `Rare`.
+#: The settings and sampling options that `--help` lists; each other one is `RareOption`.
 _DAILY: Final = frozenset(
     {
         *("model", "device_memory", "max_disk", "data_dir"),
@@ -38,7 +38,7 @@ _DAILY: Final = frozenset(
 )
 
 
-class Rare(click.Option):
+class RareOption(click.Option):
     """An option that only `--help-all` lists."""
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
@@ -55,7 +55,7 @@ def add_help_all(command: click.Command) -> None:
             click.echo(ctx.get_help())
             ctx.exit()
 
-    if any(isinstance(one, Rare) for one in command.params):
+    if any(isinstance(one, RareOption) for one in command.params):
         command.params.append(
             click.Option(
                 ["--help-all"],
@@ -185,13 +185,13 @@ def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callab
 
 
 @dataclass(frozen=True)
-class Given:
+class GivenSettings:
     """The settings file and the options given to a command; the flag `of` names one of several models."""
 
     config: Path | None
     flags: Mapping[str, Any]
 
-    def but(self, **flags: Any) -> Given:
+    def but(self, **flags: Any) -> GivenSettings:
         """Return a copy of these options, in which those named in `flags` have the values given there."""
         return replace(self, flags={**self.flags, **flags})
 
@@ -234,7 +234,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
 
         @functools.wraps(command)
         def called(*args: Any, config: Path | None, **options: Any) -> Any:
-            given = Given(config, {name: options.pop(name) for name in flags})
+            given = GivenSettings(config, {name: options.pop(name) for name in flags})
             return command(*args, given=given, **options)
 
         connects = "prefix" in names
@@ -244,16 +244,16 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
             help_text = f"{setting.purpose[0].upper()}{setting.purpose[1:]}. "
             help_text += f"[{setting.variable}; default: {setting.default}]"
             metavar = f"[{setting.shape}]" if "|" in setting.shape else setting.shape
-            cls = Rare if is_rare else click.Option
+            cls = RareOption if is_rare else click.Option
             called = click.option(setting.flag, setting.name, cls=cls, metavar=metavar, help=help_text)(
                 called
             )
         if connects:
             help_text = "Which of turnkeep.toml's [models], instead of --prefix. [default: the first]"
-            called = click.option("--of", cls=Rare, metavar="NAME", help=help_text)(called)
+            called = click.option("--of", cls=RareOption, metavar="NAME", help=help_text)(called)
         return click.option(
             "--config",
-            cls=Rare if connects else click.Option,
+            cls=RareOption if connects else click.Option,
             type=click.Path(path_type=Path),
             help="Settings file. [default: ./turnkeep.toml]",
         )(called)
@@ -265,7 +265,7 @@ def with_settings(*names: str) -> Callable[[Callable[..., Any]], Callable[..., A
 _DEFAULTS: Final = {"max_tokens": "what fits the context", "seed": "a new one"}
 
 
-def _sampling_option(one: Option) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _sampling_option(one: SamplingOption) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return the option of a command for a sampling option of the protocol."""
     limits: Any = {"min": one.meta.ge, "max": one.meta.le}
     if one.meta.gt is not None:
@@ -280,7 +280,7 @@ def _sampling_option(one: Option) -> Callable[[Callable[..., Any]], Callable[...
         dict: {"metavar": "ID:BIAS", "multiple": True, "callback": _biases},
         tuple: {"metavar": "TEXT", "multiple": True},
     }
-    cls = click.Option if one.name in _DAILY else Rare
+    cls = click.Option if one.name in _DAILY else RareOption
     return click.option(f"--{one.name.replace('_', '-')}", cls=cls, help=text, **kinds[one.kind])
 
 
@@ -349,14 +349,14 @@ _ANSWER_OPTIONS: Final[tuple[Callable[..., Any], ...]] = (
     *map(_sampling_option, OPTIONS.values()),
     click.option(
         "--reasoning",
-        cls=Rare,
+        cls=RareOption,
         type=click.Choice(["show", "hide"]),
         help="Whether to print the model's reasoning. [default: on a terminal, dimmed]",
     ),
     click.option(
         "--cache-policy",
         "cache",
-        cls=Rare,
+        cls=RareOption,
         metavar=f"full|{POLICY.shape}",
         callback=_cache_policy,
         help="Tokens of a new session with KV: all, the first and last, or all on SSD and RESIDENT on the"

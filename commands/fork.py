@@ -10,7 +10,7 @@ from ops.log.ending import check_open
 
 from .close import start_of_last
 from .flags import tag_option, tenant_option, with_result_timeout
-from .talking import named, with_client
+from .nats_connection import named, with_client
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client

@@ -20,14 +20,14 @@ from worker.process.installed import http_libraries
 from worker.process.settings import default_worker
 
 from .flags import listen_option, with_settings
-from .talking import CLIENT_SETTINGS, GATEWAY_SETTINGS, connected, instead, run_until_signal
+from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, connected, instead, run_until_signal
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
     from turnkeep_client.client import Client
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 @click.command()
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings(*CLIENT_SETTINGS, *GATEWAY_SETTINGS)
 def gateway(
-    given: Given,
+    given: GivenSettings,
     listen: tuple[str, int],
     keys: Path | None,
     cors: list[str],

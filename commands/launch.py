@@ -23,14 +23,14 @@ from turnkeep_client.errors import TurnkeepError
 from worker.process.datadir import holder_pid, starting_pid
 from worker.process.installed import program
 
-from .agents import AGENTS, INSTALLS, Door, own_prompt_tokens, start_of
+from .agents import AGENTS, INSTALLS, GatewayAccess, own_prompt_tokens, start_of
 from .flags import with_settings
 from .screen import complain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 #: How long to wait for the gateway's list of models.
 _PATIENCE_S: Final = 10.0
@@ -64,7 +64,7 @@ _PORT: Final = 8080
 @click.argument("agent")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    given: Given,
+    given: GivenSettings,
     url: str | None,
     key: str,
     of: str | None,
@@ -131,7 +131,7 @@ def own_gateway(data_dir: Path) -> int | None:
     return None
 
 
-def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, own: int | None) -> Door:
+def _awaited_door(url: str, key: str, wanted: str | None, data_dir: Path, own: int | None) -> GatewayAccess:
     """Return the result of `_door`; if a worker is starting, wait for its gateway, on the port `own`."""
     is_told = False
     while True:
@@ -155,7 +155,7 @@ class _NoGatewayError(TurnkeepError):
     pass
 
 
-def _door(url: str, key: str, wanted: str | None) -> Door:
+def _door(url: str, key: str, wanted: str | None) -> GatewayAccess:
     """Return the gateway at `url` with its model `wanted`, or its first one. Raises `TurnkeepError`."""
     if not url.startswith(("http://", "https://")):
         raise TurnkeepError(f"{url!r} is no URL of a gateway; it is like http://127.0.0.1:{_PORT}")
@@ -168,7 +168,7 @@ def _door(url: str, key: str, wanted: str | None) -> Door:
         model = models[wanted] if wanted else [*models.values()][0]  # noqa: RUF015  # an IndexError if empty
         if "context_window" not in model and model["owned_by"] == "turnkeep":
             raise TurnkeepError(f"no worker of the model {model['id']} answers the gateway at {url}")
-        return Door(url, key, model["id"], int(model["context_window"]))
+        return GatewayAccess(url, key, model["id"], int(model["context_window"]))
     except urllib.error.HTTPError as error:
         raise TurnkeepError(f"the gateway at {url} refuses: {_reason(error)}") from None
     except OSError as error:

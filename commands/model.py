@@ -17,7 +17,7 @@ from .printing import table
 if TYPE_CHECKING:
     from worker.models.catalog import ModelEntry
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 @click.group()
@@ -28,7 +28,7 @@ def model() -> None:
 @model.command("list")
 @as_json
 @with_settings("data_dir")
-def list_(given: Given, as_json: bool) -> None:
+def list_(given: GivenSettings, as_json: bool) -> None:
     """List the models on this machine, which --model takes by these names.
 
     Folders and GGUF files in the data directory's folder `models`, or links there, are listed too.
@@ -60,7 +60,7 @@ def list_(given: Given, as_json: bool) -> None:
 @click.argument("name")
 @as_json
 @with_settings("data_dir")
-def show(given: Given, name: str, as_json: bool) -> None:
+def show(given: GivenSettings, name: str, as_json: bool) -> None:
     """Describe one model, by its name, a part of its name, or its path; its weights are not read."""
     from worker.models.catalog import count_parameters, habits, named
 
@@ -94,7 +94,7 @@ def show(given: Given, name: str, as_json: bool) -> None:
 @model.command()
 @click.argument("name", metavar="ID")
 @with_settings("data_dir", "dtype")
-def pull(given: Given, name: str) -> None:
+def pull(given: GivenSettings, name: str) -> None:
     """Download a model from the hub, or what is new in it: org/name, or org/name:Q4_K_M for a GGUF file.
 
     A stopped download resumes where it was. Every file's checksum is compared with the hub's. The hub's own
@@ -116,7 +116,7 @@ def pull(given: Given, name: str) -> None:
 @model.command()
 @click.argument("name")
 @with_settings("data_dir")
-def rm(given: Given, name: str) -> None:
+def rm(given: GivenSettings, name: str) -> None:
     """Remove a model from this machine, with what was converted from it; of a link, the link alone."""
     from worker.models.catalog import named, remove
 
@@ -126,7 +126,7 @@ def rm(given: Given, name: str) -> None:
 
 @model.command()
 @with_settings("data_dir", "model", "dtype")
-def path(given: Given) -> None:
+def path(given: GivenSettings) -> None:
     """Print the MLX folder that a worker with these settings loads; convert or download it first."""
     from worker.models.model import default_dtype, resolve
 

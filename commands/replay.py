@@ -18,18 +18,18 @@ from turnkeep_client.subjects import session_key
 from worker.observe.progress import terminal_progress
 
 from .flags import as_json, moment, tenant_option, with_result_timeout, with_settings
+from .nats_connection import CLIENT_SETTINGS, connected, no_session, talk
 from .printing import table
-from .talking import CLIENT_SETTINGS, connected, no_session, talk
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from ops.log.replay import Report
+    from ops.log.replay import ReplayReport
     from turnkeep_client.client import Client
     from turnkeep_client.session_log import SessionLog
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 #: Most characters of a session's name.
 _MOST_NAME: Final = 64
@@ -66,7 +66,7 @@ def _speed(_: Any, __: Any, value: str) -> float:
 @as_json
 @with_settings(*CLIENT_SETTINGS)
 def replay(
-    given: Given,
+    given: GivenSettings,
     sessions: tuple[str, ...],
     tenant: str,
     source: Path | None,
@@ -90,7 +90,7 @@ def replay(
     settings = given.load()
     run = uuid4().hex[:8]
 
-    async def play(client: Client) -> Report:
+    async def play(client: Client) -> ReplayReport:
         logs, images = await _logs(client, sessions, source)
         record = fold(within(one, since, until) for one in logs)
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
@@ -125,13 +125,13 @@ async def _logs(
     client: Client, sessions: Sequence[str], source: Path | None
 ) -> tuple[list[SessionLog], dict[str, dict[str, bytes]]]:
     """Read these sessions, or all, and the entries of their images, from the file `source` or the log."""
-    from ops.log import copies
+    from ops.log import session_file
 
     if source is not None:
-        found = copies.of_file(source)
+        found = session_file.of_file(source)
         if other := next((name for name in sessions if name != found.key.session), None):
             raise TurnkeepError(f"there is no session {other} in {source}")
-        return [found], {found.key.session: copies.read(source)[1][0].images}
+        return [found], {found.key.session: session_file.read(source)[1][0].images}
     names = sessions or [one.name for one in await client.sessions()]
     logs = [await read(client.stored, session_key(client.tenant, name)) for name in dict.fromkeys(names)]
     for log in logs:
@@ -140,7 +140,7 @@ async def _logs(
     return logs, {log.key.session: await client.stored.image_entries(log.key) for log in logs}
 
 
-def _print_replay(report: Report, *, keep: bool) -> None:
+def _print_replay(report: ReplayReport, *, keep: bool) -> None:
     sides = {"recorded": report.recorded} | ({"replayed": report.replayed} if report.replayed else {})
     times = {
         "turnaround, median": [side.turnaround[0] for side in sides.values()],

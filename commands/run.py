@@ -19,14 +19,14 @@ from worker.process.datadir import owner, starting_pid
 from worker.process.installed import program
 
 from .flags import tenant_option, with_answer_options, with_settings
-from .talking import CLIENT_SETTINGS, talk
+from .nats_connection import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from turnkeep_client.client import Client
 
-    from .flags import AnswerOptions, Given
+    from .flags import AnswerOptions, GivenSettings
 
 #: How long the worker of `run` may take to end, as it writes the last KV to disk.
 _ENDING_S: Final = 30.0
@@ -46,7 +46,7 @@ _MARKS: Final = re.compile(r"[\s?!]")
 @with_answer_options
 @with_settings(*CLIENT_SETTINGS)
 def run(
-    given: Given,
+    given: GivenSettings,
     model: str | None,
     message: str | None,
     name: str | None,

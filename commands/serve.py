@@ -23,7 +23,7 @@ from worker.process.settings import SettingsError
 from worker.wire.credentials import worker_options
 
 from .flags import with_settings
-from .talking import CLIENT_SETTINGS, GATEWAY_SETTINGS, command_line
+from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, command_line
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from worker.process.settings import Settings
     from worker.supervisor import Supervisor
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class Manner:
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings()
 def serve(
-    given: Given,
+    given: GivenSettings,
     check: bool,
     gateway_port: int | None,
     console_port: int | None,
@@ -107,7 +107,7 @@ def serve(
     run(settings, models, lambda: _loaded(given), manner)
 
 
-def _loaded(given: Given) -> tuple[Settings, dict[str, Settings]]:
+def _loaded(given: GivenSettings) -> tuple[Settings, dict[str, Settings]]:
     """Load the settings, and those of each model if there are several."""
     settings, models = given.load(), given.load_models()
     if not models and (given.flags["memory"] or given.flags["unload_after_s"]):
@@ -126,7 +126,7 @@ def _check(settings: Settings, models: Mapping[str, Settings]) -> None:
     examine(settings, models, as_json=False)
 
 
-def _beside(own: Given, gateway_port: int | None, console_port: int | None) -> dict[str, list[str]]:
+def _beside(own: GivenSettings, gateway_port: int | None, console_port: int | None) -> dict[str, list[str]]:
     """Wait until the ports are free; return the options of the gateway and the console beside a worker."""
     from worker.wire.broker import wait_for_port
 

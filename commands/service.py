@@ -25,8 +25,8 @@ from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir, owner
 from worker.process.setting_sources import CONFIG_NAME, load
 
+from .nats_connection import talk, url_of
 from .printing import table
-from .talking import talk, url_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

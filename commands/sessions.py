@@ -14,9 +14,9 @@ from worker.observe.progress import terminal_progress
 from worker.process.formatting import size, span
 
 from .flags import as_json, moment, tag_option, tenants_option
+from .nats_connection import with_client
 from .printing import table
 from .screen import printable
-from .talking import with_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

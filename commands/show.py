@@ -21,14 +21,14 @@ from turnkeep_client.messages import (
 )
 
 from .flags import as_json, tenant_option, with_result_timeout
+from .nats_connection import no_session, with_client
 from .printing import in_whole_words, table
 from .screen import printable
-from .talking import no_session, with_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ops.log.conversation import Turn
+    from ops.log.conversation import LoggedTurn
     from turnkeep_client.client import Client
     from turnkeep_client.history import History
     from turnkeep_client.messages import Called, Request, ToolCall
@@ -139,7 +139,7 @@ async def dead_drop(client: Client, session: str, request: str) -> None:
     click.echo(f"dropped the letter of {request}")
 
 
-def _lines(turn: Turn, inherited: History | None, *, names_model: bool) -> Iterator[str]:
+def _lines(turn: LoggedTurn, inherited: History | None, *, names_model: bool) -> Iterator[str]:
     request = turn.request
     what = "?" if request is None else f"{request.__struct_config__.tag}  {request.id}"
     head = f"#{turn.number}  {what}  {turn.stored.astimezone():%Y-%m-%d %H:%M:%S}"
@@ -192,7 +192,7 @@ def _said(role: str, text: str) -> Iterator[str]:
         yield from in_whole_words(f"    {line}")
 
 
-def _model(turn: Turn, *, anyway: bool) -> str:
+def _model(turn: LoggedTurn, *, anyway: bool) -> str:
     """Name the model of a turn, if another one had the turn before it, or `anyway`."""
     from ops.log.conversation import taken_over
 
@@ -203,7 +203,7 @@ def _model(turn: Turn, *, anyway: bool) -> str:
     return f"; {printable(said)}" if said else ""
 
 
-def _cost(turn: Turn) -> str:
+def _cost(turn: LoggedTurn) -> str:
     """Return a line with a request's result and cost."""
     match turn.result:
         case None:

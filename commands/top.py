@@ -9,15 +9,15 @@ import click
 from turnkeep_client.subjects import DEFAULT_TENANT
 
 from .flags import with_settings
-from .talking import CLIENT_SETTINGS, talk
+from .nats_connection import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
-    from .flags import Given
+    from .flags import GivenSettings
 
 
 @click.command()
 @with_settings(*CLIENT_SETTINGS)
-def top(given: Given) -> None:
+def top(given: GivenSettings) -> None:
     """Watch all workers of a prefix live on the terminal."""
     from ops.top import run
 

@@ -249,7 +249,11 @@ def error_codes() -> str:
 
 
 def architectures() -> str:
-    """How a worker serves each architecture, by the trials in `tests/device/architectures.py`."""
+    """Write the page `architectures`: what a worker can do with each architecture of models, and their calls.
+
+    The first table is `architectures.csv`, which `tests/device/architectures.py` writes from trials with tiny
+    models. The second one has the marks that each family writes before a call and before its arguments.
+    """
     rows = csv.reader(FOLDER.with_name("architectures.csv").read_text().splitlines())
     head = "|".join(next(rows))
     text = """

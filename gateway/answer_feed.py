@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from .index import IndexedRequest
-    from .logged_answers import Note
+    from .logged_answers import LoggedHeader
     from .planning import How
 
 
-class Match(NamedTuple):
+class SessionMatch(NamedTuple):
     """Event: the session that answers a turn, and how much of the conversation this session has already.
 
     The session has the first `num_known` messages, which are `position` tokens. If an earlier answer was not
@@ -39,14 +39,19 @@ class Receipt(NamedTuple):
     """Event: the log has stored the request."""
 
 
-Event = Match | Receipt | Chunk | Generated | TurnkeepError
+Event = SessionMatch | Receipt | Chunk | Generated | TurnkeepError
 
 
 class AnswerFeed:
     """The answers to one turn while they run. `events` is a queue of (number of the answer, event)."""
 
     def __init__(
-        self, on_end: Callable[[How, Generated], None], note: Note, key_id: str = "", *, stays: bool = False
+        self,
+        on_end: Callable[[How, Generated], None],
+        note: LoggedHeader,
+        key_id: str = "",
+        *,
+        stays: bool = False,
     ) -> None:
         """`on_end` is called with each result, even if the client has disconnected.
 

@@ -39,10 +39,10 @@ from turnkeep_client.session import build
 from turnkeep_client.subjects import session_key
 
 from . import logged_answers
-from .answer_feed import AnswerFeed, Match, Receipt
+from .answer_feed import AnswerFeed, Receipt, SessionMatch
 from .idempotency import first_copy, first_note, state_of
 from .images import attach
-from .index import Index, IndexedRequest, IndexedSession, append_id, tags
+from .index import IndexedRequest, IndexedSession, SessionIndex, append_id, tags
 from .latest_metrics import LatestMetrics
 from .logged_answers import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, LoggedAnswer, follow
 from .message_groups import groups_ahead
@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Message
 
     from .answer_feed import Event
-    from .logged_answers import Note
-    from .planning import How, Plan
+    from .logged_answers import LoggedHeader
+    from .planning import How, SendPlan
     from .turn import ClientTurn
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class Conversations:
 
         While `is_stopping()`, answers are not cancelled when their clients disconnect: these may come back.
         """
-        self.index = Index()
+        self.index = SessionIndex()
         self.client = client
         self._idle_s = idle_s
         self._is_stopping = is_stopping
@@ -130,7 +130,7 @@ class Conversations:
         self,
         turn: ClientTurn,
         on_end: Callable[[How, Generated], None],
-        note: Note,
+        note: LoggedHeader,
         key_id: str = "",
         *,
         stays: bool = False,
@@ -198,7 +198,11 @@ class Conversations:
                     for other in range(1, turn.n):  # behind the first, whose session names all of them
                         self.beside(self._answer(turn, other, feed))
                 told = len(turn.messages or ())
-                tell(Match(plan.asked.session.name, plan.how, plan.position, plan.num_known, told, differs))
+                tell(
+                    SessionMatch(
+                        plan.asked.session.name, plan.how, plan.position, plan.num_known, told, differs
+                    )
+                )
                 result = await self._carry_out(alone, plan, feed, tell)
                 feed.on_end(plan.how, result)
                 tell(result)
@@ -218,7 +222,7 @@ class Conversations:
 
     async def _plan(
         self, turn: ClientTurn, number: int, feed: AnswerFeed, *, is_last: bool
-    ) -> Plan | LoggedAnswer:
+    ) -> SendPlan | LoggedAnswer:
         """Decide how to send a turn, or find the answer under its idempotency key. Raises `TurnkeepError`."""
         if not feed.key_id:
             return make_plan(self.index, turn, number, is_last=is_last)
@@ -245,7 +249,7 @@ class Conversations:
         except TurnkeepError as error:
             tell(error)
 
-    def _missing(self, turn: ClientTurn, plan: Plan) -> str | None:
+    def _missing(self, turn: ClientTurn, plan: SendPlan) -> str | None:
         """If no session has a conversation's last answer, log and return where the conversation differs."""
         told, differs = turn.messages or (), None
         num_seen = self._seen.add(plan.known) - 1
@@ -262,7 +266,7 @@ class Conversations:
         return differs
 
     async def _carry_out(
-        self, turn: ClientTurn, plan: Plan, feed: AnswerFeed, tell: Callable[[Event], None]
+        self, turn: ClientTurn, plan: SendPlan, feed: AnswerFeed, tell: Callable[[Event], None]
     ) -> Generated:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
         asked, is_known = plan.asked, True
@@ -290,7 +294,7 @@ class Conversations:
                     self._release(turn, asked.session, stays=feed.stays)
 
     async def _send(
-        self, turn: ClientTurn, plan: Plan, feed: AnswerFeed, tell: Callable[[Event], None]
+        self, turn: ClientTurn, plan: SendPlan, feed: AnswerFeed, tell: Callable[[Event], None]
     ) -> Generated:
         """Open the session, append what does not fit in the generate request, and send that request."""
         messages = () if turn.messages is None else turn.messages[plan.num_known :]
@@ -329,7 +333,9 @@ class Conversations:
         if turn.messages is None or is_useless:
             self.beside(remove(self.client, self.index, session, forget=turn.messages is not None))
 
-    async def _append(self, plan: Plan, pieces: list[Sequence[Message]]) -> tuple[Plan, list[Appended]]:
+    async def _append(
+        self, plan: SendPlan, pieces: list[Sequence[Message]]
+    ) -> tuple[SendPlan, list[Appended]]:
         """Append messages that do not fit in the generate request; return the plan for what is left.
 
         Raises `TurnkeepError`.
@@ -345,7 +351,7 @@ class Conversations:
         return plan, results
 
     async def _append_piece(
-        self, plan: Plan, boundary: bytes, piece: Sequence[Message], rendering: Mapping[str, Any]
+        self, plan: SendPlan, boundary: bytes, piece: Sequence[Message], rendering: Mapping[str, Any]
     ) -> Appended:
         """Append messages up to a boundary; if an append with the same id has failed before, use a new id.
 
@@ -364,7 +370,7 @@ class Conversations:
                 return appended
             attempt += 1
 
-    async def _open(self, plan: Plan) -> None:
+    async def _open(self, plan: SendPlan) -> None:
         """Fork or reopen the session as planned. For a repeated request, wait until the first has done so.
 
         Raises `TurnkeepError`.
@@ -384,7 +390,7 @@ class Conversations:
             self.index.move(asked.session, plan.position)
         asked.end_opening()
 
-    async def _fork(self, plan: Plan, parent: IndexedSession) -> None:
+    async def _fork(self, plan: SendPlan, parent: IndexedSession) -> None:
         """Open the session as a fork; correct the index if that is refused. Raises `TurnkeepError`."""
         asked = plan.asked
         point = ForkPoint(parent.name, plan.position, plan.parent_position)
@@ -414,10 +420,10 @@ class Conversations:
         if session.position == position:
             self.index.lose(session)
 
-    def _note_failed(self, plan: Plan) -> None:
+    def _note_failed(self, plan: SendPlan) -> None:
         plan.asked.fail(runs=plan.how == "repeated" and plan.asked.session.num_running > 0)
 
-    def _learnt(self, plan: Plan, error: RequestFailedError) -> RequestFailedError:
+    def _learnt(self, plan: SendPlan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a request was refused; return the error to raise."""
         session = plan.asked.session
         if error.code == "position_conflict":
@@ -454,8 +460,8 @@ def _ignore(_how: How, _result: Generated) -> None:
     pass
 
 
-def _found_again(found: LoggedAnswer) -> Match:
-    return Match(found.session, "repeated", 0, 0, 0)
+def _found_again(found: LoggedAnswer) -> SessionMatch:
+    return SessionMatch(found.session, "repeated", 0, 0, 0)
 
 
 async def _find_images(turn: ClientTurn, messages: Sequence[Message]) -> None:
@@ -475,7 +481,7 @@ def _length(message: Message) -> str:
     return f"{len(content)} {'characters' if isinstance(content, str) else 'parts'}"
 
 
-def _headers(turn: ClientTurn, plan: Plan, note: Note) -> dict[str, str]:
+def _headers(turn: ClientTurn, plan: SendPlan, note: LoggedHeader) -> dict[str, str]:
     # A fork's log has no messages of its parent, and a repeated request may be a fork's.
     has_parent = plan.how in {"forked", "repeated"}
     return logged_answers.headers(note, (turn.messages or ())[: plan.num_known] if has_parent else None)

@@ -43,7 +43,7 @@ class Events(Protocol):
         """Encode the error event that ends the stream."""
 
 
-class Loading(NamedTuple):
+class ModelLoad(NamedTuple):
     """A request that only loads or, if `unloads`, unloads a model, and the JSON body of its response."""
 
     body: Body
@@ -81,7 +81,7 @@ class Form(NamedTuple):
     object: AnswerObject | None = None
     counted: Mapping[str, str] = {}
     complete: Callable[[bytes, Mapping[str, str]], bytes] = lambda body, _path: body
-    loading: Callable[[bytes], Loading | None] = lambda _body: None
+    loading: Callable[[bytes], ModelLoad | None] = lambda _body: None
 
     @property
     def is_marked(self) -> bool:

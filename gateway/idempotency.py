@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
 
-    from .logged_answers import LoggedAnswer, Note
+    from .logged_answers import LoggedAnswer, LoggedHeader
 
 _T = TypeVar("_T")
 
@@ -91,7 +91,7 @@ async def first_copy(client: Client, answer_id: str) -> LoggedAnswer | None:
     return found.get(answer_id)
 
 
-async def first_note(client: Client, session: str, request_id: str, note: Note) -> Note:
+async def first_note(client: Client, session: str, request_id: str, note: LoggedHeader) -> LoggedHeader:
     """Return the note that the log first stored with a request; `note` if that is of another body.
 
     Retries while the log cannot be read.

@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec.structs import force_setattr
 
-from turnkeep_client.content_blocks import ContentError, Warned, block_text, content_of, image_in, printed
+from turnkeep_client.content_blocks import (
+    ContentError,
+    ContentWarning,
+    block_text,
+    content_of,
+    image_in,
+    printed,
+)
 from turnkeep_client.images import digest_of, images_in
 
 if TYPE_CHECKING:
@@ -29,16 +36,16 @@ class Link(NamedTuple):
     where: str
 
 
-class Unseen(Warned):
+class Unseen(ContentWarning):
     """The warning of an image, which is told only if the model does not see images."""
 
 
-def told(warnings: Sequence[Warned], *, sees: bool) -> tuple[Warned, ...]:
+def told(warnings: Sequence[ContentWarning], *, sees: bool) -> tuple[ContentWarning, ...]:
     """Return the warnings of a request to a model that sees images, or does not."""
     return tuple(one for one in warnings if not (sees and isinstance(one, Unseen)))
 
 
-def beside(given: Iterable[str], own: Sequence[Warned]) -> list[str]:
+def beside(given: Iterable[str], own: Sequence[ContentWarning]) -> list[str]:
     """Return the worker's warnings without those of images, if a request's `own` warnings name them."""
     names_images = any(isinstance(one, Unseen) for one in own)
     return [one for one in given if not (names_images and one.endswith(_PLACED))]
@@ -64,7 +71,7 @@ class Reading:
     An image that must be fetched is a `Link`, by the digest of its URL.
     """
 
-    def __init__(self, warnings: Iterable[Warned]) -> None:
+    def __init__(self, warnings: Iterable[ContentWarning]) -> None:
         self.warnings = [*warnings]
         self.images: dict[str, bytes | Link] = {}
 

@@ -33,7 +33,7 @@ MOST_SESSIONS: Final = 10_000
 _MOST_MARKS: Final = 2_000
 
 
-class Mark(NamedTuple):
+class BoundaryPosition(NamedTuple):
     """A boundary's position in a session: after a prompt with the assistant's header, or after an answer.
 
     `is_answer` is also set after appended messages: these have no such header, so more messages may follow.
@@ -45,13 +45,16 @@ class Mark(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class IndexedSession:
-    """A gateway's session. Only this module writes the fields."""
+    """A session that the gateway has made: where it ends, its last use, its boundaries and its requests.
+
+    Only this module writes the fields.
+    """
 
     name: str
     position: int | None  # None if unknown
     used_s: float
     num_running: int = 0  # requests without a result
-    marks: dict[bytes, Mark] = field(default_factory=dict)
+    marks: dict[bytes, BoundaryPosition] = field(default_factory=dict)
     prompt: bytes | None = None  # the boundary of the last prompt
     asked: set[tuple[bytes, bytes]] = field(default_factory=set)  # the keys of its requests
 
@@ -166,7 +169,7 @@ def base_of(tags: tuple[str, ...]) -> bytes | None:
         return None
 
 
-class Index:
+class SessionIndex:
     """The sessions, boundaries and last requests of one tenant. Event loop only."""
 
     def __init__(self) -> None:
@@ -225,8 +228,8 @@ class Index:
             del self.asked[key]
         session.asked.clear()
 
-    def find(self, boundary: bytes) -> tuple[IndexedSession, Mark] | None:
-        """Return the session with the conversation of this digest, and its `Mark` there; None without one."""
+    def find(self, boundary: bytes) -> tuple[IndexedSession, BoundaryPosition] | None:
+        """Return the session with the conversation of this digest, and where that ends; None without one."""
         session = self._by_boundary.get(boundary)
         return None if session is None else (session, session.marks[boundary])
 
@@ -258,9 +261,9 @@ class Index:
             self._unmark(session, session.prompt)
         session.prompt = prompt
         before = result.position - len(result.tokens) - result.prefix_tokens
-        self._mark(session, prompt, Mark(before, is_answer=False))
+        self._mark(session, prompt, BoundaryPosition(before, is_answer=False))
         for boundary in boundaries.answered(prompt, result, asked.prefix):
-            self._mark(session, boundary, Mark(result.position, is_answer=True))
+            self._mark(session, boundary, BoundaryPosition(result.position, is_answer=True))
 
     def append(self, session: IndexedSession, boundary: bytes, result: Appended) -> None:
         """Add the boundary after appended messages."""
@@ -270,7 +273,7 @@ class Index:
             self.rewrites = True
             self.cut(session, result.rewritten_from)
         session.position = result.position
-        self._mark(session, boundary, Mark(result.position, is_answer=True))
+        self._mark(session, boundary, BoundaryPosition(result.position, is_answer=True))
 
     def old(self, before_s: float) -> Iterator[IndexedSession]:
         """Yield sessions without running requests: unused since `before_s`, or the oldest of too many."""
@@ -281,7 +284,7 @@ class Index:
             if not session.num_running:
                 yield session
 
-    def _mark(self, session: IndexedSession, boundary: bytes, mark: Mark) -> None:
+    def _mark(self, session: IndexedSession, boundary: bytes, mark: BoundaryPosition) -> None:
         other = self._by_boundary.get(boundary)
         if other not in (None, session):
             if other.position == other.marks[boundary].position:

@@ -23,7 +23,7 @@ _MINUTE_S: Final = 60.0
 _PAUSE_S: Final = 1.0
 
 
-class Limits(NamedTuple):
+class KeyLimits(NamedTuple):
     """A key's limits: requests per minute, tokens per minute, and requests at once. None means no limit.
 
     `tokens` limits prefilled and generated tokens together.
@@ -34,7 +34,7 @@ class Limits(NamedTuple):
     at_once: int | None = None
 
 
-_UNLIMITED: Final = Limits()
+_UNLIMITED: Final = KeyLimits()
 
 
 class _Bucket:
@@ -60,11 +60,11 @@ class _Bucket:
         self._left -= amount
 
 
-class Key:
+class ApiKey:
     """One API key: its tenant, its limits and their use so far. Event loop only."""
 
     def __init__(
-        self, tenant: str, limits: Limits = _UNLIMITED, clock: Callable[[], float] = time.monotonic
+        self, tenant: str, limits: KeyLimits = _UNLIMITED, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.tenant = tenant
         self._limits = limits
@@ -97,15 +97,15 @@ class Key:
 class Keys:
     """All API keys. Without keys, every request belongs to the default tenant, and has no limits."""
 
-    def __init__(self, keys: Mapping[bytes, Key] | None = None) -> None:
+    def __init__(self, keys: Mapping[bytes, ApiKey] | None = None) -> None:
         """`keys` maps SHA-256 digests to keys, so that the time of a look-up reveals nothing about keys."""
         self._keys = keys
-        self._anybody = Key(DEFAULT_TENANT)
+        self._anybody = ApiKey(DEFAULT_TENANT)
 
     @classmethod
     def read(cls, path: Path) -> Keys:
         """Read a file with a key, its tenant and optional limits in each line. Raises `TurnkeepError`."""
-        found: dict[bytes, Key] = {}
+        found: dict[bytes, ApiKey] = {}
         places: dict[bytes, int] = {}
         try:
             lines = path.read_text().splitlines()
@@ -123,7 +123,7 @@ class Keys:
                     f"{path}, line {number}: it has the key of line {first}; each key has one line"
                 )
             try:
-                found[digest] = Key(check_id("tenant", words[1]), _limits(words[2:]))
+                found[digest] = ApiKey(check_id("tenant", words[1]), _limits(words[2:]))
             except InvalidMessageError as error:
                 raise TurnkeepError(f"{path}, line {number}: {error}") from None
         if not found:
@@ -140,7 +140,7 @@ class Keys:
         """Whether requests must have an API key."""
         return self._keys is not None
 
-    def of(self, headers: Mapping[str, str], names: Sequence[str]) -> Key:
+    def of(self, headers: Mapping[str, str], names: Sequence[str]) -> ApiKey:
         """Return the API key in a request's headers: `authorization`, or one of `names`. Raises `Fault`."""
         if self._keys is None:
             return self._anybody
@@ -152,7 +152,7 @@ class Keys:
         return found
 
 
-def _limits(words: Sequence[str]) -> Limits:
+def _limits(words: Sequence[str]) -> KeyLimits:
     """Parse the words of a line that are limits. Raises `InvalidMessageError`."""
     found: dict[str, int] = {}
     for word in words:
@@ -163,7 +163,7 @@ def _limits(words: Sequence[str]) -> Limits:
                 f"{word!r} is no limit: limits are requests=60/min, tokens=100000/min, at_once=4, each once"
             )
         found[name] = int(number)
-    return Limits(**found)
+    return KeyLimits(**found)
 
 
 def _too_many(what: str, wait_s: float) -> Fault:

@@ -33,7 +33,7 @@ _NAMED: Final = msgspec.json.Decoder(_Named)
 _LATEST: Final = ":latest"
 
 
-class ServedModel(Struct, frozen=True):
+class GatewayModel(Struct, frozen=True):
     """A model of this gateway, with its worker's latest metrics; None if no worker answers."""
 
     name: str
@@ -94,17 +94,17 @@ class Models:
                 return one
         raise _no_model(named, self.names)
 
-    async def one(self, tenant: str, name: str) -> ServedModel:
+    async def one(self, tenant: str, name: str) -> GatewayModel:
         """Return one model. Raises `Fault`."""
         found = await self.all(tenant)
         if not self.are_several:  # a request may give the one model any name, which its answer repeats
-            return ServedModel(name, found[0].worker)
+            return GatewayModel(name, found[0].worker)
         for one in found:
             if one.name in (name, name.removesuffix(_LATEST)):
                 return one
         raise _no_model(name, [one.name for one in found])
 
-    async def all(self, tenant: str, *, now: bool = False) -> list[ServedModel]:
+    async def all(self, tenant: str, *, now: bool = False) -> list[GatewayModel]:
         """Return all models. If there are several, one whose worker does not answer has no metrics.
 
         Workers' metrics are up to a second old, unless `now`. Raises `NoWorkerError` if no worker answers.
@@ -113,7 +113,7 @@ class Models:
         if not any(found):
             raise NoWorkerError("no worker serves any of the models")
         return [
-            ServedModel(name or (worker.model if worker else ""), worker)
+            GatewayModel(name or (worker.model if worker else ""), worker)
             for name, worker in zip(self.names, found, strict=True)
         ]
 

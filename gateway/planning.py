@@ -14,13 +14,13 @@ from .index import PREFIX, IndexedRequest, IndexedSession, RequestName
 
 if TYPE_CHECKING:
     from .idempotency import KeyState
-    from .index import Index
+    from .index import SessionIndex
     from .turn import ClientTurn
 
 How = Literal["continued", "forked", "begun", "repeated"]
 
 
-class Plan(NamedTuple):
+class SendPlan(NamedTuple):
     """How to send a turn: to session `asked.session` at `position`, without its first `num_known` messages.
 
     The session has those messages already. `known` has the digests of the conversation up to each message. A
@@ -43,7 +43,7 @@ class Plan(NamedTuple):
     is_claimed: bool = False
 
 
-def plan(index: Index, turn: ClientTurn, number: int, *, is_last: bool) -> Plan:
+def plan(index: SessionIndex, turn: ClientTurn, number: int, *, is_last: bool) -> SendPlan:
     """Decide how to send a turn; record the request in the index, so that no other turn uses the session.
 
     `number` is the number of the answer among the turn's `n`. The `is_last` attempt goes to a new session.
@@ -58,7 +58,7 @@ def plan(index: Index, turn: ClientTurn, number: int, *, is_last: bool) -> Plan:
         if base is not None:
             index.use(before.session, now_s)
             is_claimed = before.claim(now_s)
-            return Plan(before, "repeated", base, before.expected, known, options, is_claimed=is_claimed)
+            return SendPlan(before, "repeated", base, before.expected, known, options, is_claimed=is_claimed)
     place = None if is_last or turn.messages is None else _place(index, known)
     num_known, parent, position = place or (0, None, 0)
     how: How = "begun"
@@ -74,10 +74,12 @@ def plan(index: Index, turn: ClientTurn, number: int, *, is_last: bool) -> Plan:
     prefix, bases = options.get("prefix", ""), {known[num_known]}
     asked = IndexedRequest(session, name, bases, position, prefix, is_certain=is_certain)
     index.begin(asked)
-    return Plan(asked, how, num_known, position, known, options, parent, parent.position if parent else None)
+    return SendPlan(
+        asked, how, num_known, position, known, options, parent, parent.position if parent else None
+    )
 
 
-def plan_apart(index: Index, turn: ClientTurn, state: KeyState) -> Plan:
+def plan_apart(index: SessionIndex, turn: ClientTurn, state: KeyState) -> SendPlan:
     """Decide how to send a turn with an idempotency key, to a session that only this key uses.
 
     All gateways give the request the same id. Raises `RequestFailedError` if the session was opened for
@@ -100,7 +102,9 @@ def plan_apart(index: Index, turn: ClientTurn, state: KeyState) -> Plan:
     failed = state.last.result if state.last else None
     is_closed = isinstance(failed, Failed) and failed.code == "unknown_session"
     how: How = "begun" if place is None else "forked"
-    made = Plan(asked, how, num_known, position, known, options, parent, parent.position if parent else None)
+    made = SendPlan(
+        asked, how, num_known, position, known, options, parent, parent.position if parent else None
+    )
     return made._replace(is_apart=True, reopens=is_closed)
 
 
@@ -116,7 +120,7 @@ def _named(turn: ClientTurn, number: int) -> tuple[dict[str, Any], list[bytes], 
     return options, known, (known[-1], boundaries.options_digest(options, number))
 
 
-def _place(index: Index, known: list[bytes]) -> tuple[int, IndexedSession, int] | None:
+def _place(index: SessionIndex, known: list[bytes]) -> tuple[int, IndexedSession, int] | None:
     """Find the session with most of a conversation; None if no session has any.
 
     Returns how many messages the session has, the session, and the position after them.

@@ -27,10 +27,10 @@ from . import boundaries
 from .index import (
     MOST_SESSIONS,
     PREFIX,
-    Index,
     IndexedRequest,
     IndexedSession,
     RequestName,
+    SessionIndex,
     appended_to,
     base_of,
 )
@@ -57,7 +57,7 @@ class _End(NamedTuple):
     position: int
 
 
-async def recover(client: Client, index: Index) -> None:
+async def recover(client: Client, index: SessionIndex) -> None:
     """Fill an index of conversations with the answers in the log.
 
     Raises `NoWorkerError` if the log cannot be read.
@@ -97,7 +97,7 @@ def _session(key: SessionKey, end: End) -> IndexedSession | None:
     return IndexedSession(key.session, last.position, end.answered.stored.timestamp())
 
 
-async def settle(client: Client, index: Index, session: IndexedSession) -> bool:
+async def settle(client: Client, index: SessionIndex, session: IndexedSession) -> bool:
     """Set a session's position and last use in the index from the last result in the log.
 
     The position stays None if the session is closed. Returns False if the last request has no result yet.
@@ -113,7 +113,7 @@ async def settle(client: Client, index: Index, session: IndexedSession) -> bool:
     return True
 
 
-def _fold(index: Index, session: IndexedSession, session_log: SessionLog) -> _End:
+def _fold(index: SessionIndex, session: IndexedSession, session_log: SessionLog) -> _End:
     """Add a session's results to the index."""
     end = _End(None, 0)
     for one in session_log.exchanges:
@@ -152,7 +152,7 @@ def _fold(index: Index, session: IndexedSession, session_log: SessionLog) -> _En
     return end
 
 
-def _note_running(index: Index, session: IndexedSession, request: Request | None, end: _End) -> None:
+def _note_running(index: SessionIndex, session: IndexedSession, request: Request | None, end: _End) -> None:
     """Add a request that has no result yet to the index, so that an equal request gets the same answer."""
     index.move(session, None)
     name = RequestName.parse(request.id) if request else None

@@ -17,13 +17,13 @@ from .recovery import settle
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
 
-    from .index import Index, IndexedSession
+    from .index import IndexedSession, SessionIndex
     from .latest_metrics import LatestMetrics
 
 _SWEEP_S: Final = 60.0
 
 
-async def sweep(client: Client, index: Index, latest: LatestMetrics, idle_s: float) -> None:
+async def sweep(client: Client, index: SessionIndex, latest: LatestMetrics, idle_s: float) -> None:
     """Remove sessions unused for `idle_s` seconds, and the oldest of too many, until cancelled."""
     while True:
         await asyncio.sleep(min(_SWEEP_S, idle_s / 4))
@@ -39,7 +39,9 @@ async def sweep(client: Client, index: Index, latest: LatestMetrics, idle_s: flo
                 await remove(client, index, session)
 
 
-async def remove(client: Client, index: Index, session: IndexedSession, *, forget: bool = True) -> None:
+async def remove(
+    client: Client, index: SessionIndex, session: IndexedSession, *, forget: bool = True
+) -> None:
     """Close a session unless another gateway has used it since, then drop it from the index.
 
     If the log cannot store the close, the session stays in the index, for the next sweep.

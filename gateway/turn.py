@@ -30,7 +30,7 @@ from turnkeep_client.session import build
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
-    from turnkeep_client.content_blocks import Warned
+    from turnkeep_client.content_blocks import ContentWarning
     from turnkeep_client.errors import TokenLimit
     from turnkeep_client.messages import Message
 
@@ -61,7 +61,7 @@ _REPLACEMENT: Final = rb"\ufffd"
 _T = TypeVar("_T")
 
 
-class Whole(int):
+class WholeNumber(int):
     """An integer in a request; some clients write 2.0 for 2."""
 
 
@@ -88,7 +88,7 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
     asked: Mapping[str, Any] = {}
     is_kept: bool = False
     previous: str = ""
-    warnings: tuple[Warned, ...] = ()
+    warnings: tuple[ContentWarning, ...] = ()
     images: Mapping[str, bytes | Link] = {}
     earlier_image: Callable[[str], Awaitable[bytes]] | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
@@ -154,7 +154,7 @@ def parts_checked() -> Iterator[None]:
         raise refused(str(error), error.where) from None
 
 
-def told(warnings: Sequence[Warned]) -> dict[str, str]:
+def told(warnings: Sequence[ContentWarning]) -> dict[str, str]:
     """Return the response header with a request's warnings; empty if there are none."""
     shown = _UNSHOWN.sub("?", "; ".join(sentences(warnings)))
     return {WARNINGS: shown[:_MOST_SHOWN]} if shown else {}
@@ -176,14 +176,14 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
 
 
 def as_whole(kind: type, given: Any) -> Any:
-    """Convert a number to `Whole`; a `dec_hook` for msgspec's decoders. Raises `ValueError`."""
+    """Convert a number to `WholeNumber`; a `dec_hook` for msgspec's decoders. Raises `ValueError`."""
     if (
-        kind is Whole
+        kind is WholeNumber
         and isinstance(given, int | float)
         and not isinstance(given, bool)
         and given == given // 1
     ):
-        return Whole(given)
+        return WholeNumber(given)
     found = {str: "str", bool: "bool", float: "float", list: "array", dict: "object"}.get(type(given))
     raise ValueError(f"Expected `int | null`, got `{found}`")
 

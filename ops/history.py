@@ -44,7 +44,7 @@ SERIES: Final[dict[str, Callable[[Sighting, Figures], float | None]]] = {
 }
 
 
-class History:
+class FigureHistory:
     """The last `keep_s` seconds of each worker that the fleet remembers, as points `step_s` seconds apart."""
 
     def __init__(self, keep_s: float) -> None:

@@ -136,6 +136,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a model that names the digit and the colour of a picture; see `tests.taught`."""
+    from tests import taught
+
+    return taught.write(tmp_path_factory.mktemp("models") / "taught")
+
+
+@pytest.fixture(scope="session")
 def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model without an end-of-turn token: each answer has as many tokens as its limit allows."""
     return make_endless_model(tiny_model, tmp_path_factory.mktemp("models") / "endless")

@@ -302,6 +302,7 @@ class App:
             ("overheard", parts.overheard.run),
             ("streams", partial(self._keep_streams, js)),
             ("saving", parts.engine.save),
+            ("audit", parts.engine.audit),
             ("loop-lag", self._telemetry.watch_loop),
             ("metrics", partial(self._publish_metrics, parts)),
         ):

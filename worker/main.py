@@ -26,7 +26,7 @@ from .observe.bare_structlog import structlog
 from .observe.logs import configure
 from .observe.progress import terminal_progress
 from .process.concurrency import task_group
-from .process.heap import Spare
+from .process.heap import SpareMemory
 from .process.installed import as_installed
 from .process.open_files import raise_limit
 from .process.settings import SettingsError
@@ -49,21 +49,21 @@ _STATE_S: Final = 0.5
 
 def main() -> None:
     """Wait for an order and carry it out; then end this process."""
-    from .reports import Refused
+    from .reports import Refusal
 
     raise_limit()
-    reporting = Reporting()
+    reporting = Reporter()
     try:
         _work(reporting)
     except TurnkeepError as error:  # also if MLX cannot be imported, before there is an order
-        reporting.send(Refused(as_installed(redact(str(error))), isinstance(error, SettingsError)))
+        reporting.send(Refusal(as_installed(redact(str(error))), isinstance(error, SettingsError)))
         sys.exit(1)
 
 
-def _work(reporting: Reporting) -> None:
+def _work(reporting: Reporter) -> None:
     from .reports import decode_order
 
-    spare = Spare(int(sys.argv[1]))
+    spare = SpareMemory(int(sys.argv[1]))
     preload()  # before anything imports MLX
     gc.disable()  # until the start has created its many objects, none of which is garbage
     _import_all()
@@ -90,7 +90,7 @@ def _import_all() -> None:
     import worker.reports  # noqa: F401
 
 
-class Reporting:
+class Reporter:
     """Sends reports to the supervisor. Any thread."""
 
     def __init__(self) -> None:
@@ -110,25 +110,25 @@ class Reporting:
 
     def line(self, line: str) -> None:
         """Report a line of the log."""
-        from .reports import Line
+        from .reports import ReportLine
 
-        self.send(Line(line))
+        self.send(ReportLine(line))
 
     def step(self, what: str) -> None:
         """Report a step of the start."""
-        from .reports import Line
+        from .reports import ReportLine
 
-        self.send(Line(what, is_step=True))
+        self.send(ReportLine(what, is_step=True))
 
 
-def _weigh(order: Order, reporting: Reporting) -> None:
+def _weigh(order: Order, reporting: Reporter) -> None:
     from .weighing import weigh
 
     configure(order.settings.log_format, order.settings.log_level)
     reporting.send(weigh(order.settings))
 
 
-def _serve(order: Order, lines: RawIOBase, reporting: Reporting, spare: Spare) -> None:
+def _serve(order: Order, lines: RawIOBase, reporting: Reporter, spare: SpareMemory) -> None:
     from .app import App
     from .process.datadir import DataDir
 
@@ -180,7 +180,7 @@ def _hear(lines: RawIOBase, app: App, token: EventLoopToken) -> None:
 
 
 async def _obey(
-    received: AsyncIterator[signal.Signals], app: App, reporting: Reporting, starting: anyio.CancelScope
+    received: AsyncIterator[signal.Signals], app: App, reporting: Reporter, starting: anyio.CancelScope
 ) -> None:
     """At a signal stop the worker, at a second one exit."""
     told = False
@@ -194,7 +194,7 @@ async def _obey(
             starting.cancel()
 
 
-async def _tell(app: App, reporting: Reporting) -> None:
+async def _tell(app: App, reporting: Reporter) -> None:
     """Report the worker's state again and again, and once what it serves."""
     is_told = False
     while True:

@@ -27,7 +27,7 @@ _GRACE_S: Final = 1.0
 _TURN_S: Final = 60.0
 
 
-class InMemory(NamedTuple):
+class IdleModel(NamedTuple):
     """A loaded model that may be unloaded: when it was last used, by the event loop's clock, and its size."""
 
     used_s: float
@@ -35,7 +35,7 @@ class InMemory(NamedTuple):
     name: str
 
 
-def leaving(lacking_bytes: int, idle: Iterable[InMemory]) -> list[str]:
+def leaving(lacking_bytes: int, idle: Iterable[IdleModel]) -> list[str]:
     """Choose the least recently used models until they free `lacking_bytes`; none if all free less."""
     chosen: list[str] = []
     for one in sorted(idle):
@@ -80,13 +80,13 @@ class MemoryBudget:
 
     async def _make_room(self, lacking_bytes: int, since_s: float) -> None:
         """Free `lacking_bytes`: unload models that are idle, or were loaded for `_TURN_S` since `since_s`."""
-        idle: list[InMemory] = []
+        idle: list[IdleModel] = []
         for one in [*self.loaded]:
             had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
             if one.leave.is_set():
                 lacking_bytes -= one.size_bytes
             elif had_turn or (one.unused_s > _GRACE_S and not await one.activator.has_work()):
-                idle.append(InMemory(one.activator.used_s, one.size_bytes, one.name or ""))
+                idle.append(IdleModel(one.activator.used_s, one.size_bytes, one.name or ""))
         chosen = leaving(lacking_bytes, idle)
         for one in self.loaded:
             if one.name in chosen:

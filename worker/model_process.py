@@ -12,7 +12,7 @@ from turnkeep_client.errors import TurnkeepError
 
 from .metrics_message import unloaded
 from .process.constants import CONSTANTS
-from .reports import Needs, Refused, State
+from .reports import Needs, Refusal, State
 
 if TYPE_CHECKING:
     from anyio.abc import Process
@@ -56,7 +56,7 @@ class ModelProcess:
         self.loaded_s = math.inf
         self.reported_s = math.inf
         self.state = State((), ("starting",), is_alone=True)
-        self.refused: Refused | None = None
+        self.refused: Refusal | None = None
         #: `wanted`: the model has requests. `leave`: it must be unloaded.
         self.wanted = Event()
         self.leave = Event()

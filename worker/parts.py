@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from turnkeep_client.messages import FEATURES
 from turnkeep_client.messages import VERSION as PROTOCOL
 from worker.cluster.endpoints import Endpoints
-from worker.cluster.overheard import Overheard
+from worker.cluster.overheard import OverheardRequests
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
 from worker.models import model
@@ -25,7 +25,7 @@ from worker.sessions.embedding import Embedder
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
 from worker.sessions.history import digests_of
-from worker.sessions.limits import Limits
+from worker.sessions.limits import RequestLimits
 from worker.sessions.services import Services
 from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
@@ -36,7 +36,7 @@ from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
 from worker.wire.retention import Retention
-from worker.wire.undelivered import Undelivered
+from worker.wire.undelivered import UndeliveredRequests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
     from cache.store import Store
     from turnkeep_client.messages import Metrics, Model
-    from turnkeep_client.subjects import Subjects
+    from turnkeep_client.subjects import SessionKey, Subjects
     from worker.cluster.members import Members
     from worker.engine.engine import Engine
     from worker.models.model import LoadedModel
@@ -124,7 +124,7 @@ class Parts:
         self.erasures = Erasures(self.journal, members.me.directory, ground.copies)
         services = self._services(asides)
         self.sessions = Sessions(services, work, idle_timeout_s=constants.idle_timeout_s)
-        self.overheard = Overheard(nc, members)
+        self.overheard = OverheardRequests(nc, members)
         self.endpoints = self._make_endpoints(services, asides)
         self.routing = Routing(
             *(nc, subjects, members, self.owners, self.journal, self.intake, asides),
@@ -132,7 +132,7 @@ class Parts:
             control=self.endpoints.control,
             erase=self.sessions.erase,
         )
-        self.undelivered = Undelivered(
+        self.undelivered = UndeliveredRequests(
             *(self.journal, self.intake, self.routing.wake, lambda: members.is_first),
             ack_wait_s=constants.ack_wait_s,
         )
@@ -215,7 +215,7 @@ class Parts:
             reading=Rotation(_MAX_READINGS),
             ack=self.intake.ack,
             is_elsewhere=owners.is_elsewhere,
-            give_back=self.intake.give_back,
+            hand_over=self._hand_over,
             erase_elsewhere=owners.erase,
             erasures=self.erasures,
             directory=members.me.directory,
@@ -227,10 +227,13 @@ class Parts:
             traces=ground.traces,
         )
 
-    def _limits(self, fold: Fold) -> Limits:
+    async def _hand_over(self, key: SessionKey) -> None:
+        await self.routing.hand_over(key)  # which is built after the sessions, as it wakes them
+
+    def _limits(self, fold: Fold) -> RequestLimits:
         model_start, constants = self.ground.model, self.ground.constants
         loaded = model_start.loaded
-        return Limits(
+        return RequestLimits(
             self.engine,
             fold.policy,
             context_tokens=model_start.context_tokens,

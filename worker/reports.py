@@ -49,14 +49,14 @@ class Needs(msgspec.Struct, frozen=True, tag="needs"):
     draft_folder: str | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class Refusal(msgspec.Struct, frozen=True, tag="refused"):
     """An error that ends the process, and that a user can fix; `is_setting` if a setting is wrong."""
 
     reason: str
     is_setting: bool
 
 
-class Line(msgspec.Struct, frozen=True, tag="line"):
+class ReportLine(msgspec.Struct, frozen=True, tag="line"):
     """A line of the log, or the text of a step of the start."""
 
     text: str
@@ -74,7 +74,7 @@ class State(msgspec.Struct, frozen=True, tag="state"):
     is_alone: bool
 
 
-Report = Needs | Refused | Line | State
+Report = Needs | Refusal | ReportLine | State
 
 _ENCODER: Final = msgspec.json.Encoder(enc_hook=str)
 

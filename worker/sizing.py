@@ -34,7 +34,7 @@ _ENDLESS_BYTES: Final = 2**50
 
 
 @dataclass(frozen=True, slots=True)
-class Sized:
+class ModelSizes:
     """The measured sizes of a model under one policy."""
 
     policy: Policy
@@ -50,7 +50,7 @@ def measure(
     block: int,
     max_context: int,
     limit_bytes: int | None,
-) -> Sized:
+) -> ModelSizes:
     """Measure the sizes of a lazily loaded model; run a forward pass only if it has sliding windows.
 
     `block` and `max_context` are tokens. Raises `ValueError`, with the reason, if the model cannot have
@@ -75,10 +75,10 @@ def measure(
     weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
     limit = limit_bytes or machine.default_limit(weight_bytes).size_bytes
     whole = estimator(loaded, caches, limit, sketched, reserved_bytes)
-    return Sized(policy, whole, whole.kv.under(policy))
+    return ModelSizes(policy, whole, whole.kv.under(policy))
 
 
-def device_bytes(sized: Sized, kv_bytes: int, *, block: int, max_batch: int, max_context: int) -> int:
+def device_bytes(sized: ModelSizes, kv_bytes: int, *, block: int, max_batch: int, max_context: int) -> int:
     """Return the least device memory, in bytes, that leaves a worker `kv_bytes` for KV."""
 
     def room(limit_bytes: int) -> int:

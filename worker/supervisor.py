@@ -34,7 +34,7 @@ from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
 from .process.settings import SettingsError, word
-from .reports import Line, Needs, Order, Refused, State
+from .reports import Needs, Order, Refusal, ReportLine, State
 from .standby import Standby, reports, send_order
 from .wire.activator import Activator
 
@@ -213,7 +213,7 @@ class Supervisor:
         async def weigh(model: ModelProcess) -> None:
             async with limit:
                 weighed = await self._weighed(model.settings)
-            if isinstance(weighed, Refused):
+            if isinstance(weighed, Refusal):
                 raise SupervisorError(f"the model {model.name} cannot be served: {weighed.reason}")
             model.needs = weighed
 
@@ -226,15 +226,15 @@ class Supervisor:
             model.size_bytes = share_of(model.name or "", model.settings.device_memory, needs, memory)
         self._memory.size_bytes = memory
 
-    async def _weighed(self, settings: Settings) -> Needs | Refused:
+    async def _weighed(self, settings: Settings) -> Needs | Refusal:
         """Measure a model in a process of its own."""
-        found: Needs | Refused = Refused("its process has ended; the error is above", is_setting=False)
+        found: Needs | Refusal = Refusal("its process has ended; the error is above", is_setting=False)
         async with ending(await self._standby.take(), 0) as process:
             await send_order(process, Order(settings, weighs=True))
             async for report in reports(process):
-                if isinstance(report, Line):
+                if isinstance(report, ReportLine):
                     self._say(report)
-                elif isinstance(report, Needs | Refused):
+                elif isinstance(report, Needs | Refusal):
                     found = report
         return found
 
@@ -260,9 +260,9 @@ class Supervisor:
         drafted = replace(model.settings, model=name, draft_model=model.draft_model)
         alone = replace(drafted, draft_model=None)
         settings, weighed = drafted, await self._fitting(drafted)
-        if isinstance(weighed, Refused) and drafted != alone:
+        if isinstance(weighed, Refusal) and drafted != alone:
             settings, weighed = alone, await self._fitting(alone)
-        if isinstance(weighed, Refused):
+        if isinstance(weighed, Refusal):
             raise SupervisorError(f"{name} cannot be served: {weighed.reason}")
         model.let_go()
         while model in self._memory.loaded:  # noqa: ASYNC110  # it tells nobody
@@ -272,15 +272,15 @@ class Supervisor:
         without = ", without the draft model" if settings.draft_model != drafted.draft_model else ""
         return f"the worker restarts with {name}{without}; conversations go on with it"
 
-    async def _fitting(self, settings: Settings) -> Needs | Refused:
+    async def _fitting(self, settings: Settings) -> Needs | Refusal:
         """Measure a model; refuse it if this machine has too little memory for it."""
         weighed = await self._weighed(settings)
         if isinstance(weighed, Needs) and weighed.least_bytes > weighed.memory_bytes:
             least, there = size(weighed.least_bytes), size(weighed.memory_bytes)
-            return Refused(f"it needs {least} of memory, and this machine has {there} for models", False)
+            return Refusal(f"it needs {least} of memory, and this machine has {there} for models", False)
         return weighed
 
-    def _say(self, line: Line) -> None:
+    def _say(self, line: ReportLine) -> None:
         if not line.is_step:
             if self._kept is not None:
                 self._kept(line.text)
@@ -314,7 +314,7 @@ class Supervisor:
             is_failing = num_short >= _MAX_TRIES and model.loaded_s == math.inf
             refused = model.refused
             if model.needs is None and (is_failing or refused is not None):
-                self._give_up(refused or Refused(_never_ready(code), is_setting=False))
+                self._give_up(refused or Refusal(_never_ready(code), is_setting=False))
                 return False
             more = {"reason": refused.reason} if refused is not None else {}
             if is_failing and self._are_several:
@@ -331,7 +331,7 @@ class Supervisor:
                 await model.leave.wait()
                 return True
 
-    def _give_up(self, refused: Refused) -> None:
+    def _give_up(self, refused: Refusal) -> None:
         """End `run` with the reason why the only model cannot be served."""
         kind = SettingsError if refused.is_setting else SupervisorError
         self._fatal = kind(refused.reason)
@@ -365,11 +365,11 @@ class Supervisor:
     async def _hear(self, model: ModelProcess, report: Report) -> None:
         """Take a worker's report; once it serves, let it answer its requests."""
         match report:
-            case Line():
+            case ReportLine():
                 self._say(report)
             case State():
                 model.state, model.reported_s = report, current_time()
-            case Refused():
+            case Refusal():
                 model.refused = report
             case Needs():
                 if not self._are_several:

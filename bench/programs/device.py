@@ -1,7 +1,7 @@
 """A program that measures a device: `python -m bench.programs.device --data-dir FOLDER`.
 
 `turnkeep bench device` runs it. It loads a model as a worker does and prints a line that describes model and
-device. Each line of its input is a JSON array: the name of a method of `Measuring`, and its arguments. For
+device. Each line of its input is a JSON array: the name of a method of `DeviceMeter`, and its arguments. For
 each line it prints the measured values by the names of the bench's measures. Runs the worker's own batch,
 without sessions and the scheduler.
 """
@@ -29,7 +29,7 @@ import mlx.core as mx  # noqa: E402
 from cache.kv import layers  # noqa: E402
 from turnkeep_client.errors import TurnkeepError  # noqa: E402
 from worker.batch.batch_kinds import batch_for  # noqa: E402
-from worker.batch.row_sampler import RowSampler, Sampling  # noqa: E402
+from worker.batch.row_sampler import RowSampler, RowSampling  # noqa: E402
 from worker.batch.rows import PrefillPiece, Row  # noqa: E402
 from worker.batch.trials import Trials  # noqa: E402
 from worker.device import machine  # noqa: E402
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Figures: TypeAlias = "dict[str, float]"
 
 
-class Measuring:
+class DeviceMeter:
     """Measures a loaded model and a worker's batch. Nothing else may run on the device meanwhile."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Measuring:
                 caches = layers.fork(self._prefilled(before), self._new(), len(before))
             else:
                 caches = self._run(before)
-            row = Row(caches, array("I", prompt), RowSampler(Sampling()), len(prompt), steps + 1)
+            row = Row(caches, array("I", prompt), RowSampler(RowSampling()), len(prompt), steps + 1)
             pieces.append(PrefillPiece(caches, len(before), [last], row))
         self._batches[together].step(pieces)
         return [piece.row for piece in pieces if piece.row is not None]
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         directory = DataDir.open(chosen.data_dir)
         folder = models.resolve(chosen.model, chosen.data_dir, dtype=dtype)
         loaded = models.load(folder, dtype=dtype, kv_bits=chosen.kv_bits)
-        measuring = Measuring(loaded, directory, replace(chosen, dtype=dtype))
+        measuring = DeviceMeter(loaded, directory, replace(chosen, dtype=dtype))
         print(json.dumps(measuring.description), file=replies, flush=True)
         for line in sys.stdin:
             name, *asked = json.loads(line)

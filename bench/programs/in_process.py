@@ -1,7 +1,7 @@
 """A program that runs mlx-lm alone, for comparison: `python -m bench.programs.in_process MODEL`.
 
 `turnkeep bench device` runs it beside `bench.programs.device`. Each line of its input is a JSON array: the
-name of a method of `Engine`, and its arguments. For each line it prints the measured values by the names of
+name of a method of `MlxLm`, and its arguments. For each line it prints the measured values by the names of
 the bench's measures. The first line of output, `{}`, means ready.
 """
 
@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator, generate_step
 from mlx_lm.utils import dequantize_model
 
 
-class Engine:
+class MlxLm:
     """Runs mlx-lm with one model."""
 
     def __init__(self, folder: str) -> None:
@@ -87,7 +87,7 @@ def main() -> None:
     """Load the model, then answer each line of input. The bench reports the last line of a traceback."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries may print, but not between the replies
-    engine = Engine(sys.argv[1])
+    engine = MlxLm(sys.argv[1])
     print("{}", file=replies, flush=True)
     for line in sys.stdin:
         name, *asked = json.loads(line)

@@ -21,7 +21,7 @@ from cache.disk.codec import PLAIN
 from cache.disk.folder import scan
 from cache.disk.format import is_lack, prove
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
 from .pruning import opened
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cache.disk.catalog import Catalog
     from cache.disk.codec import Codec, FileWriter
     from cache.disk.folder import Folder
-    from cache.index.index import Index
+    from cache.index.index import SnapshotIndex
     from cache.names.snapshot import Name
 
 _COPY_BYTES: Final = 4 << 20
@@ -161,12 +161,12 @@ class _Importer:
     """Adds the members of an archive one by one to an open cache, within its limits."""
 
     def __init__(
-        self, folder: Folder, catalog: Catalog, index: Index, max_bytes: int, min_free_bytes: int
+        self, folder: Folder, catalog: Catalog, index: SnapshotIndex, max_bytes: int, min_free_bytes: int
     ) -> None:
         self.transferred = Transfer()
         self._folder = folder
         self._catalog = catalog
-        self._names = {node.digest: node.name for node in index}
+        self._ends = {node.digest: node.end for node in index}
         self._used_bytes = index.stored_bytes + folder.quarantined_bytes()
         self._max_bytes = max_bytes
         self._min_free_bytes = min_free_bytes
@@ -176,7 +176,7 @@ class _Importer:
         digest = PLAIN.digest_of(member.name)
         if digest is None or not _is_snapshot(member):
             raise DoubtfulSnapshotError("not a file with the name of a snapshot")
-        if digest in self._names:
+        if digest in self._ends:
             raise DoubtfulSnapshotError("there already")
         codec = self._folder.codec
         size_bytes = codec.size_bytes(member.size)
@@ -197,18 +197,18 @@ class _Importer:
             self._check_prefix(name, header.block_tokens)
             self._catalog.note_identities([(bytes.fromhex(header.identity), header.block_tokens)])
             self._folder.place(path, digest)
-        self._names[digest] = name
+        self._ends[digest] = name.span.end
         used = time.time_ns() // 1000
-        self._catalog.put([Row.of(digest, name, size_bytes, used)])
+        self._catalog.put([SnapshotRow.of(digest, name, size_bytes, used)])
         self._used_bytes += size_bytes
         self.transferred.num_files += 1
         self.transferred.size_bytes += size_bytes
 
     def _check_prefix(self, name: Name, block_tokens: int) -> None:
-        parent = self._names.get(name.parent)
+        end = self._ends.get(name.parent)
         # Without the piece before it, neither a match nor an erasure would find it.
-        is_lost = parent is None and name.start % block_tokens
-        if is_lost or (parent is not None and parent.span.end != name.start):
+        is_lost = end is None and name.start % block_tokens
+        if is_lost or (end is not None and end != name.start):
             raise DoubtfulSnapshotError("the prefix that it continues is not there")
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from cache.disk.catalog import Catalog
     from cache.disk.codec import Codec
-    from cache.index.index import Index
+    from cache.index.index import SnapshotIndex
     from cache.index.nodes import Node
 
 
@@ -36,7 +36,7 @@ class PruneResult:
 @contextmanager
 def opened(
     directory: Path, codec: Codec = PLAIN, *, fresh: bool = False
-) -> Iterator[tuple[Folder, Catalog, Index]]:
+) -> Iterator[tuple[Folder, Catalog, SnapshotIndex]]:
     """Lock a directory during the block; yield its folder, its catalog, and the index of its files.
 
     With `fresh` a missing directory is created. Raises `CacheError`, `OSError`.

@@ -17,8 +17,8 @@ from cache.disk import format as snapshot_format
 from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import Row
-from cache.index.index import Index
+from cache.disk.rows import SnapshotRow, is_right
+from cache.index.index import SnapshotIndex
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
     """List chains and disk usage. Reads one header per chain. Raises `CacheError`, `OSError`."""
     check(directory, codec)
     rows, survey, names = _read(directory, codec)
-    index = Index(lambda: 0.0, rows)
+    index = SnapshotIndex(lambda: 0.0, rows)
     models: dict[str, StoredModel] = {}
     counted: set[bytes] = set()
     for node in index:
@@ -179,26 +179,25 @@ def _proved(directory: Path, progress: Callable[[int, int], None], codec: Codec)
     return survey
 
 
-def _read(directory: Path, codec: Codec) -> tuple[list[Row], Survey, dict[str, str]]:
+def _read(directory: Path, codec: Codec) -> tuple[list[SnapshotRow], Survey, dict[str, str]]:
     """Read model names and rows from a copy of the index; make new rows where the files differ."""
     survey = Survey()
     known, names = {}, {}
     with suppress(sqlite3.Error, OSError), _copied(directory / "index.sqlite") as db:
-        # The rows are compared with the files below, so their proofs are not needed.
-        stored = [Row(*row) for row in db.execute("SELECT * FROM snapshot")]
-        known = {row.digest: row for row in codec.rows(stored)}
+        stored = [SnapshotRow(*row) for row in db.execute("SELECT * FROM snapshot")]
+        known = {row.digest: row for row in codec.rows(stored) if is_right(row)}
         names = {row[0].hex(): row[1] for row in db.execute("SELECT identity, name FROM model")}
     rows = []
     for digest, (size_bytes, mtime_ns) in scan(directory / "snapshots", codec).items():
         row = known.get(digest)
         file = directory / "snapshots" / codec.file_name(digest)
         try:
-            if row is None or row.size_bytes != size_bytes or row.name.digest != digest:
+            if row is None or row.size_bytes != size_bytes or not row.num_tokens:
                 if read_header(file, codec).is_foreign:
                     survey.num_foreign += 1
                     survey.foreign_bytes += size_bytes
                     continue
-                row = Row.of(digest, read_name(file, codec), size_bytes, mtime_ns // 1000)
+                row = SnapshotRow.of(digest, read_name(file, codec), size_bytes, mtime_ns // 1000)
         except FileNotFoundError:
             continue
         except (DoubtfulSnapshotError, OSError) as error:
@@ -251,7 +250,7 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _stored_chain(index: Index, links: list[Node], model: StoredModel) -> StoredChain:
+def _stored_chain(index: SnapshotIndex, links: list[Node], model: StoredModel) -> StoredChain:
     node, own_bytes = links[0], 0
     for link in links:
         if len(index.children(link.digest)) > 1:

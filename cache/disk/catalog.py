@@ -18,7 +18,7 @@ from cache.names.marks import ErasureProgress
 
 from . import private
 from .fsync import sync
-from .rows import Row, columns, proofs
+from .rows import SnapshotRow, columns, proofs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("turnkeep.cache")
 
 #: Increase with each change of the tables: an index of another version is made again from the files.
-_SCHEMA_VERSION: Final = 7
+_SCHEMA_VERSION: Final = 8
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -45,7 +45,7 @@ _DISKS_FAULTS: Final = frozenset(
 _SCHEMA: Final = (
     """
     CREATE TABLE IF NOT EXISTS snapshot (
-        digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, tokens BLOB NOT NULL,
+        digest BLOB PRIMARY KEY, parent BLOB NOT NULL, start INTEGER NOT NULL, num_tokens INTEGER NOT NULL,
         size_bytes INTEGER NOT NULL, used INTEGER NOT NULL, resumable INTEGER NOT NULL, mark BLOB NOT NULL,
         proof BLOB
     ) WITHOUT ROWID
@@ -59,6 +59,8 @@ _SCHEMA: Final = (
 )
 #: Suffixes of the files that SQLite makes beside the catalog.
 _SIDE_FILES: Final = ("-wal", "-shm", "-journal")
+#: Rows that are read at a time: all at once would need three times the memory of the index.
+_TOGETHER: Final = 4096
 _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 
 
@@ -92,8 +94,7 @@ class Catalog:
                 return self._in_memory(error)
         db.close()
         _log.warning("index_discarded", path=str(self._path), reason=reason)
-        for suffix in ("", *_SIDE_FILES):
-            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
+        self._remove_file()
         db = self._connect()
         try:
             return self._prepare(db, 0)
@@ -104,8 +105,7 @@ class Catalog:
     def _in_memory(self, error: sqlite3.Error) -> sqlite3.Connection:
         """Open a database in memory instead of the file, which cannot be written (on a full disk, say).
 
-        Copies the readable part of the file to memory. Later changes are lost when the process ends, unless
-        an erasure can put the database in place of the file (`_put_back`).
+        Copies the readable part of the file to memory. Later changes are lost when the process ends.
         """
         _log.error("index_not_written", path=str(self._path), error=str(error))
         self._is_lasting = False
@@ -118,30 +118,9 @@ class Catalog:
         db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def _put_back(self) -> bool:
-        """Replace the file by the database in memory, if that is in use; return whether the file is in use.
-
-        The old file may have rows of what was erased. A reader that still holds it keeps only its own view.
-        """
-        if self._is_lasting:
-            return True
-        fresh = self._path.with_name(f"{self._path.name}-new")
-        try:
-            fresh.unlink(missing_ok=True)
-            os.close(private.opener(str(fresh), os.O_RDWR | os.O_CREAT))
-            self._db.execute("VACUUM INTO ?", (str(fresh),))  # a backup would copy deleted rows too
-            sync(fresh)
-            for suffix in _SIDE_FILES:
-                self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
-            fresh.replace(self._path)
-            sync(self._path.parent)
-            db = self._prepare(self._connect(), _SCHEMA_VERSION)
-        except (OSError, sqlite3.Error) as error:
-            _log.warning("index_still_not_written", path=str(self._path), error=str(error))
-            return False
-        self._db.close()
-        self._db, self._is_lasting = db, True
-        return True
+    def _remove_file(self) -> None:
+        for suffix in ("", *_SIDE_FILES):
+            self._path.with_name(self._path.name + suffix).unlink(missing_ok=True)
 
     def _connect(self) -> sqlite3.Connection:
         with suppress(OSError):  # SQLite reports the error itself; its log gets the same mode
@@ -162,7 +141,7 @@ class Catalog:
         db.execute("PRAGMA wal_autocheckpoint=100")
         # SQLite's default page cache of 2 MiB is not worth its memory: the system caches the file too.
         db.execute("PRAGMA cache_size=-256")
-        # Rows contain tokens, which `forget` must erase.
+        # Rows contain digests of tokens, which `forget` must erase.
         db.execute("PRAGMA secure_delete=ON")
         if not version:  # a file that exists opens without a write, so on a full disk too
             for table in _SCHEMA:
@@ -170,10 +149,14 @@ class Catalog:
             db.execute(f"PRAGMA user_version={_SCHEMA_VERSION}")
         return db
 
-    def read(self) -> list[Row]:
-        """Read all rows without verifying them; `catalog_repair` verifies them."""
-        made = partial(tuple.__new__, Row)  # as `Row._make`, without a Python call for each row
-        return list(self._codec.rows(list(map(made, self._db.execute("SELECT * FROM snapshot")))))
+    def read(self) -> Iterator[list[SnapshotRow]]:
+        """Read all rows, many at a time, without verifying them; `catalog_repair` verifies them."""
+        made = partial(
+            tuple.__new__, SnapshotRow
+        )  # as `SnapshotRow._make`, without a Python call for each row
+        found = self._db.execute("SELECT * FROM snapshot")
+        while rows := found.fetchmany(_TOGETHER):
+            yield list(self._codec.rows(list(map(made, rows))))
 
     def identities(self) -> dict[bytes, int]:
         """Read the identities of all models that may have snapshots here; return their tokens per block."""
@@ -199,8 +182,16 @@ class Catalog:
 
     def purge_log(self) -> bool:
         """Remove deleted rows from SQLite's write-ahead log too; False if some may still be on the disk."""
+        if not self._is_lasting:  # the file, which may have the rows, is of no use: the next start makes it
+            try:
+                self._remove_file()
+                sync(self._path.parent, through=True)
+            except OSError as error:
+                _log.warning("index_still_not_written", path=str(self._path), error=str(error))
+                return False
+            return True
         # The log still has the pages from before the deletion.
-        if not self._put_back() or self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
+        if self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]:
             return False
         with suppress(FileNotFoundError):  # the directory was removed
             # SQLite syncs the bytes that it writes, but not the truncation of the log.
@@ -212,13 +203,13 @@ class Catalog:
         with self._transaction() as db:
             db.execute("DELETE FROM snapshot")
 
-    def put(self, rows: Iterable[Row]) -> None:
+    def put(self, rows: Iterable[SnapshotRow]) -> None:
         """Add or replace the rows of snapshots."""
         rows = list(rows)
         with self._transaction() as db:
             db.executemany(_PUT, map(self._codec.hidden_row, rows, proofs(columns(rows))))
 
-    def remove(self, rows: Iterable[Row]) -> None:
+    def remove(self, rows: Iterable[SnapshotRow]) -> None:
         """Delete rows."""
         with self._transaction() as db:
             hidden = ((self._codec.hidden(row.digest),) for row in rows)

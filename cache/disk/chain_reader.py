@@ -15,15 +15,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from cache.names.errors import DoubtfulSnapshotError
+from cache.names.tokens import num_common
 
 from . import format as snapshot_format
+from .header import read_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from cache.kv.arrays import Arrays, Blank
+    from cache.kv.arrays import Arrays, BlankTensors
     from cache.names.blocks import Span
-    from cache.names.snapshot import ModelLayout, Only, States
+    from cache.names.snapshot import KvPart, ModelLayout, States
 
     from .folder import Folder
     from .io_threads import IoThreads
@@ -59,11 +61,11 @@ class ChainRead:
     #: Allocate memory for at least so many tokens, since otherwise the next append would copy all KV.
     capacity_tokens: int = 0
     #: Read only this part of the KV.
-    only: Only | None = None
+    only: KvPart | None = None
     #: Read the sketches of so many first tokens from carriers, files with the sketches of earlier blocks too.
     num_carried: int = 0
 
-    def blank(self, folder: Folder) -> Blank:
+    def blank(self, folder: Folder) -> BlankTensors:
         """Allocate the arrays, also for the state in the last file. Raises `DoubtfulSnapshotError`."""
         from cache.kv import arrays  # imports MLX, which a process may have to prepare first
 
@@ -73,7 +75,7 @@ class ChainRead:
             path = folder.path(last.digest)
             states = snapshot_format.peek(path, last.digest, last.start, self.identity, folder.codec)[1]
             self.model.check_states(states, self.num_tokens)
-        return arrays.Blank(
+        return arrays.BlankTensors(
             self.model,
             self.num_tokens,
             states,
@@ -156,10 +158,21 @@ def read_chain(folder: Folder, chain: ChainRead, limit_s: float, threads: IoThre
     return ReadOutcome(restored, num_read, doubt)
 
 
+def num_shared(folder: Folder, digests: Sequence[bytes], packed: bytes) -> list[int]:
+    """Return how many first tokens of `packed` each of these snapshots begins with; 0 for doubtful files."""
+    found = []
+    for digest in digests:
+        try:
+            found.append(num_common(read_name(folder.path(digest), folder.codec).tokens, packed))
+        except (DoubtfulSnapshotError, OSError):
+            found.append(0)
+    return found
+
+
 class _Reading:
     """A chain's files as a queue: each I/O thread repeatedly reads the next unread file into `blank`."""
 
-    def __init__(self, folder: Folder, chain: ChainRead, blank: Blank, until: float) -> None:
+    def __init__(self, folder: Folder, chain: ChainRead, blank: BlankTensors, until: float) -> None:
         #: Bytes read, by file.
         self.sizes = [0] * len(chain.files)
         #: The errors of files that failed verification, by file.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
-    from .rows import Row
+    from .rows import SnapshotRow
 
 SUFFIX: Final = ".safetensors"
 #: The file that identifies the key with which a directory's contents are encrypted.
@@ -103,14 +103,14 @@ class Codec:
         return FileWriter(file)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Return a digest in the form that the catalog stores: unchanged here, encrypted in `Sealed`."""
+        """Return a digest in the form that the catalog stores: unchanged here, encrypted in `SealedCodec`."""
         return digest
 
-    def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
+    def hidden_row(self, row: SnapshotRow, proof: bytes) -> tuple[Any, ...]:
         """Return a row and its checksum `proof` in the form that the catalog stores."""
         return (*row[:-1], proof)
 
-    def rows(self, stored: list[Row]) -> Iterable[Row]:
+    def rows(self, stored: list[SnapshotRow]) -> Iterable[SnapshotRow]:
         """Return the catalog's rows in plain form, except those that do not decrypt with this key."""
         return stored
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .catalog import Catalog
     from .folder import Folder
     from .format import EncodedSnapshot
-    from .rows import Row
+    from .rows import SnapshotRow
 
 T = TypeVar("T")
 
@@ -63,7 +63,8 @@ class Write:
     removes the file, so that no abandoned snapshot comes back.
     """
 
-    row: Row
+    row: SnapshotRow
+    tokens: bytes  # packed
     encoded: EncodedSnapshot | None  # None once abandoned, and for a fetched file
     fetched: Path | None = None  # a whole file from the remote tier
     state: WriteState = WriteState.QUEUED
@@ -105,7 +106,7 @@ class DiskWork:
         self._catalog = catalog
         self._catalog_failed = False
         #: Snapshots that could not be removed from the disk or the catalog.
-        self._left: dict[bytes, Row] = {}
+        self._left: dict[bytes, SnapshotRow] = {}
         #: Identities in the catalog.
         self.noted = set(noted)
         #: False if the last erasure of everything failed in part.
@@ -179,7 +180,7 @@ class DiskWork:
         with suppress(OSError):
             freed.after_bytes = self._folder.free_bytes()
 
-    def unlink(self, rows: list[Row], *, quarantined: bool) -> None:
+    def unlink(self, rows: list[SnapshotRow], *, quarantined: bool) -> None:
         """Remove files and rows; with `quarantined` also the copies in quarantine."""
         self._remove(rows)
         try:
@@ -188,7 +189,7 @@ class DiskWork:
         except OSError as error:
             _log.error("snapshot_not_removed", digest=row.digest.hex(), error=str(error))
 
-    def _remove(self, rows: list[Row]) -> None:
+    def _remove(self, rows: list[SnapshotRow]) -> None:
         """Remove files and rows. If that fails, the next erasure or the next start tries again."""
         for row in rows:
             try:
@@ -215,15 +216,19 @@ class DiskWork:
                 self._left.clear()
                 clean = self._cleared = self._in_catalog(self._catalog.clear, []) and not left
             else:
-                self._remove([row for row in self._left.values() if is_of(row.name)])
+                self._remove(self._left_of(is_of))
                 self._folder.remove_quarantined_of(is_of)
-                clean = self._cleared and not any(is_of(row.name) for row in self._left.values())
+                clean = self._cleared and not self._left_of(is_of)
             self._folder.clear_tmp()  # nothing is being written now
             self._folder.sync()
             return clean and not self.has_failed and self._catalog.purge_log()
         except Exception as error:  # noqa: BLE001  # the thread must go on
             _log.error("erasure_failed", error=str(error) or repr(error))
             return False
+
+    def _left_of(self, is_of: Callable[[Name], bool]) -> list[SnapshotRow]:
+        path, may_be = self._folder.path, self._folder.may_be
+        return [row for row in self._left.values() if may_be(path(row.digest), is_of)]
 
     def measure(self) -> tuple[int, int] | None:
         """Return the free bytes of the file system and the bytes in quarantine; None if the disk fails."""

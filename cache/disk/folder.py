@@ -203,12 +203,15 @@ class Folder:
     def remove_quarantined_of(self, is_of: Callable[[Name], bool]) -> None:
         """Remove quarantined files of which `is_of` is true, or whose names cannot be read."""
         for path in _within(self.quarantined):
-            try:
-                is_of_them = is_of(read_name(path, self.codec))
-            except (DoubtfulSnapshotError, OSError):
-                is_of_them = path.is_file()
-            if is_of_them:
+            if path.is_file() and self.may_be(path, is_of):
                 path.unlink(missing_ok=True)
+
+    def may_be(self, path: Path, is_of: Callable[[Name], bool]) -> bool:
+        """Whether `is_of` is true of a file's name, or the name cannot be read."""
+        try:
+            return is_of(read_name(path, self.codec))
+        except (DoubtfulSnapshotError, OSError):
+            return True
 
     def sync(self) -> None:
         """Sync the subfolders, so that removals survive a power failure."""

@@ -14,7 +14,7 @@ from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import from_url
 
 from . import private
-from .tier import Key
+from .tier import FileKey
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -30,7 +30,7 @@ class ObjectStore:
             self._store = from_url(url)
             next(iter(obstore.list(self._store, chunk_size=1)), None)
 
-    def put(self, key: Key, path: Path) -> None:
+    def put(self, key: FileKey, path: Path) -> None:
         """Upload the file at `path`, unless the store has this key: see `Tier`."""
         with _as_os_error():
             if not self.contains(key.parent, [key.file]):
@@ -42,7 +42,7 @@ class ObjectStore:
             if files is not None and len(files) == 1:
                 (file,) = files
                 try:
-                    return {file: obstore.head(self._store, _path(Key(parent, file)))["size"]}
+                    return {file: obstore.head(self._store, _path(FileKey(parent, file)))["size"]}
                 except (FileNotFoundError, NotFoundError):
                     return {}
             there = {
@@ -52,7 +52,7 @@ class ObjectStore:
             }
         return {file: size for file, size in there.items() if files is None or file in files}
 
-    def get(self, key: Key, path: Path) -> bool:
+    def get(self, key: FileKey, path: Path) -> bool:
         """Download a file to `path`; False if the store does not have the file."""
         with _as_os_error():
             try:
@@ -63,7 +63,7 @@ class ObjectStore:
                 return False
         return True
 
-    def remove(self, keys: Iterable[Key]) -> None:
+    def remove(self, keys: Iterable[FileKey]) -> None:
         """Delete files; missing ones are no error."""
         with _as_os_error():
             for key in keys:
@@ -76,7 +76,7 @@ class ObjectStore:
         """Do nothing: an object store answers a removal only once it is durable."""
 
 
-def _path(key: Key) -> str:
+def _path(key: FileKey) -> str:
     return f"{key.parent}/{key.file}"
 
 

@@ -3,7 +3,7 @@
 A file is its salt, then its contents in chunks. Each chunk is encrypted by AES-256-GCM with a key that is
 derived from the directory's key, the salt and the snapshot's digest. The nonce is the chunk's number, so no
 nonce is used twice with a key. A renamed file or a moved chunk does not decrypt. Digests (and so file names),
-and the tokens of rows are encrypted by AES-SIV, which needs no nonce: an observer sees which of them are
+and the marks of rows are encrypted by AES-SIV, which needs no nonce: an observer sees which of them are
 equal, and nothing else. Sizes, times, positions, and which snapshot continues which, are visible.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from .rows import Row
+    from .rows import SnapshotRow
 
 _KEY_BYTES: Final = 32
 _MOST_KEY_FILE: Final = 1024
@@ -66,7 +66,7 @@ def read_key(path: Path) -> bytes:
     )
 
 
-class Sealed(Codec):
+class SealedCodec(Codec):
     """Reads and writes a directory that is encrypted with a key of 32 bytes. Safe on any thread."""
 
     def __init__(self, key: bytes) -> None:
@@ -111,20 +111,19 @@ class Sealed(Codec):
         """Encrypt a digest. Equal digests are encrypted to equal bytes."""
         return self._siv.encrypt(digest, _NAME)
 
-    def hidden_row(self, row: Row, proof: bytes) -> tuple[Any, ...]:
+    def hidden_row(self, row: SnapshotRow, proof: bytes) -> tuple[Any, ...]:
         """Encrypt a row and its `proof`, a checksum by which anybody could test guesses of the tokens."""
         digest = self.hidden(row.digest)
-        tokens = self._siv.encrypt(proof + row.mark + row.tokens, [b"row", digest])
-        return (digest, self.hidden(row.parent), row.start, tokens, *row[4:-2], b"", None)
+        mark = self._siv.encrypt(proof + row.mark, [b"row", digest])
+        return (digest, self.hidden(row.parent), *row[2:-2], mark, None)
 
-    def rows(self, stored: list[Row]) -> Iterator[Row]:
+    def rows(self, stored: list[SnapshotRow]) -> Iterator[SnapshotRow]:
         """Decrypt rows, and skip those that do not decrypt."""
         for row in stored:
             with suppress(InvalidTag, TypeError, ValueError):  # a damaged row: its file is adopted again
-                tokens = self._siv.decrypt(row.tokens, [b"row", row.digest])
+                mark = self._siv.decrypt(row.mark, [b"row", row.digest])
                 digest, parent = (self._siv.decrypt(one, _NAME) for one in (row.digest, row.parent))
-                plain = row._replace(digest=digest, parent=parent, tokens=tokens[16:])
-                yield plain._replace(proof=tokens[:8], mark=tokens[8:16])
+                yield row._replace(digest=digest, parent=parent, proof=mark[:8], mark=mark[8:])
 
 
 def _nonce(number: int, *, last: bool) -> bytes:
@@ -135,7 +134,7 @@ def _nonce(number: int, *, last: bool) -> bytes:
 class _Writer(FileWriter):
     """Writes an encrypted file, chunk by chunk."""
 
-    def __init__(self, file: int, path: Path, sealed: Sealed) -> None:
+    def __init__(self, file: int, path: Path, sealed: SealedCodec) -> None:
         super().__init__(file)
         salt = os.urandom(_SALT_BYTES)
         self._cipher = sealed.cipher(salt, path)
@@ -174,7 +173,7 @@ class _Writer(FileWriter):
 class _Reader(FileReader):
     """Reads an encrypted file, and verifies each chunk."""
 
-    def __init__(self, file: int, path: Path, sealed: Sealed) -> None:
+    def __init__(self, file: int, path: Path, sealed: SealedCodec) -> None:
         super().__init__(file)
         head = os.pread(file, _BEFORE, 0)
         if len(head) < _BEFORE or not head.startswith(_MAGIC):

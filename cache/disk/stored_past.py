@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import PART
-from cache.names.snapshot import Only, layer_path
+from cache.names.snapshot import KvPart, layer_path
 
 from .chain_reader import read_chain
 
@@ -79,7 +79,7 @@ class StoredPast:
             for file, end in zip(whole.files, ends, strict=True)
             if file.start < span.end and span.start < end
         ]
-        part = replace(whole, files=files, only=Only(self.policy, (span,), layer))
+        part = replace(whole, files=files, only=KvPart(self.policy, (span,), layer))
         read = partial(read_chain, self.folder, part, _READ_S, self.threads)
         return files, self.threads.submit(read, _READ_S)
 

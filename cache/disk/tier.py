@@ -48,7 +48,7 @@ _TMP: Final = "tmp"
 IDENTITIES: Final = "identities"
 
 
-class Key(NamedTuple):
+class FileKey(NamedTuple):
     """The name of a file in the tier: that of the snapshot that it continues, and its own."""
 
     parent: str
@@ -58,7 +58,7 @@ class Key(NamedTuple):
 class Tier(Protocol):
     """Files that workers share. All methods block, are safe on any thread, and raise `OSError`."""
 
-    def put(self, key: Key, path: Path) -> None:
+    def put(self, key: FileKey, path: Path) -> None:
         """Store a copy of the complete file at `path`, unless the tier has this key."""
 
     def contains(self, parent: str, files: Collection[str] | None = None) -> dict[str, int]:
@@ -67,10 +67,10 @@ class Tier(Protocol):
         With `files`, only look for files with these names.
         """
 
-    def get(self, key: Key, path: Path) -> bool:
+    def get(self, key: FileKey, path: Path) -> bool:
         """Copy a file to `path`, and record its use; False if the tier does not have the file."""
 
-    def remove(self, keys: Iterable[Key]) -> None:
+    def remove(self, keys: Iterable[FileKey]) -> None:
         """Remove files; missing ones are no error. Until `sync`, a power failure may undo the removal."""
 
     def sync(self) -> None:
@@ -105,7 +105,7 @@ class SharedDirectory:
         probe.touch(private.FILE_MODE)
         probe.unlink()
 
-    def put(self, key: Key, path: Path) -> None:
+    def put(self, key: FileKey, path: Path) -> None:
         """Link or copy the file at `path` into the directory, after eviction if it is full: see `Tier`."""
         target = self._path(key)
         if target.exists():
@@ -124,7 +124,7 @@ class SharedDirectory:
         if files is not None and len(files) == 1:
             for file in files:
                 with suppress(FileNotFoundError):
-                    found[file] = self._path(Key(parent, file)).stat().st_size
+                    found[file] = self._path(FileKey(parent, file)).stat().st_size
             return found
         with suppress(FileNotFoundError), os.scandir(self._files / parent[:2]) as entries:
             for entry in entries:
@@ -134,7 +134,7 @@ class SharedDirectory:
                         found[file] = entry.stat().st_size
         return found
 
-    def get(self, key: Key, path: Path) -> bool:
+    def get(self, key: FileKey, path: Path) -> bool:
         """Link or copy a file to `path`; False if the directory does not have the file."""
         source = self._path(key)
         try:
@@ -145,7 +145,7 @@ class SharedDirectory:
             return False
         return True
 
-    def remove(self, keys: Iterable[Key]) -> None:
+    def remove(self, keys: Iterable[FileKey]) -> None:
         """Remove files; `sync` makes this durable."""
         for key in keys:
             path = self._path(key)
@@ -159,7 +159,7 @@ class SharedDirectory:
                 sync(folder, through=True)
             self._unsynced.discard(folder)
 
-    def _path(self, key: Key) -> Path:
+    def _path(self, key: FileKey) -> Path:
         return self._files / key.parent[:2] / f"{key.parent}.{key.file}"
 
     def _evict_for(self, size_bytes: int) -> None:
@@ -197,7 +197,7 @@ class SharedDirectory:
         for entry in _in_order_of_eviction(entries):
             if used_bytes <= aim:
                 break
-            self.remove([Key(entry.parent, entry.file)])
+            self.remove([FileKey(entry.parent, entry.file)])
             used_bytes -= entry.size_bytes
         _log.info("remote_tier_swept", used_bytes=used_bytes, max_bytes=self._max_bytes)
         return used_bytes

@@ -7,6 +7,7 @@ file; otherwise the catalog is repaired row by row.
 from __future__ import annotations
 
 import sqlite3
+from contextlib import suppress
 from operator import attrgetter, ne
 from typing import TYPE_CHECKING
 
@@ -14,29 +15,24 @@ import structlog
 
 from cache.disk.format import is_lack
 from cache.disk.header import read_header
-from cache.disk.rows import Row, columns, proofs
-from cache.names.blocks import DIGEST_BYTES
+from cache.disk.rows import SnapshotRow, columns, fit, is_right, proofs
 from cache.names.errors import DoubtfulSnapshotError
-from cache.names.marks import MARK_BYTES
-from cache.names.snapshot import MOST_TOKEN_BYTES
-from cache.names.tokens import TOKEN_BYTES
 
-from .index import Index
+from .index import SnapshotIndex
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from cache.disk.catalog import Catalog
     from cache.disk.codec import Codec
     from cache.disk.folder import Folder
-    from cache.disk.rows import Columns
 
 _log = structlog.get_logger("turnkeep.cache")
 
 
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
-) -> tuple[Index, int, dict[bytes, int]]:
+) -> tuple[SnapshotIndex, int, dict[bytes, int]]:
     """Compare the catalog with the folder's `files`, repair the catalog, and build the index.
 
     Returns the index, the number of doubtful files, and the models of adopted files: identities, with their
@@ -48,38 +44,48 @@ def reconcile(
     snapshot goes to quarantine. A piece of a tail whose earlier pieces are missing is removed, since no
     search can find it.
     """
-    stored = catalog.read()
-    if _is_in_order(stored, files, folder.codec):
-        return Index(clock, stored), 0, {}
+    with suppress(_CatalogDiffersError):
+        return SnapshotIndex(clock, _verified(catalog, files, folder.codec)), 0, {}
+    stored = [row for rows in catalog.read() for row in rows]
     stored, doubtful, identities = _mended(folder, catalog, stored, files)
-    return Index(clock, stored), doubtful, identities
+    return SnapshotIndex(clock, stored), doubtful, identities
 
 
-def _is_in_order(stored: list[Row], files: set[str], codec: Codec) -> bool:
-    """Whether every row is intact and has a file, and every snapshot file has a row.
+class _CatalogDiffersError(Exception):
+    """A row is damaged or has no file, or a snapshot file has no row."""
+
+
+def _verified(catalog: Catalog, files: set[str], codec: Codec) -> Iterator[SnapshotRow]:
+    """Yield all rows; raise `_CatalogDiffersError` unless each is intact, and rows and files agree.
 
     SQLite has no checksums of its own, so all rows are verified, by column, without Python code for each.
     """
-    try:
-        fields = columns(stored)
-        if any(map(ne, proofs(fields), fields[-1])) or not _fits(fields):
-            return False
-    except (TypeError, ValueError):  # fields of wrong types
-        return False
-    there = {codec.file_name(row.digest) for row in stored}
-    return there <= files and not any(map(codec.digest_of, files - there))
+    strays = files.copy()
+    for rows in catalog.read():
+        try:
+            fields = columns(rows)
+            is_sound = not any(map(ne, proofs(fields), fields[-1])) and fit(fields)
+        except (TypeError, ValueError):  # fields of wrong types
+            is_sound = False
+        there = set(map(codec.file_name, fields[0])) if is_sound else None
+        if there is None or not there <= strays:
+            raise _CatalogDiffersError
+        strays -= there
+        yield from rows
+    if any(map(codec.digest_of, strays)):
+        raise _CatalogDiffersError
 
 
 def _mended(
-    folder: Folder, catalog: Catalog, rows: list[Row], files: set[str]
-) -> tuple[list[Row], int, dict[bytes, int]]:
+    folder: Folder, catalog: Catalog, rows: list[SnapshotRow], files: set[str]
+) -> tuple[list[SnapshotRow], int, dict[bytes, int]]:
     codec = folder.codec
-    known = {row.digest: row for row in rows if _is_right(row) and codec.file_name(row.digest) in files}
+    known = {row.digest: row for row in rows if is_right(row) and codec.file_name(row.digest) in files}
     wrong = [row for row in rows if row.digest not in known]
     strays = {digest for file in files if (digest := codec.digest_of(file)) is not None} - known.keys()
     adopted, identities = _adopted(folder, strays)
     doubtful = len(strays) - len(adopted)
-    kept: dict[bytes, Row] = {}
+    kept: dict[bytes, SnapshotRow] = {}
     orphans = []
     for row in sorted((known | adopted).values(), key=attrgetter("start")):
         if row.start == 0 or row.parent in kept or not _is_piece(folder, row):
@@ -96,7 +102,7 @@ def _mended(
     return list(kept.values()), doubtful, identities
 
 
-def _is_piece(folder: Folder, row: Row) -> bool:
+def _is_piece(folder: Folder, row: SnapshotRow) -> bool:
     """Whether a snapshot is a piece of a tail, and not the first; also if its file cannot be read."""
     try:
         return row.start % read_header(folder.path(row.digest), folder.codec).block_tokens != 0
@@ -104,9 +110,9 @@ def _is_piece(folder: Folder, row: Row) -> bool:
         return True
 
 
-def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], dict[bytes, int]]:
+def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, SnapshotRow], dict[bytes, int]]:
     """Make rows for files without one; quarantine damaged files. Return the rows and the models."""
-    adopted: dict[bytes, Row] = {}
+    adopted: dict[bytes, SnapshotRow] = {}
     identities: dict[bytes, int] = {}
     for digest in strays:
         try:
@@ -120,11 +126,13 @@ def _adopted(folder: Folder, strays: set[bytes]) -> tuple[dict[bytes, Row], dict
             continue
         if not header.is_foreign:
             identities[bytes.fromhex(header.identity)] = header.block_tokens
-        adopted[digest] = Row.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
+        adopted[digest] = SnapshotRow.of(digest, header.name, stat.st_size, stat.st_mtime_ns // 1000)
     return adopted, identities
 
 
-def _repair(catalog: Catalog, wrong: list[Row], identities: dict[bytes, int], lacking: list[Row]) -> None:
+def _repair(
+    catalog: Catalog, wrong: list[SnapshotRow], identities: dict[bytes, int], lacking: list[SnapshotRow]
+) -> None:
     try:
         catalog.remove(wrong)
         if identities:
@@ -134,24 +142,3 @@ def _repair(catalog: Catalog, wrong: list[Row], identities: dict[bytes, int], la
         catalog.put(lacking)
     except sqlite3.Error as error:  # a full disk
         _log.error("index_not_written", error=str(error))
-
-
-def _is_right(row: Row) -> bool:
-    """Whether a row agrees with its checksum. The file's length is verified when the file is read."""
-    try:
-        fields = columns([row])
-        return _fits(fields) and next(proofs(fields)) == row.proof
-    except (AttributeError, TypeError, ValueError):  # fields of wrong types
-        return False
-
-
-def _fits(fields: Columns) -> bool:
-    """Whether digests have the right length, tokens are complete and not too many, numbers are integers."""
-    digests, parents, starts, tokens, sizes, used, _, marks, _ = fields
-    return (
-        {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}
-        and {*map(len, marks)} <= {MARK_BYTES}
-        and not any(size % TOKEN_BYTES or size > MOST_TOKEN_BYTES for size in set(map(len, tokens)))
-        and {*map(type, starts), *map(type, sizes), *map(type, used)} <= {int}
-        and min(min(starts, default=0), min(sizes, default=0)) >= 0
-    )

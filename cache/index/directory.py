@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.names.marks import ErasureProgress
 
-    from .index import Index
+    from .index import SnapshotIndex
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -43,7 +43,7 @@ class OpenDirectory:
 
     folder: Folder
     catalog: Catalog
-    index: Index
+    index: SnapshotIndex
     identities: dict[bytes, int]
     noted: set[bytes]
     erased: list[ErasureProgress]

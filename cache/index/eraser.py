@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING
 
 from cache.disk.header import NO_NAME
 from cache.names import blocks
+from cache.names.marks import ErasureProgress
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from cache.names.marks import ErasureProgress, Marks
+    from cache.names.marks import Marks
     from cache.names.snapshot import Name
 
     from .directory import OpenDirectory
     from .nodes import Node
-    from .remote import Remote
+    from .remote import TierAccess
     from .remover import Remover
     from .write_queue import WriteQueue
 
@@ -38,7 +39,7 @@ class Eraser:
     """Erases snapshots of all models and policies in an open directory, and their copies in the tier."""
 
     def __init__(
-        self, opened: OpenDirectory, queue: WriteQueue, remover: Remover, remote: Remote | None
+        self, opened: OpenDirectory, queue: WriteQueue, remover: Remover, remote: TierAccess | None
     ) -> None:
         self._index = opened.index
         self._identities = opened.identities
@@ -46,6 +47,8 @@ class Eraser:
         self._remover = remover
         self._remote = remote
         self._progress = {one.log: one for one in opened.erased}
+        #: When the snapshots that were here at the start were last used, in seconds since 1970.
+        self._used_s = opened.index.last_used / 1e6 if opened.index.stored else None
         #: Erasures that are not certain yet (tenant, packed tokens, `shared`): `erase_marked` repeats them,
         #: since the index no longer has their tokens.
         self._unsettled: set[tuple[str, bytes, int]] = set()
@@ -132,8 +135,14 @@ class Eraser:
         return is_disk_clean and is_remote_clean and not is_held
 
     def erased_up_to(self, log: str) -> ErasureProgress | None:
-        """Return how far this cache has carried out a log's erasures, by `note_erased`; None if unknown."""
-        return self._progress.get(log)
+        """Return how far this cache has carried out a log's erasures, by `note_erased`.
+
+        If that is unknown, the cache was there until its snapshots were last used; None if it had none.
+        """
+        known = self._progress.get(log)
+        if known is None and self._used_s is not None:
+            return ErasureProgress(log, 0, self._used_s)
+        return known
 
     def note_erased(self, erased: ErasureProgress) -> None:
         """Store how far this cache has carried out a log's erasures; on disk only after the queued ones."""

@@ -7,18 +7,18 @@ must survive a restart.
 from __future__ import annotations
 
 import heapq
-from bisect import bisect_left, insort
+from bisect import insort
 from operator import attrgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names import blocks
-from cache.names.tokens import TOKEN_BYTES, num_common
+from cache.names.tokens import TOKEN_BYTES
 
-from .nodes import BY_TOKENS, Node
+from .nodes import Node
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator
 
     from cache.names.marks import Marks
     from cache.names.snapshot import Name
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BY_START: Final = attrgetter("start")
 
 
-class Index:
+class SnapshotIndex:
     """The snapshots of all tenants and models in the directory, by digest.
 
     A node is one snapshot. Any node may be removed, whatever continues it. The least recently used node is
@@ -35,26 +35,17 @@ class Index:
     more, which no turn uses, is evicted before all that sessions still need.
     """
 
-    def __init__(self, clock: Callable[[], float], stored: Sequence[Row] = ()) -> None:
+    def __init__(self, clock: Callable[[], float], stored: Iterable[SnapshotRow] = ()) -> None:
         self._clock = clock
         self._now = 0
         self._fill(stored)
 
-    def _fill(self, stored: Sequence[Row]) -> None:
+    def _fill(self, stored: Iterable[SnapshotRow]) -> None:
         """Take over the catalog's rows."""
-        self._nodes = {row.digest: Node(row, durable=True) for row in stored}
-        #: By the digest of a prefix: the node that continues it, or all, in the order of `BY_TOKENS`.
-        self._children: dict[bytes, Node | list[Node]] = {}
-        families: dict[bytes, list[Node]] = {}
-        for node in self._nodes.values():
-            other = self._children.setdefault(node.parent, node)
-            if other is not node:
-                families.setdefault(node.parent, []).append(node)
-        for parent, siblings in families.items():
-            self._children[parent] = sorted([*self.children(parent), *siblings], key=BY_TOKENS)
-        self._now = max(self._now, max((row.used for row in stored), default=0))
-        self.stored = len(self._nodes)
-        self.stored_bytes = sum(row.size_bytes for row in stored)
+        self._nodes: dict[bytes, Node] = {}
+        #: By the digest of a prefix: the node that continues it, or all.
+        self._children: dict[bytes, Node | set[Node]] = {}
+        self.stored_bytes = 0
         #: Bytes of nodes that are not stored yet.
         self.on_its_way_bytes = 0
         #: Bytes of nodes that a load or a turn uses, or that are queued for the disk.
@@ -62,17 +53,24 @@ class Index:
         #: The nodes that may be evicted, by `due`, and in the order of their positions. A node that was used
         #: since is moved only when its turn comes, so that a use costs nothing here.
         self._due: dict[int, list[Node]] = {}
-        for node in self._nodes.values():
-            if (nodes := self._due.get(node.used)) is None:
-                self._due[node.used] = [node]
-            else:
-                nodes.append(node)
-                node.used = nodes[0].used  # one object for all
-            node.due = node.used
+        #: One object for all equal numbers and names: they would take half of the memory.
+        same: dict[Any, Any] = {}
+        only = same.setdefault
+        for row in stored:
+            node = Node(row, durable=True)
+            node.digest, node.parent = only(node.digest, node.digest), only(node.parent, node.parent)
+            node.start, node.size_bytes = only(node.start, node.start), only(node.size_bytes, node.size_bytes)
+            node.due = node.used = only(node.used, node.used)
+            self._nodes[node.digest] = node
+            self._add_child(node)
+            self._due.setdefault(node.used, []).append(node)
+            self.stored_bytes += node.size_bytes
+        self.stored = len(self._nodes)
         for nodes in self._due.values():
             nodes.sort(key=_BY_START)
         #: A heap of the keys of `_due`.
         self._uses = sorted(self._due)
+        self._now = max([self._now, *self._uses[-1:]])
 
     def __iter__(self) -> Iterator[Node]:
         """Yield the nodes in the order of eviction."""
@@ -85,8 +83,15 @@ class Index:
         """Return the node with this digest, queued or stored."""
         return self._nodes.get(digest)
 
-    def children(self, digest: bytes) -> Sequence[Node]:
-        """Return the nodes that continue `digest`, in the order of their tokens."""
+    def _add_child(self, node: Node) -> None:
+        siblings = self._children.setdefault(node.parent, node)
+        if isinstance(siblings, set):
+            siblings.add(node)
+        elif siblings is not node:
+            self._children[node.parent] = {siblings, node}
+
+    def children(self, digest: bytes) -> Collection[Node]:
+        """Return the nodes that continue `digest`."""
         found = self._children.get(digest, ())
         return (found,) if isinstance(found, Node) else found
 
@@ -96,6 +101,11 @@ class Index:
         while before is not None:
             yield before
             before = self._nodes.get(before.parent)
+
+    @property
+    def last_used(self) -> int:
+        """The time of the last use, in microseconds since 1970."""
+        return self._now
 
     def next_use(self) -> int:
         """Return the time of a use: microseconds since 1970, always later than the previous result."""
@@ -109,12 +119,10 @@ class Index:
         """
         digest, before = name.digest, self._nodes.get(name.parent)
         used = self.next_use() if before is None else before.used
-        node = self._nodes[digest] = Node(Row.of(digest, name, size_bytes, used), durable=False)
-        siblings = self._children.setdefault(name.parent, node)
-        if isinstance(siblings, list):
-            insort(siblings, node, key=BY_TOKENS)
-        elif siblings is not node:
-            self._children[name.parent] = sorted((siblings, node), key=BY_TOKENS)
+        node = self._nodes[digest] = Node(SnapshotRow.of(digest, name, size_bytes, used), durable=False)
+        if before is not None:
+            node.parent = before.digest
+        self._add_child(node)
         self.on_its_way_bytes += size_bytes
         self.held_bytes += size_bytes
         return node
@@ -138,8 +146,8 @@ class Index:
         if not node.evictable:
             self.held_bytes -= node.size_bytes
         siblings = self._children[node.parent]
-        if isinstance(siblings, list) and len(siblings) > 1:
-            del siblings[bisect_left(siblings, BY_TOKENS(node), key=BY_TOKENS)]
+        if isinstance(siblings, set) and len(siblings) > 1:
+            siblings.remove(node)
         else:
             del self._children[node.parent]
         if node.due is not None:
@@ -204,42 +212,20 @@ class Index:
             del self._due[heapq.heappop(self._uses)]
         return None
 
-    def closest_child(self, parent: bytes, packed: bytes, *, usable: bool) -> tuple[Node, int] | None:
-        """Return the child of `parent` with the longest prefix in common with `packed`, and that length.
+    def furthest(self, parent: bytes, packed: bytes, *, usable: bool = False) -> tuple[Node, ...]:
+        """Return the nodes after `parent`, each continuing the one before, that hold most tokens of `packed`.
 
-        Siblings are sorted by their tokens, so this child is a neighbour of the position where `packed` would
-        be inserted. Of two equally good children the smaller one is returned, since it is read faster. With
-        `usable`, nodes that no match may use are skipped.
+        They hold no other tokens. With `usable`, only nodes that a match may use, up to one at whose end a
+        session can resume.
         """
-        siblings = self.children(parent)
-        at = bisect_left(siblings, (packed, b""), key=BY_TOKENS)
-        found: list[tuple[int, int, Node]] = []
-        for side in (range(at, len(siblings)), range(at - 1, -1, -1)):
-            node = next((siblings[i] for i in side if siblings[i].usable or not usable), None)
-            if node is not None and (num_tokens := num_common(node.tokens, packed)):
-                found.append((num_tokens, -node.size_bytes, node))
-        num_tokens, _, node = max(found, key=lambda one: one[:2], default=(0, 0, None))
-        return None if node is None else (node, num_tokens)
-
-    def longest_path(
-        self, parent: bytes, packed: bytes, *, usable: bool = False, min_share: float = 0.0
-    ) -> tuple[tuple[Node, ...], int]:
-        """Return the path of nodes with the longest prefix of `packed`, and the length of that prefix.
-
-        The last node may have further tokens, but at least the share `min_share` of its tokens is in the
-        prefix. Of several paths that reach equally far, return the one with the fewest bytes to read.
-        """
-        best: tuple[tuple[Node, ...], int] = (), 0
-        part = self.closest_child(parent, packed, usable=usable) if packed else None
-        if part is not None and part[1] >= min_share * part[0].num_tokens:
-            best = (part[0],), part[1]
-        for node in self._prefix_children(parent, packed):
+        best: tuple[Node, ...] = ()
+        for node in self._continuing(parent, packed):
             if usable and not node.usable:
                 continue
-            rest = packed[len(node.tokens) :]
-            path, num_tokens = self.longest_path(node.digest, rest, usable=usable, min_share=min_share)
-            found = (node, *path), node.num_tokens + num_tokens
-            best = max(best, found, key=lambda one: (one[1], -sum(node.size_bytes for node in one[0])))
+            rest = packed[node.num_tokens * TOKEN_BYTES :]
+            path = (node, *self.furthest(node.digest, rest, usable=usable))
+            if path[-1].resumable or not usable:
+                best = max(best, path, key=lambda one: (one[-1].end, -len(one)) if one else (0, 0))
         return best
 
     def marked(self, marks: Marks) -> list[Node]:
@@ -260,13 +246,9 @@ class Index:
 
     def pieces_within(self, parent: bytes, packed: bytes) -> list[Node]:
         """Return the nodes that continue `parent` with tokens of `packed` only, parents before children."""
-        found: list[Node] = []
-        open_ends = [(parent, 0)]
-        while open_ends:
-            parent, at = open_ends.pop()
-            for node in self._prefix_children(parent, packed[at:]):
-                found.append(node)
-                open_ends.append((node.digest, at + len(node.tokens)))
+        found = []
+        for node in self._continuing(parent, packed):
+            found += [node, *self.pieces_within(node.digest, packed[node.num_tokens * TOKEN_BYTES :])]
         return found
 
     def pieces_after(self, node: Node, block: int) -> list[Node]:
@@ -279,32 +261,16 @@ class Index:
             found += [one for one in self.children(piece.digest) if one.start % block]
         return found[::-1]
 
-    def superseded(self, node: Node) -> list[Node]:
-        """Return the other nodes whose tokens this node contains too, children before parents."""
-        return [one for one in reversed(self.pieces_within(node.parent, node.tokens)) if one is not node]
+    def superseded(self, node: Node, packed: bytes) -> list[Node]:
+        """Return the other nodes that hold only tokens of this node, `packed`; children before parents."""
+        if len(self.children(node.parent)) == 1:  # of most blocks: nothing has to be hashed
+            return []
+        return [one for one in reversed(self.pieces_within(node.parent, packed)) if one is not node]
 
-    def resumable_path(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the path to the last usable node within `packed` at whose end a session can resume."""
-        best: tuple[Node, ...] = ()
-        for node in self._prefix_children(parent, packed):
-            if node.usable:
-                path = (node, *self.resumable_path(node.digest, packed[len(node.tokens) :]))
-                if path[-1].resumable:
-                    best = max(best, path, key=lambda one: one[-1].end if one else 0)
-        return best
-
-    def _prefix_children(self, parent: bytes, packed: bytes) -> Iterator[Node]:
-        """Yield the children of `parent` whose tokens are a prefix of `packed`, the longest first.
-
-        Each round finds the last sibling that is not sorted after `bound`. The tokens that this sibling and
-        `bound` have in common are the `bound` of the next round.
-        """
-        siblings = self.children(parent)
-        bound = packed
-        while bound and (at := bisect_left(siblings, (bound + b"\0", b""), key=BY_TOKENS)):
-            node = siblings[at - 1]
-            fits = num_common(node.tokens, bound) * TOKEN_BYTES
-            if fits == len(node.tokens):
-                yield node
-                fits -= TOKEN_BYTES
-            bound = bound[:fits]
+    def _continuing(self, parent: bytes, packed: bytes) -> Iterator[Node]:
+        """Yield the children of `parent` whose tokens are a prefix of `packed`: they are found by digest."""
+        for num_tokens in sorted({child.num_tokens for child in self.children(parent)}):
+            if num_tokens * TOKEN_BYTES <= len(packed):
+                node = self._nodes.get(blocks.link(parent, packed[: num_tokens * TOKEN_BYTES]))
+                if node is not None:
+                    yield node

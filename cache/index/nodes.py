@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
-from typing import Final
-
-from cache.disk.rows import Row
-from cache.names.snapshot import Name
-from cache.names.tokens import TOKEN_BYTES
-
-#: The order of siblings. Files of another format version have no known tokens.
-BY_TOKENS: Final = attrgetter("tokens", "digest")
+from cache.disk.rows import SnapshotRow
 
 
 class Node:
     """A snapshot in the index: stored, or queued for the disk. It needs no other node.
 
-    If a snapshot is removed and saved again, it gets a new node with the same digest.
+    It does not have its tokens, which its digest names: they would take more memory than all the rest. If a
+    snapshot is removed and saved again, it gets a new node with the same digest.
     """
 
     __slots__ = (
@@ -26,22 +19,26 @@ class Node:
         "durable",
         "holds",
         "mark",
+        "num_tokens",
         "parent",
         "resumable",
         "size_bytes",
         "start",
-        "tokens",
         "used",
     )
 
-    def __init__(self, row: Row, *, durable: bool) -> None:
+    def __init__(self, row: SnapshotRow, *, durable: bool) -> None:
+        self.digest = row.digest
+        self.parent = row.parent
+        self.start = row.start
+        self.num_tokens = row.num_tokens
+        self.size_bytes = row.size_bytes
         #: The last use, in microseconds since 1970. Snapshots that were used together have the same.
-        self.used: int
-        self.digest, self.parent, self.start, self.tokens, self.size_bytes, self.used, resumable, *rest = row
+        self.used = row.used
         #: Whether a session can resume at the node's end.
-        self.resumable = bool(resumable)
+        self.resumable = bool(row.resumable)
         #: A digest of the tenant and of all tokens up to the node's end: see `marks`.
-        self.mark: bytes = rest[0]
+        self.mark = row.mark
         #: Whether the node's file is complete on disk.
         self.durable = durable
         #: Whether to remove the node once nothing holds it.
@@ -53,11 +50,6 @@ class Node:
 
     def __repr__(self) -> str:
         return f"Node({self.digest.hex()})"
-
-    @property
-    def num_tokens(self) -> int:
-        """The number of the snapshot's own tokens."""
-        return len(self.tokens) // TOKEN_BYTES
 
     @property
     def end(self) -> int:
@@ -75,11 +67,15 @@ class Node:
         return self.durable and not self.holds
 
     @property
-    def name(self) -> Name:
-        """The snapshot's `Name`: its tokens, their position, and the prefix that they continue."""
-        return Name(self.parent, self.start, self.tokens, self.resumable, self.mark)
-
-    @property
-    def row(self) -> Row:
+    def row(self) -> SnapshotRow:
         """The catalog's row of the snapshot."""
-        return Row.of(self.digest, self.name, self.size_bytes, self.used)
+        return SnapshotRow(
+            self.digest,
+            self.parent,
+            self.start,
+            self.num_tokens,
+            self.size_bytes,
+            self.used,
+            int(self.resumable),
+            self.mark,
+        )

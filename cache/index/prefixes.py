@@ -1,41 +1,37 @@
 """Searches the index for the longest stored prefix of some tokens, its files, and the blocks worth saving.
 
-Changes nothing. Finds full blocks by their chained digests (`blocks`). The tail, which is the tokens after
-the last full block, is stored in pieces; they are found by searching the tree.
+Changes nothing. Finds full blocks, and the pieces of the tail, which is the tokens after the last full block,
+by their chained digests (`blocks`). So it finds snapshots that have only tokens of the session.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, NamedTuple
+from heapq import nlargest
+from typing import TYPE_CHECKING, NamedTuple
 
 from cache.disk.chain_reader import ChainFile, ChainRead
 from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, Span
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import carried
-from cache.names.tokens import TOKEN_BYTES, Chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cache.names.identity import Identity
-    from cache.names.snapshot import ModelLayout, Only
-    from cache.names.tokens import Tokens
+    from cache.names.snapshot import KvPart, ModelLayout
+    from cache.names.tokens import Chain, Tokens
 
-    from .index import Index
+    from .index import SnapshotIndex
     from .nodes import Node
 
-#: A match uses at least this share of its last snapshot: prefilling a few tokens is faster than reading a
-#: whole block for them.
-_MIN_SHARE: Final = 0.25
 
-
-class Match(NamedTuple):
+class PrefixMatch(NamedTuple):
     """The longest stored prefix of some tokens: `num_tokens` tokens.
 
     `placed` are the snapshots that a session needs to resume there, in order, each with the position of its
-    first token. The prefix may end within the last one, unless the model's layers have states: then the last
-    snapshot has the state after the prefix.
+    first token. The prefix ends where the last one does, which has the state if the model's layers have one;
+    if `StoredKv.extend` added the last one, it may end within that.
     """
 
     num_tokens: int
@@ -48,11 +44,12 @@ class Match(NamedTuple):
         return tuple(node for _, node in self.placed)
 
 
-class Known(NamedTuple):
+class KnownPrefix(NamedTuple):
     """The stored and queued prefix of some tokens.
 
-    `edges` are the positions where the pieces of the last, partial block start and end; the first is a block
-    boundary. `nodes` are the snapshots that a session needs to resume at the last one.
+    Its end, `edges[-1]`, may be within a block, which is then stored as several pieces: `edges` are the
+    positions between which they lie, from the block's start on. `nodes` are the snapshots from which a
+    session resumes at that end.
     """
 
     edges: tuple[int, ...]
@@ -62,7 +59,7 @@ class Known(NamedTuple):
 class Prefixes:
     """The stored prefixes of one model under one policy: its snapshots have this identity and layout."""
 
-    def __init__(self, index: Index, identity: Identity, layout: ModelLayout) -> None:
+    def __init__(self, index: SnapshotIndex, identity: Identity, layout: ModelLayout) -> None:
         self.identity = identity
         self.digest = identity.digest()
         self.layout = layout
@@ -72,9 +69,8 @@ class Prefixes:
         self._sees_all = layout.sees_all
         self._index = index
         self._block = identity.block_tokens
-        self._width = self._block * TOKEN_BYTES
 
-    def longest(self, chain: Chain, tokens: Tokens) -> Match:
+    def longest(self, chain: Chain, tokens: Tokens) -> PrefixMatch:
         """Return the longest stored prefix of `tokens`, at whose end a session can resume."""
         names = chain.names(tokens)
         found = [self._usable(name) for name in names[1:]]
@@ -89,7 +85,15 @@ class Prefixes:
         kept = [(i * self._block, node) for i in needed if (node := found[i]) is not None]
         for node in path:
             kept.append((kept[-1][0] + kept[-1][1].num_tokens if kept else 0, node))
-        return Match(num_tokens, tuple(kept), chain.policy)
+        return PrefixMatch(num_tokens, tuple(kept), chain.policy)
+
+    def branches(self, match: PrefixMatch, chain: Chain, tokens: Tokens, most: int) -> list[Node]:
+        """Return snapshots that continue a match, the last used first, if a session can resume within one."""
+        if self.is_stateful or match.num_tokens == len(tokens):
+            return []
+        parent = match.nodes[-1].digest if match.placed else chain.root
+        found = (node for node in self._index.children(parent) if node.usable)
+        return nlargest(most, found, key=lambda node: (node.used, node.num_tokens, node.digest))
 
     def _usable(self, name: bytes) -> Node | None:
         node = self._index.get(name)
@@ -106,16 +110,11 @@ class Prefixes:
         while True:
             at = num * self._block
             piece = tokens.packed(at, at + self._block)
-            if not self.is_stateful:
-                path, num_shared = self._index.longest_path(
-                    names[num], piece, usable=True, min_share=_MIN_SHARE
-                )
-                return num, at + num_shared, path
-            path = self._index.resumable_path(names[num], piece)
+            path = self._index.furthest(names[num], piece, usable=True)
             if path:
                 return num, path[-1].end, path
             last = found[num - 1] if num else None
-            if not num or (last is not None and last.resumable):
+            if not self.is_stateful or not num or (last is not None and last.resumable):
                 return num, at, ()
             num -= 1
 
@@ -144,7 +143,7 @@ class Prefixes:
         found = (self._index.get(names[i]) for i in self._needed(len(names), len(tokens)))
         return [node for node in found if node is not None]
 
-    def known(self, chain: Chain, tokens: Tokens) -> Known:
+    def known(self, chain: Chain, tokens: Tokens) -> KnownPrefix:
         """Find the stored or queued prefix of `tokens`, with which a session could resume once it is stored.
 
         States are not asked for.
@@ -154,14 +153,14 @@ class Prefixes:
         num = len(there)
         while True:
             at = num * self._block
-            path = self._pieces(names[num], tokens.packed(at, at + self._block))
+            path = self._index.furthest(names[num], tokens.packed(at, at + self._block))
             needed = self._needed(num, path[-1].end if path else at)
             missing = next((i for i in reversed(needed) if there[i] is None), None)
             if missing is None:
                 break
             num = self._first_missing(there) if self._sees_all else missing
         nodes = (*(node for i in needed if (node := there[i]) is not None), *path)
-        return Known((at, *(node.end for node in path)), nodes)
+        return KnownPrefix((at, *(node.end for node in path)), nodes)
 
     @staticmethod
     def _first_missing(there: Sequence[Node | None]) -> int:
@@ -177,14 +176,12 @@ class Prefixes:
         wanted = []
         for i, is_there in enumerate(there):
             span = Span(i * self._block, (i + 1) * self._block)
-            if is_there or (i < first and i not in needed):
-                continue
-            if not self._covered(names[i], tokens.packed(span.start, span.end)):
+            if not is_there and (i >= first or i in needed):
                 wanted.append(span)
         start, end = len(there) * self._block, len(tokens)
         tail = tokens.packed(start, end)
-        if tail and not self._covered(names[-1], tail):
-            edges = [start, *(node.end for node in self._pieces(names[-1], tail))]
+        edges = [start, *(node.end for node in self._index.furthest(names[-1], tail))]
+        if edges[-1] < end:
             wanted.append(Span(blocks.tail_start(edges, end), end))
         return wanted
 
@@ -196,14 +193,15 @@ class Prefixes:
         """
         grid = start - start % self._block
         before = chain.names(tokens)[grid // self._block]
-        if self._covered(before, tokens.packed(grid)):
+        path = self._index.furthest(before, tokens.packed(grid))
+        if path and path[-1].end == len(tokens):
             return None
         if start == grid:
             return before
-        path = self._pieces(before, tokens.packed(grid, start))
+        path = self._index.furthest(before, tokens.packed(grid, start))
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
-    def to_read(self, match: Match, only: Only | None = None) -> tuple[list[Node], ChainRead]:
+    def to_read(self, match: PrefixMatch, only: KvPart | None = None) -> tuple[list[Node], ChainRead]:
         """Return what to read for a session that resumes at the end of a match.
 
         Reads the KV that the session's next token sees, and the state at its end; with `only`, that part of
@@ -231,18 +229,6 @@ class Prefixes:
     def _carried(self, span: Span) -> Span | None:
         """Return the earlier tokens whose sketches (2-bit keys) the file of `span` has too; mostly None."""
         return carried(span, self._block) if self.layout.carried else None
-
-    def _covered(self, parent: bytes, packed: bytes) -> bool:
-        """Whether stored or queued nodes after the block `parent` have all tokens of `packed`.
-
-        If layers have states, the last node must also end where `packed` ends: a state cannot be shortened.
-        """
-        min_share = 1.0 if self.is_stateful else 0.0
-        return self._index.longest_path(parent, packed, min_share=min_share)[1] * TOKEN_BYTES == len(packed)
-
-    def _pieces(self, parent: bytes, packed: bytes) -> tuple[Node, ...]:
-        """Return the pieces after a block that together are the longest prefix of `packed`."""
-        return self._index.longest_path(parent, packed[: self._width], min_share=1.0)[0]
 
 
 def _overlaps(part: Span, spans: Sequence[Span]) -> bool:

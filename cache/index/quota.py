@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cache.disk.disk_work import FreedSpace
     from cache.names.snapshot import Name
 
-    from .index import Index
+    from .index import SnapshotIndex
     from .nodes import Node
     from .remover import Remover
     from .write_queue import WriteQueue
@@ -50,7 +50,7 @@ class Quota:
 
     def __init__(
         self,
-        index: Index,
+        index: SnapshotIndex,
         queue: WriteQueue,
         remover: Remover,
         *,

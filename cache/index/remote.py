@@ -22,7 +22,7 @@ import structlog
 
 from cache.disk import header
 from cache.disk.io_threads import IoThreads
-from cache.disk.tier import IDENTITIES, Key
+from cache.disk.tier import IDENTITIES, FileKey
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.tokens import TOKEN_BYTES
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from cache.names.snapshot import Name
     from cache.names.tokens import Chain, Tokens
 
-    from .index import Index
+    from .index import SnapshotIndex
     from .nodes import Node
     from .quota import Quota
     from .remover import Remover
@@ -83,11 +83,17 @@ class RemotePrefix:
     links: tuple[tuple[bytes, bytes], ...]
 
 
-class Remote:
+class TierAccess:
     """One worker's access to the tier."""
 
     def __init__(
-        self, tier: Tier, folder: Folder, index: Index, queue: WriteQueue, quota: Quota, remover: Remover
+        self,
+        tier: Tier,
+        folder: Folder,
+        index: SnapshotIndex,
+        queue: WriteQueue,
+        quota: Quota,
+        remover: Remover,
     ) -> None:
         self.counts = RemoteCounts()
         self._tier = tier
@@ -101,11 +107,11 @@ class Remote:
         self._num_forgotten = 0
         self._paused_until = self._pause_s = 0.0
         self._numbers = count()
-        self._unnoted: deque[Key] = deque()
+        self._unnoted: deque[FileKey] = deque()
         #: Digests of snapshots that this process has put or fetched. The tier may have evicted some.
         self._there: set[bytes] = set()
         #: Files of forgotten snapshots that `erase_nodes` has not removed yet.
-        self._to_erase: set[Key] = set()
+        self._to_erase: set[FileKey] = set()
         self._fetching = IoThreads("fetch", _THREADS)
         #: One thread, which keeps the order of uploads and removals.
         self._uploading = IoThreads("upload", 1)
@@ -115,7 +121,7 @@ class Remote:
 
         The entry is written before the next snapshot is uploaded.
         """
-        self._unnoted.append(Key(IDENTITIES, f"{identity.hex()}-{block_tokens}"))
+        self._unnoted.append(FileKey(IDENTITIES, f"{identity.hex()}-{block_tokens}"))
 
     def offer(self, node: Node) -> None:
         """Queue the upload of a stored snapshot, and before it of earlier snapshots that the tier may lack.
@@ -211,7 +217,7 @@ class Remote:
             return None
         node = self._quota.add(name, size_bytes)
         if node is not None:
-            self._write_queue.write(node, None, path)
+            self._write_queue.write(node, name.tokens, None, path)
             self._there.add(name.digest)
             self.counts.fetched_bytes += size_bytes
         return node
@@ -280,8 +286,8 @@ class Remote:
     def _stem(self, digest: bytes) -> str:
         return self._folder.codec.file_name(digest).partition(".")[0]
 
-    def _key(self, parent: bytes, digest: bytes) -> Key:
-        return Key(self._stem(parent), self._folder.codec.file_name(digest))
+    def _key(self, parent: bytes, digest: bytes) -> FileKey:
+        return FileKey(self._stem(parent), self._folder.codec.file_name(digest))
 
     def _note_identities(self) -> None:
         while self._unnoted:
@@ -305,7 +311,7 @@ class Remote:
             return
         self.counts.put_bytes += size_bytes
 
-    def _remove(self, key: Key) -> None:
+    def _remove(self, key: FileKey) -> None:
         self._tier.remove([key])
 
     def _find(
@@ -417,5 +423,5 @@ class Remote:
             if self._erase_pieces(digest, rest[num * TOKEN_BYTES :], least - num) or num <= least:
                 left.add(file)
             else:
-                self._remove(Key(self._stem(parent), file))
+                self._remove(FileKey(self._stem(parent), file))
         return bool(left)

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from cache.disk.disk_work import Write
-    from cache.disk.rows import Row
+    from cache.disk.rows import SnapshotRow
 
-    from .index import Index
+    from .index import SnapshotIndex
     from .nodes import Node
     from .write_queue import WriteQueue
 
@@ -28,7 +28,7 @@ _log = structlog.get_logger("turnkeep.cache")
 class Remover:
     """Removes nodes from the index, and queues the removal of their files on the writer."""
 
-    def __init__(self, index: Index, queue: WriteQueue, block_tokens: int) -> None:
+    def __init__(self, index: SnapshotIndex, queue: WriteQueue, block_tokens: int) -> None:
         self._index = index
         self._queue = queue
         self._block = block_tokens
@@ -37,13 +37,13 @@ class Remover:
         #: Called with each node that no worker needs, since it is doubtful or a larger node has its tokens.
         self.useless: Callable[[Node], None] = lambda _: None
 
-    def evict(self, need_bytes: int, limit: int, before: int | None = None) -> list[Row]:
+    def evict(self, need_bytes: int, limit: int, before: int | None = None) -> list[SnapshotRow]:
         """Evict the least recently used snapshots until `need_bytes` are freed; return the rows.
 
         Evicts `limit` snapshots at most, and only those last used earlier than `before`, if that is given. A
         piece of a tail is evicted after those that continue it, since it was used whenever they were.
         """
-        victims: list[Row] = []
+        victims: list[SnapshotRow] = []
         while need_bytes > 0 and len(victims) < limit and (victim := self._index.oldest()) is not None:
             if before is not None and victim.used >= before:
                 break
@@ -97,7 +97,7 @@ class Remover:
             self._left.discard(node.digest)
             self._index.mark_durable(node)
             if node.resumable:
-                superseded = self._index.superseded(node)
+                superseded = self._index.superseded(node, write.tokens)
                 self.discard(superseded)
                 for other in superseded:
                     if not self._index.has(other):

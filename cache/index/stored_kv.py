@@ -16,17 +16,17 @@ from weakref import WeakKeyDictionary
 import structlog
 
 from cache.disk import format as snapshot_format
-from cache.disk.chain_reader import read_chain, release_thread
+from cache.disk.chain_reader import num_shared, read_chain, release_thread
 from cache.disk.io_threads import IoThreads
 from cache.disk.stored_past import StoredPast
 from cache.names import blocks
 from cache.names.blocks import DIGEST_BYTES, Span
 from cache.names.marks import Marker
 from cache.names.policy import FULL
-from cache.names.snapshot import Name, Only
+from cache.names.snapshot import KvPart, Name
 from cache.names.tokens import Chain, as_tokens
 
-from .prefixes import Known, Match, Prefixes
+from .prefixes import KnownPrefix, Prefixes, PrefixMatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .directory import OpenDirectory
     from .nodes import Node
     from .quota import Quota
-    from .remote import Remote, RemotePrefix
+    from .remote import RemotePrefix, TierAccess
     from .remover import Remover
     from .write_queue import WriteQueue
 
@@ -53,6 +53,11 @@ _IO_THREADS: Final = min(max((os.cpu_count() or 1) // 2, 2), 4)
 #: The time limit of a load, plus the time for its bytes at this rate; a slower load is a miss.
 LOAD_S: Final = 5.0
 _LOAD_BYTES_PER_S: Final = 32 << 20
+#: Of more snapshots that continue a match differently, `extend` reads only the headers of the last used.
+_MOST_BRANCHES: Final = 8
+#: `extend` uses at least this share of a snapshot: prefilling a few tokens is faster than reading a whole
+#: block for them.
+_MIN_SHARE: Final = 0.25
 #: The interval at which `settle` checks again.
 _SETTLE_S: Final = 0.005
 
@@ -66,7 +71,7 @@ class StoredKv:
         queue: WriteQueue,
         remover: Remover,
         quota: Quota,
-        remote: Remote | None,
+        remote: TierAccess | None,
         identity: Identity,
         layout: ModelLayout,
         *,
@@ -107,17 +112,43 @@ class StoredKv:
         chain = Chain(root, block, policy, tenant)
         return chain if of is None else of.chains.setdefault(root, chain)
 
-    def find(self, chain: Chain, tokens: Sequence[int]) -> Match:
+    def find(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest prefix of `tokens` on disk; also once the store is closed. Protects nothing."""
         return self._under(chain.policy).longest(chain, as_tokens(tokens))
 
-    def match(self, chain: Chain, tokens: Sequence[int]) -> Match:
+    def match(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
         """Find the longest stored prefix of `tokens`; protect it from eviction until `load` or `release`."""
         match = self.find(chain, tokens)
         self._hold(match.nodes)
         return match
 
-    def hold(self, chain: Chain, tokens: Sequence[int]) -> Known:
+    async def extend(self, match: PrefixMatch, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
+        """Return a held match of `tokens`, extended by the beginning of one more snapshot if one has that.
+
+        The index has no tokens, so this reads the headers of the `_MOST_BRANCHES` last used snapshots that
+        continue the match. If it is cancelled, the match stays held.
+        """
+        prefixes = self._under(chain.policy)
+        branches = prefixes.branches(match, chain, as_tokens(tokens), _MOST_BRANCHES)
+        if not branches or self._queue.is_closing:
+            return match
+        rest = as_tokens(tokens).packed(match.num_tokens, match.num_tokens + chain.block)
+        self._index.hold(branches)
+        try:
+            digests = [node.digest for node in branches]
+            shared = await self._threads.run(partial(num_shared, self._folder, digests, rest), LOAD_S)
+            num_tokens, best = max(zip(shared, branches, strict=True), key=lambda one: one[0])
+            if not best.usable or num_tokens < max(1, _MIN_SHARE * best.num_tokens):
+                return match
+            self._hold([best])
+            placed = (*match.placed, (match.num_tokens, best))
+            return PrefixMatch(match.num_tokens + num_tokens, placed, match.policy)
+        except (TimeoutError, OSError):  # the load will tell
+            return match
+        finally:
+            self._release(branches)
+
+    def hold(self, chain: Chain, tokens: Sequence[int]) -> KnownPrefix:
         """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
 
         Protects those that a session needs to resume at their end; they count as used now.
@@ -130,10 +161,13 @@ class StoredKv:
         self._index.hold(nodes)
         self._queue.use(self._index.use(nodes), [node.digest for node in nodes])
 
-    def release(self, prefix: Match | Known) -> None:
+    def release(self, prefix: PrefixMatch | KnownPrefix) -> None:
         """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
-        self._index.release(prefix.nodes)
-        self._remover.discard_released(prefix.nodes)
+        self._release(prefix.nodes)
+
+    def _release(self, nodes: Sequence[Node]) -> None:
+        self._index.release(nodes)
+        self._remover.discard_released(nodes)
         self._quota.check()
 
     async def settle(
@@ -165,7 +199,7 @@ class StoredKv:
         return await self._remote.find(chain, as_tokens(tokens), num_stored, prefixes.needed)
 
     async def load(
-        self, match: Match, *, capacity_tokens: int = 0, only: Only | None = None
+        self, match: PrefixMatch, *, capacity_tokens: int = 0, only: KvPart | None = None
     ) -> RestoredKv | None:
         """Read a match on I/O threads into evaluated arrays, with memory for `capacity_tokens` tokens in all.
 
@@ -221,8 +255,40 @@ class StoredKv:
         if not found:
             self.release(match)
             return (), {}
-        restored = await self.load(match, only=Only(match.policy, found))
+        restored = await self.load(match, only=KvPart(match.policy, found))
         return ((), {}) if restored is None else (found, restored.tensors)
+
+    async def block(self, chain: Chain, tokens: Sequence[int], span: Span) -> dict[str, Any] | None:
+        """Read the KV of one block, of all layers; None if the block is not stored or cannot be read.
+
+        `tokens` must end with the block.
+        """
+        found: dict[str, Any] = {}
+        for reach in dict.fromkeys(self._under(chain.policy).layout.reaches):
+            match = self.match(chain, tokens)
+            if match.num_tokens < span.end:
+                self.release(match)
+                return None
+            part = await self.load(match, only=KvPart(reach, (span,)))
+            if part is None:
+                return None
+            found |= part.tensors
+        return found
+
+    async def condemn(self, chain: Chain, tokens: Sequence[int], span: Span, why: str) -> str:
+        """Move a block with wrong KV to quarantine, and remove all blocks that continue it.
+
+        `tokens` must end with the block. Returns the name of its file.
+        """
+        digest = chain.names(as_tokens(tokens))[span.end // chain.block]
+        later = [digest]
+        for one in later:
+            later += [node.digest for node in self._index.children(one)]
+        await self._threads.run(partial(self._folder.quarantine, digest), LOAD_S)
+        for one in reversed(later):
+            if (node := self._index.get(one)) is not None:
+                self.rejected += self._remover.reject(node, why)
+        return self._folder.codec.file_name(digest)
 
     async def past(
         self, chain: Chain, tokens: Sequence[int], end: int, patience_s: float
@@ -241,7 +307,7 @@ class StoredKv:
         match = self.find(chain, whole)
         if match.num_tokens < end:
             return None
-        only = Only(chain.policy, (Span(0, end),))
+        only = KvPart(chain.policy, (Span(0, end),))
         _, read = self._under(chain.policy).to_read(match._replace(num_tokens=end), only)
         return StoredPast(self._folder, read, chain.policy, self._threads)
 
@@ -287,7 +353,7 @@ class StoredKv:
         if node is None:
             self._queue.drop(reason or "disk_limit")
             return False
-        self._queue.write(node, encoded)
+        self._queue.write(node, name.tokens, encoded)
         used = prefixes.window(chain, tokens)
         if used:  # the blocks that the session has left behind become the least recently used
             self._queue.use(self._index.use([*used, node]), [one.digest for one in used])

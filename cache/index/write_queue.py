@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cache.disk.disk_work import DropReason
     from cache.disk.format import EncodedSnapshot
-    from cache.disk.rows import Row
+    from cache.disk.rows import SnapshotRow
     from cache.names.marks import ErasureProgress
     from cache.names.snapshot import Name
 
@@ -130,9 +130,14 @@ class WriteQueue:
         self.counts.accepted += num_snapshots
         self.counts.dropped[reason] += num_snapshots
 
-    def write(self, node: Node, encoded: EncodedSnapshot | None, fetched: Path | None = None) -> None:
-        """Queue the write of a snapshot or of a fetched file; the caller must have checked `vacant_bytes`."""
-        write = Write(node.row, encoded, fetched)
+    def write(
+        self, node: Node, tokens: bytes, encoded: EncodedSnapshot | None, fetched: Path | None = None
+    ) -> None:
+        """Queue the write of a snapshot or of a fetched file; the caller must have checked `vacant_bytes`.
+
+        `tokens` are the snapshot's own, packed.
+        """
+        write = Write(node.row, tokens, encoded, fetched)
         self.counts.accepted += 1
         self.counts.in_flight += 1
         self.counts.in_flight_bytes += write.row.size_bytes
@@ -155,7 +160,7 @@ class WriteQueue:
             if write.state is WriteState.QUEUED:
                 write.abandon("memory")
 
-    def unlink(self, rows: list[Row], *, quarantined: bool = False) -> None:
+    def unlink(self, rows: list[SnapshotRow], *, quarantined: bool = False) -> None:
         """Queue the removal of files and rows; with `quarantined` also of their copies in quarantine.
 
         Never waits, and does not count against the queue's limit in bytes.

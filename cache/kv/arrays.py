@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cache.names.blocks import Span
-    from cache.names.snapshot import ModelLayout, Only, States
+    from cache.names.snapshot import KvPart, ModelLayout, States
 
 #: Tensors by name, as MLX arrays.
 Arrays: TypeAlias = "dict[str, mx.array]"
@@ -43,7 +43,7 @@ TYPES: Final = {
 }
 
 
-def _held(layout: ModelLayout, num_tokens: int, only: Only | None) -> list[tuple[Span, ...]]:
+def _held(layout: ModelLayout, num_tokens: int, only: KvPart | None) -> list[tuple[Span, ...]]:
     """List, for each tensor, the spans of tokens to allocate: what its layer sees, or the part in `only`."""
     if only is None:
         by_reach = {reach: seen(reach, num_tokens) for reach in set(layout.reaches)}
@@ -54,7 +54,7 @@ def _held(layout: ModelLayout, num_tokens: int, only: Only | None) -> list[tuple
     ]
 
 
-class Blank:
+class BlankTensors:
     """Uninitialised tensors for a session's first `num_tokens` tokens, and for states of recurrent layers.
 
     `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A layer's tensors
@@ -71,7 +71,7 @@ class Blank:
         states: States = (),
         *,
         capacity_tokens: int = 0,
-        only: Only | None = None,
+        only: KvPart | None = None,
         num_carried: int = 0,
     ) -> None:
         # Rounded up as in mlx-lm's plain caches, so that the first append after a restore copies nothing.

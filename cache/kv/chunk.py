@@ -54,9 +54,10 @@ class ChunkCache(ChunkedKVCache):
         return (self.keys[..., place, :],), (self.values[..., place, :],)
 
     def fill(self, keys: list[mx.array], values: list[mx.array], num_tokens: int) -> None:
-        """Fill an empty cache for a session of `num_tokens` tokens with KV of the last `chunk_size` of them.
+        """Put restored KV into an empty cache; `num_tokens` is the number of the session's tokens.
 
-        A shorter session has all its tokens. Raises `ValueError` if the arrays have another number of tokens.
+        `keys` and `values` each have one array, with the session's last `chunk_size` tokens, or with all of
+        a shorter session. Raises `ValueError` if the arrays have another number of tokens.
         """
         num_held = min(num_tokens, self.chunk_size)
         if any(array.shape[2] != num_held for array in (*keys, *values)):

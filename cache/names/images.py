@@ -27,13 +27,15 @@ class ImageSpan(NamedTuple):
     """The tokens `[start, end)` of one image: from its first to its last row of input embeddings.
 
     The fingerprint is a digest of all that the rows depend on, besides the model. `digest` is the SHA-256 of
-    the file, for readers of the file alone.
+    the file, for readers of the file alone. If the tokens have positions in a plane, each line has `columns`
+    tokens; otherwise that is 0.
     """
 
     start: int
     end: int
     fingerprint: bytes
     digest: bytes = b""
+    columns: int = 0
 
     def moved(self, by: int) -> Self:
         """Return the same image `by` tokens later."""

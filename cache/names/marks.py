@@ -91,7 +91,10 @@ def _digests(tenant: str, packed: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _steps(num: int, packed: bytes, hasher: hashlib.blake2b) -> Iterator[int]:
-    """Add packed tokens to a hasher of `num` tokens; stop at each multiple of `STRIDE`, and yield it."""
+    """Add packed tokens to a hasher that has had `num` tokens already.
+
+    Yields the number of tokens that the hasher has had whenever it is a multiple of `STRIDE`.
+    """
     width = STRIDE * TOKEN_BYTES
     end = width - num * TOKEN_BYTES % width
     start = 0

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 #: Bytes per element of the types that KV and states come in, by their names in safetensors.
 ITEM_BYTES: Final = {"F32": 4, "F16": 2, "BF16": 2, "BOOL": 1, "U8": 1, "I32": 4, "U32": 4, "I64": 8}
 
-#: The most bytes of packed tokens in a snapshot (a block has at most 8,192 tokens). Searches for children
-#: compare this many bytes, so a larger snapshot would never be found, nor removed.
+#: The most bytes of packed tokens in a snapshot: a block has at most 8,192 tokens.
 MOST_TOKEN_BYTES: Final = TOKEN_BYTES << 14
 #: Prefix of the names of a state's tensors. All other tensors have a token axis, axis 2.
 STATE: Final = "state."
@@ -95,7 +94,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
     return tuple(Span(start, end) for start, end in reach.seen(num_tokens))
 
 
-class Only(NamedTuple):
+class KvPart(NamedTuple):
     """A part of a session's KV: the tokens in `spans`, of all layers that see `reach`, or of one `layer`."""
 
     reach: Policy

@@ -193,8 +193,10 @@ class Chain:
         if shared == num:
             return self._names[: num + 1]
         more = self._names[shared : shared + 1]
-        for at in range(shared * self.block, num * self.block, self.block):
-            more.append(blocks.link(more[-1], tokens.packed(at, at + self.block)))
+        packed = tokens.packed(shared * self.block, num * self.block)
+        width = self.block * TOKEN_BYTES
+        for at in range(0, len(packed), width):
+            more.append(blocks.link(more[-1], packed[at : at + width]))
         self._names[shared:] = more
         self._named = tokens.alone()
         return self._names

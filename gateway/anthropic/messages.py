@@ -11,8 +11,8 @@ from msgspec import Struct
 from gateway import form
 from gateway.images import joined
 from gateway.openai import common as openai
-from gateway.turn import ClientTurn, Fault, Whole, as_whole, check, parts_checked, prefilled, refused
-from turnkeep_client.content_blocks import Warned, block_text
+from gateway.turn import ClientTurn, Fault, WholeNumber, as_whole, check, parts_checked, prefilled, refused
+from turnkeep_client.content_blocks import ContentWarning, block_text
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -67,7 +67,7 @@ class _Choice(Struct, frozen=True):
 
 class _Thinking(Struct, frozen=True):
     type: str
-    budget_tokens: Whole | None = None
+    budget_tokens: WholeNumber | None = None
 
 
 class _Format(Struct, frozen=True):
@@ -83,7 +83,7 @@ class _Thread(Struct, frozen=True):
     type: str
 
 
-class _Request(openai.Sampled, frozen=True, kw_only=True):
+class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     """A request: Anthropic's fields, and OpenAI's fields for sampling."""
 
     messages: list[_Message]
@@ -155,7 +155,7 @@ def _budget(thinking: _Thinking | None) -> int | None:
     return None if budget == openai.ANY else budget
 
 
-def _system(given: str | list[Any] | None, warnings: list[Warned]) -> list[Message]:
+def _system(given: str | list[Any] | None, warnings: list[ContentWarning]) -> list[Message]:
     parts = [given] if isinstance(given, str) else given or []
     texts = [block_text(part, f"system[{at}]", warnings) for at, part in enumerate(parts)]
     if texts and _BILLING.match(texts[0]):
@@ -217,7 +217,7 @@ def _converted(block: dict[str, Any], kind: type[_T], where: str) -> _T:
         raise refused(str(error), where) from None
 
 
-def _tools(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
+def _tools(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     """Return the generate options for tools, without those that Anthropic's servers would run, which warn."""
     tools = []
     for number, tool in enumerate(asked.tools or ()):
@@ -229,7 +229,9 @@ def _tools(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
         elif (known := client_tools.described(tool.type)) is not None:
             given = known
         else:
-            warnings.append(Warned(f"tools[{number}]", f"{tool.type} is left out: nobody would run it"))
+            warnings.append(
+                ContentWarning(f"tools[{number}]", f"{tool.type} is left out: nobody would run it")
+            )
             continue
         tools.append({"type": "function", "function": {"name": tool.name, **given}})
     choice = asked.tool_choice or _Choice("auto")

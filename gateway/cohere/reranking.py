@@ -8,7 +8,7 @@ from uuid import uuid4
 import msgspec
 from msgspec import Struct
 
-from gateway.turn import ALL_THAT_FITS, Whole, as_whole, decoded, refused
+from gateway.turn import ALL_THAT_FITS, WholeNumber, as_whole, decoded, refused
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
@@ -28,9 +28,9 @@ class RerankBody(Struct, frozen=True, kw_only=True):
     query: str
     documents: list[str | _Document]
     model: str | None = None
-    top_n: Whole | None = None
+    top_n: WholeNumber | None = None
     return_documents: bool | None = None
-    max_tokens_per_doc: Whole | None = None
+    max_tokens_per_doc: WholeNumber | None = None
     truncation: bool | None = None
     instruction: str | None = None
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from gateway.keys import Key, Keys
+    from gateway.keys import ApiKey, Keys
 
 #: The schemes of origins of pages in desktop programs.
 _PROGRAMS: Final = ("app://", "vscode-file://", "vscode-webview://", "tauri://")
@@ -34,7 +34,7 @@ class Access:
         self._cors = frozenset(cors)
         self._cors_names = {_name_in(one) for one in cors}
 
-    def key(self, request: Request) -> Key:
+    def key(self, request: Request) -> ApiKey:
         """Return a request's API key. Raises `Fault` if key, origin or host is not allowed."""
         origin = request.headers.get("origin")
         if origin is not None and not self.may_ask(origin):

@@ -10,10 +10,10 @@ import msgspec
 from starlette.responses import Response
 
 from gateway import images, logged_answers
-from gateway.answer_feed import Match, Receipt
+from gateway.answer_feed import Receipt, SessionMatch
 from gateway.event_ids import ResumedEvents
 from gateway.turn import Fault, fault_of, renamed, told
-from turnkeep_client.content_blocks import Warned
+from turnkeep_client.content_blocks import ContentWarning
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gateway.conversations import Conversations
     from gateway.event_ids import Cursor
     from gateway.form import Events, Form
-    from gateway.keys import Key
+    from gateway.keys import ApiKey
     from gateway.metrics import Counters
     from gateway.planning import How
     from gateway.turn import ClientTurn
@@ -51,7 +51,7 @@ _CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempote
 class Accounting(NamedTuple):
     """A request's API key, counters and `explain` setting; it counts as running until `running` closes."""
 
-    key: Key
+    key: ApiKey
     counters: Counters
     explain: bool
     running: contextlib.ExitStack
@@ -87,7 +87,7 @@ class AnswerResponse(Response):
         self._accounting = accounting
         self._begin = begin
         self._after = after
-        self._found: dict[int, Match] = {}
+        self._found: dict[int, SessionMatch] = {}
         self._results: dict[int, Generated] = {}
         #: The worker's warnings, which come with the first chunk of an answer.
         self._warnings: dict[str, None] = {}
@@ -150,7 +150,7 @@ class AnswerResponse(Response):
                 while not first and not self._is_over:
                     index, event = await feed.events.get()
                     first = self._take_events(events, index, event)
-                    if isinstance(event, Match | Receipt):  # the session or the note has changed
+                    if isinstance(event, SessionMatch | Receipt):  # the session or the note has changed
                         events, start = self._new_events()
         except TimeoutError:
             pass
@@ -215,10 +215,12 @@ class AnswerResponse(Response):
     def _moved_or_next(self, events: Events, index: int, event: Any) -> tuple[Events, bytes]:
         """Encode an event; if it moves the answer to another session, return a new encoder, for its new id.
 
-        Such an event (a `Match`) comes only before anything of the answer is sent. Only the Responses API
+        Such an event (a `SessionMatch`) comes only before anything of the answer is sent. Only the Responses API
         needs the new id in the stream's first events: its clients continue from it.
         """
-        has_moved = isinstance(event, Match) and self._turn.n == 1 and event.session != self._found[0].session
+        has_moved = (
+            isinstance(event, SessionMatch) and self._turn.n == 1 and event.session != self._found[0].session
+        )
         written = self._take_events(events, index, event)
         if has_moved:
             events, start = self._new_events()
@@ -253,12 +255,12 @@ class AnswerResponse(Response):
         return b""
 
     def _take(self, index: int, event: Any) -> None:
-        self._has_begun = self._has_begun or not isinstance(event, Match) or event.how == "repeated"
+        self._has_begun = self._has_begun or not isinstance(event, SessionMatch) or event.how == "repeated"
         match event:
             case TurnkeepError():
                 self._has_failed = True
                 raise event
-            case Match():
+            case SessionMatch():
                 self._found[index] = event
             case Chunk():
                 self._warnings |= dict.fromkeys(event.warnings)
@@ -277,7 +279,7 @@ class AnswerResponse(Response):
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
         own = self._turn.warnings
-        answers = (Warned("answer", one) for one in images.beside(self._warnings, own))
+        answers = (ContentWarning("answer", one) for one in images.beside(self._warnings, own))
         headers = {"cache-control": "no-store", **told((*own, *answers))}
         if found and self._accounting.explain:
             headers["x-turnkeep-explain"] = str(found)

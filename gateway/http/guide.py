@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway.turn import Whole
+from gateway.turn import WholeNumber
 from turnkeep_client import __version__
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _schema(kind: type) -> dict[str, Any]:
-    if kind is Whole:
+    if kind is WholeNumber:
         return {"type": "integer"}
     raise NotImplementedError
 

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from gateway.event_ids import Cursor
     from gateway.form import Body, Form
     from gateway.image_fetcher import ImageFetcher
-    from gateway.keys import Key
+    from gateway.keys import ApiKey
     from gateway.logged_answers import LoggedAnswer
     from gateway.metrics import Counters
-    from gateway.models import ServedModel
+    from gateway.models import GatewayModel
     from gateway.turn import ClientTurn, Fault
     from turnkeep_client.client import Client
 
@@ -165,11 +165,11 @@ class Handlers:
             key.spend(num_tokens)
             return as_json(reply)
 
-    async def models(self, write: Callable[[Sequence[ServedModel]], Body], request: Request) -> Response:
+    async def models(self, write: Callable[[Sequence[GatewayModel]], Body], request: Request) -> Response:
         """Show what `write` returns for all models."""
         return as_json(write(await self.listing.all(self._access.key(request).tenant)))
 
-    async def model(self, write: Callable[[ServedModel], Body], request: Request) -> Response:
+    async def model(self, write: Callable[[GatewayModel], Body], request: Request) -> Response:
         """Show what `write` returns for the model that the path names as `{model}`, or else the body."""
         key, named = self._access.key(request), request.path_params.get("model")
         if named is None:
@@ -203,7 +203,7 @@ class Handlers:
         before = found.conversations.client.session(found.answer.session)
         return msgspec.structs.replace(turn, earlier_image=before.image)
 
-    async def _load(self, key: Key, model: str, *, unloads: bool) -> None:
+    async def _load(self, key: ApiKey, model: str, *, unloads: bool) -> None:
         """Load or unload a model; with API keys do neither, as the model is not one tenant's."""
         if self._access.keys.are_needed:
             return
@@ -214,13 +214,13 @@ class Handlers:
             with contextlib.suppress(NoWorkerError):  # the first request with a prompt says so
                 await client.load()
 
-    async def _found(self, request: Request, form: Form) -> tuple[Key, str, LocatedAnswer]:
+    async def _found(self, request: Request, form: Form) -> tuple[ApiKey, str, LocatedAnswer]:
         """Return a request's key, the id in its path, and the answer of the log that has it."""
         key, wanted = self._access.key(request), request.path_params["id"]
         kept = self._lookups.kept(key.tenant, wanted, form.name, conversation=form.object is not None)
         return key, wanted, await kept
 
-    def _accounting(self, key: Key, running: contextlib.ExitStack) -> Accounting:
+    def _accounting(self, key: ApiKey, running: contextlib.ExitStack) -> Accounting:
         return Accounting(key, self._counters, self._explain, running.pop_all())
 
     def _followed(

@@ -14,7 +14,7 @@ from gateway.openai import common as openai
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gateway.models import ServedModel
+    from gateway.models import GatewayModel
     from gateway.turn import ClientTurn, Fault
     from turnkeep_client.messages import Called, CallPart, Chunk, Generated
 
@@ -44,7 +44,7 @@ def _generated(text: str, reasoning: str = "", calls: Sequence[dict[str, Any]] =
     return {"response": text, **({"thinking": reasoning} if reasoning else {})}
 
 
-class Words:
+class AnswerWriter:
     """Writes answers of `/api/chat` or `/api/generate`; `say` returns the fields in which the two differ."""
 
     def __init__(self, say: Callable[..., dict[str, Any]]) -> None:
@@ -95,8 +95,8 @@ class Lines(Events):
         return msgspec.json.encode({**self._head, **said, **more}) + b"\n"
 
 
-CHAT: Final = Words(_said)
-GENERATE: Final = Words(_generated)
+CHAT: Final = AnswerWriter(_said)
+GENERATE: Final = AnswerWriter(_generated)
 
 
 def error(fault: Fault) -> dict[str, Any]:
@@ -104,24 +104,24 @@ def error(fault: Fault) -> dict[str, Any]:
     return {"error": fault.message}
 
 
-def tags(models: Sequence[ServedModel]) -> dict[str, Any]:
+def tags(models: Sequence[GatewayModel]) -> dict[str, Any]:
     """Return the list of models for `/api/tags`."""
     return {"models": [_listed(one) for one in models]}
 
 
-def running(models: Sequence[ServedModel]) -> dict[str, Any]:
+def running(models: Sequence[GatewayModel]) -> dict[str, Any]:
     """Return the list of loaded models for `/api/ps`."""
     return {"models": [_running(one) for one in models if one.is_loaded]}
 
 
-def _running(model: ServedModel) -> dict[str, Any]:
+def _running(model: GatewayModel) -> dict[str, Any]:
     worker, listed = model.worker, _listed(model)
     on_gpu = worker is not None and "cpu" not in worker.device.lower()
     more = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": listed["size"] if on_gpu else 0}
     return {**listed, **more, "context_length": model.context_tokens}
 
 
-def shown(model: ServedModel) -> dict[str, Any]:
+def shown(model: GatewayModel) -> dict[str, Any]:
     """Describe one model for `/api/show`."""
     info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
     if model.context_tokens is not None:
@@ -138,12 +138,12 @@ def shown(model: ServedModel) -> dict[str, Any]:
     }
 
 
-def page_v0(models: Sequence[ServedModel]) -> dict[str, Any]:
+def page_v0(models: Sequence[GatewayModel]) -> dict[str, Any]:
     """Return a list of models in the format of LM Studio."""
     return {"object": "list", "data": [_described_v0(one) for one in models]}
 
 
-def _described_v0(model: ServedModel) -> dict[str, Any]:
+def _described_v0(model: GatewayModel) -> dict[str, Any]:
     kind = "vlm" if model.can_see else "llm" if "answers" in model.makes else "embeddings"
     fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
     more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
@@ -154,7 +154,7 @@ def _described_v0(model: ServedModel) -> dict[str, Any]:
     return {"id": model.name, **fields, "compatibility_type": "mlx", **more}
 
 
-def _listed(model: ServedModel) -> dict[str, Any]:
+def _listed(model: GatewayModel) -> dict[str, Any]:
     size = 0 if model.worker is None else model.worker.weight_bytes
     named = f"{model.name} {size} {model.changed_s}"  # a digest of the weights may take minutes
     more = {"modified_at": _at(model.changed_s), "size": size, "digest": sha256(named.encode()).hexdigest()}

@@ -9,11 +9,21 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import msgspec
 from msgspec import Struct
 
-from gateway.form import Loading
+from gateway.form import ModelLoad
 from gateway.images import joined
 from gateway.openai import common as openai
-from gateway.turn import ClientTurn, Fault, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
-from turnkeep_client.content_blocks import Warned
+from gateway.turn import (
+    ClientTurn,
+    Fault,
+    WholeNumber,
+    as_whole,
+    check,
+    decoded,
+    parts_checked,
+    prefilled,
+    refused,
+)
+from turnkeep_client.content_blocks import ContentWarning
 from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:
@@ -52,7 +62,7 @@ class _Said(Struct, frozen=True):
     thinking: str | None = None
 
 
-class _Request(openai.Sampled, frozen=True, kw_only=True):
+class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     """The fields of both requests. Some clients send options beside `options`, in OpenAI's names."""
 
     stream: bool | None = True
@@ -60,8 +70,8 @@ class _Request(openai.Sampled, frozen=True, kw_only=True):
     format: Any = None
     options: dict[str, Any] | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = None
-    max_output_tokens: Whole | None = None
+    top_logprobs: WholeNumber | None = None
+    max_output_tokens: WholeNumber | None = None
 
 
 class ChatBody(_Request, frozen=True, kw_only=True):
@@ -142,13 +152,13 @@ def _turn(asked: _Request, options: Mapping[str, Any], reading: Reading, **promp
     return check(turn, NAMES)
 
 
-def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
+def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     given = {name: value for name, value in (asked.options or {}).items() if value is not None}
-    beside = {name: getattr(asked, name) for name in openai.Sampled.__struct_fields__}
+    beside = {name: getattr(asked, name) for name in openai.SamplingFields.__struct_fields__}
     if asked.max_tokens is None:
         beside["max_tokens"] = asked.max_output_tokens
     known = beside | {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
-    warnings += [Warned(f"options.{name}", "has no effect") for name in given if name not in _OPTIONS]
+    warnings += [ContentWarning(f"options.{name}", "has no effect") for name in given if name not in _OPTIONS]
     if asked.format:
         known["response_format"] = (
             {"type": "json_object"}
@@ -156,7 +166,7 @@ def _options(asked: _Request, warnings: list[Warned]) -> dict[str, Any]:
             else {"type": "json_schema", "json_schema": {"schema": asked.format}}
         )
     try:
-        sampled = msgspec.convert(known, openai.Sampled, dec_hook=as_whole)
+        sampled = msgspec.convert(known, openai.SamplingFields, dec_hook=as_whole)
     except msgspec.ValidationError as error:
         raise refused(str(error), "options") from None
     most = sampled.max_tokens
@@ -221,7 +231,7 @@ def _call(given: _Call, call_id: str) -> ToolCall:
     return ToolCall(id=given.id or call_id, function=Function(given.function.name, written))
 
 
-def loading(body: bytes) -> Loading | None:
+def loading(body: bytes) -> ModelLoad | None:
     """Return the response to a request without a prompt, which loads or unloads a model; None for others."""
     asked = decoded(_EMPTY, body)
     if asked.prompt or asked.messages:
@@ -230,7 +240,7 @@ def loading(body: bytes) -> Loading | None:
     unloads = asked.keep_alive in (0, "0", "0s")
     ended = {"done": True, "done_reason": "unload" if unloads else "load"}
     created_at = datetime.now(UTC).isoformat()
-    return Loading({"model": asked.model, "created_at": created_at, **said, **ended}, unloads)
+    return ModelLoad({"model": asked.model, "created_at": created_at, **said, **ended}, unloads)
 
 
 def refuse(path: Mapping[str, str]) -> NoReturn:

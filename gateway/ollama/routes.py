@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gateway.turn import ClientTurn
 
 
-def _form(name: str, read: Callable[[bytes], ClientTurn], words: answers.Words) -> Form:
+def _form(name: str, read: Callable[[bytes], ClientTurn], words: answers.AnswerWriter) -> Form:
     return Form(
         *(f"ollama.{name}", read, words.whole, words.events, answers.error, requests.NAMES, answers.NDJSON),
         loading=requests.loading,

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.images import joined
-from gateway.turn import ClientTurn, Whole, as_whole, check, decoded, parts_checked, prefilled, refused
+from gateway.turn import ClientTurn, WholeNumber, as_whole, check, decoded, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import other_text
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
@@ -81,11 +81,11 @@ class _Chosen(Struct, frozen=True):
     allowed_tools: _Allowed | None = None
 
 
-class _Request(openai.Sampled, frozen=True, kw_only=True):
+class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     messages: list[_Message]
-    max_completion_tokens: Whole | None = None
+    max_completion_tokens: WholeNumber | None = None
     logprobs: bool | None = None
-    top_logprobs: Whole | None = None
+    top_logprobs: WholeNumber | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Chosen | None = None
     parallel_tool_calls: bool | None = None
@@ -252,7 +252,7 @@ def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Gene
     }
 
 
-class ChatEvents(openai.Stream):
+class ChatEvents(openai.CompletionStream):
     """Encodes the events of one streamed response."""
 
     def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:

@@ -9,8 +9,8 @@ from msgspec import Struct
 
 from gateway.form import Events
 from gateway.images import Reading
-from gateway.turn import ALL_THAT_FITS, Whole, decoded, refused
-from turnkeep_client.content_blocks import Warned, printed
+from gateway.turn import ALL_THAT_FITS, WholeNumber, decoded, refused
+from turnkeep_client.content_blocks import ContentWarning, printed
 from turnkeep_client.messages import OPTIONS
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 #: How the protocol's types are written here: some clients write 2.0 for 2, and JSON has texts as keys.
-_KINDS: Final = {int: Whole, float: float, bool: bool, dict: dict[str, float], tuple: str | list[str]}
+_KINDS: Final = {int: WholeNumber, float: float, bool: bool, dict: dict[str, float], tuple: str | list[str]}
 if TYPE_CHECKING:
     _Options = Struct
 else:
@@ -61,7 +61,7 @@ else:
     )
 
 
-class Sampled(_Options, frozen=True, kw_only=True):
+class SamplingFields(_Options, frozen=True, kw_only=True):
     """The fields that the requests of several APIs share, with all sampling options of the protocol.
 
     Unknown fields are ignored, with a warning.
@@ -70,8 +70,8 @@ class Sampled(_Options, frozen=True, kw_only=True):
     model: str = ""
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Whole | None = None
-    max_tokens: Whole | None = None
+    n: WholeNumber | None = None
+    max_tokens: WholeNumber | None = None
     logit_bias: dict[str, float] | None = None
     response_format: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -84,7 +84,7 @@ def answered(options: dict[str, Any], param: str) -> dict[str, Any]:
     return options
 
 
-def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
+def sampling(asked: SamplingFields, max_tokens: int | None) -> dict[str, Any]:
     """Convert the shared fields to options of a generate request. Raises `Fault`."""
     given = {name: getattr(asked, name) for name in OPTIONS}
     options = {name: _plain(value) for name, value in given.items() if value is not None}
@@ -110,7 +110,7 @@ def sampling(asked: Sampled, max_tokens: int | None) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    return int(value) if isinstance(value, Whole) else value
+    return int(value) if isinstance(value, WholeNumber) else value
 
 
 def _best_effort(form: Any) -> Any:
@@ -131,7 +131,7 @@ def request(
     asked = decoded(decoder, body)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
-    return asked, Reading(Warned(printed(name), "has no effect") for name in sorted(given - known))
+    return asked, Reading(ContentWarning(printed(name), "has no effect") for name in sorted(given - known))
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def event(body: dict[str, Any]) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
-class Stream(Events):
+class CompletionStream(Events):
     """Encodes the events that streams of chat and text completions share; each has the fields `head`."""
 
     #: A comment, which shows clients that the stream is alive. No blank line follows it: after an event with

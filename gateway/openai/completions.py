@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from gateway.turn import MOST_ANSWERS, ClientTurn, Whole, as_whole, check, refused
+from gateway.turn import MOST_ANSWERS, ClientTurn, WholeNumber, as_whole, check, refused
 
 from . import common as openai
 
@@ -21,12 +21,12 @@ _MOST_PROMPTS: Final = 128
 NAMES: Final = dict.fromkeys(("messages", "text", "tokens"), "prompt")
 
 
-class _Request(openai.Sampled, frozen=True, kw_only=True):
+class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     prompt: Any
-    logprobs: Whole | None = None
+    logprobs: WholeNumber | None = None
     suffix: str | None = None
     echo: bool | None = None
-    best_of: Whole | None = None
+    best_of: WholeNumber | None = None
 
 
 DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
@@ -94,7 +94,7 @@ def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Gene
     }
 
 
-class CompletionEvents(openai.Stream):
+class CompletionEvents(openai.CompletionStream):
     """Encodes the events of one streamed response."""
 
     def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from gateway.turn import ALL_THAT_FITS, Whole, as_whole, decoded, fault_of, refused
+from gateway.turn import ALL_THAT_FITS, WholeNumber, as_whole, decoded, fault_of, refused
 from turnkeep_client.errors import RequestFailedError
 
 from .common import ANY
@@ -31,10 +31,10 @@ class EmbeddingsBody(Struct, frozen=True, kw_only=True):
 
     input: Any
     model: str | None = None
-    dimensions: Whole | None = None
+    dimensions: WholeNumber | None = None
     encoding_format: Literal["float", "base64"] | None = None
     #: Of vLLM: the most tokens of an input, -1 for those that fit the model.
-    truncate_prompt_tokens: Whole | None = None
+    truncate_prompt_tokens: WholeNumber | None = None
 
 
 class EmbedBody(Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class EmbedBody(Struct, frozen=True, kw_only=True):
 
     model: str
     input: str | list[str] | None = None
-    dimensions: Whole | None = None
+    dimensions: WholeNumber | None = None
     truncate: bool | None = None
 
 
@@ -82,7 +82,7 @@ async def embed(client: Client, body: bytes) -> tuple[dict[str, Any], int]:
 
 
 async def _found(
-    client: Client, inputs: Sequence[str | tuple[int, ...]], size: Whole | None, most: int | None
+    client: Client, inputs: Sequence[str | tuple[int, ...]], size: WholeNumber | None, most: int | None
 ) -> Embedded:
     """Return vectors of `size` numbers (default: all), each of the first `most` tokens of an input."""
     dimensions = None if size is None else int(size)

@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gateway.models import ServedModel
+    from gateway.models import GatewayModel
 
 #: The fields in which several other servers give a model's context length.
 _CONTEXT: Final = ("context_window", "max_model_len", "max_input_tokens")
 
 
-def page(models: Sequence[ServedModel]) -> dict[str, Any]:
+def page(models: Sequence[GatewayModel]) -> dict[str, Any]:
     """Return a list of models."""
     ends = {"first_id": models[0].name, "last_id": models[-1].name}
     return {"object": "list", "data": [described(one) for one in models], "has_more": False, **ends}
 
 
-def described(model: ServedModel) -> dict[str, Any]:
+def described(model: GatewayModel) -> dict[str, Any]:
     """Describe a model in fields of OpenAI, Anthropic and, for the context length, other servers."""
     context = model.context_tokens
     return {

@@ -13,8 +13,8 @@ from msgspec import Struct
 
 from gateway.logged_answers import RESPONSES
 from gateway.openai import common as openai
-from gateway.turn import ClientTurn, Whole, as_whole, check, parts_checked, refused
-from turnkeep_client.content_blocks import Warned
+from gateway.turn import ClientTurn, WholeNumber, as_whole, check, parts_checked, refused
+from turnkeep_client.content_blocks import ContentWarning
 from turnkeep_client.messages import OPTIONS, Message
 
 from .items import Item, called_name, messages
@@ -74,18 +74,18 @@ class _Reasoning(Struct, frozen=True):
     effort: str | None = None
 
 
-class _Request(openai.Sampled, frozen=True, kw_only=True):
+class _Request(openai.SamplingFields, frozen=True, kw_only=True):
     input: str | list[Item] = ""
     instructions: str | None = None
     previous_response_id: str | None = None
-    max_output_tokens: Whole | None = None
+    max_output_tokens: WholeNumber | None = None
     tools: list[_Tool] | None = None
     tool_choice: str | _Choice | None = None
     parallel_tool_calls: bool | None = None
     text: _Text | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
-    top_logprobs: Whole | None = None
+    top_logprobs: WholeNumber | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     background: bool | None = None
@@ -167,7 +167,9 @@ def _metadata(given: dict[str, str]) -> dict[str, str]:
     return given
 
 
-def _tools(asked: _Request, warnings: list[Warned]) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
+def _tools(
+    asked: _Request, warnings: list[ContentWarning]
+) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
     """Return the generate options for tools, and by name the fields in which a tool's calls are special.
 
     These are `type`, `name` and `namespace` of custom tools and of tools in namespaces.
@@ -210,7 +212,7 @@ def _allowed(choice: str | _Choice | None) -> set[str] | None:
 
 
 def _offered(
-    tools: Iterable[_Tool], warnings: list[Warned], namespace: str | None = None
+    tools: Iterable[_Tool], warnings: list[ContentWarning], namespace: str | None = None
 ) -> Iterator[tuple[str | None, _Tool]]:
     for tool in tools:
         if tool.type == "namespace":
@@ -218,7 +220,7 @@ def _offered(
         elif tool.type in {"function", "custom"}:
             yield namespace, tool
         else:
-            warnings.append(Warned("tools", f"{tool.type} is left out: nobody would run it"))
+            warnings.append(ContentWarning("tools", f"{tool.type} is left out: nobody would run it"))
 
 
 def _function(name: str, tool: _Tool) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Puts the console together: its HTTP API, which is in parts by subject, its page, and who may ask.
 
-The console reads sessions only through the client and `ops.log`. `door` has checked each request's token.
+The console reads sessions only through the client and `ops.log`. `token_check` checks each request first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from starlette.staticfiles import StaticFiles
 
 from turnkeep_client.errors import TurnkeepError
 
-from .door import PAGE, Door
 from .json_http import as_json, on_error, on_http
-from .live import Live, Log
+from .live import LiveFigures, Log
 from .model_api import ModelApi
 from .question_api import QuestionApi
 from .session_api import SessionApi
+from .token_check import PAGE, TokenCheck
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.sampling import Sampling
 
-    from .model_api import Served, Shelf
+    from .model_api import LocalModels, ServedPrefix
 
 _AWAY: Final = "NATS does not answer; what is shown may be old, and goes on when it is back"
 
 
-class Place(NamedTuple):
+class Addresses(NamedTuple):
     """What the page Connect shows: the URLs of NATS server and gateway, and commands that use them.
 
     Without a running gateway its URL is a default.
@@ -56,25 +56,25 @@ class Console:
     def __init__(
         self,
         client: Client,
-        live: Live,
+        live: LiveFigures,
         sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
-        place: Callable[[], Place],
-        shelf: Shelf,
+        addresses: Callable[[], Addresses],
+        local_models: LocalModels,
         *,
-        clients: Mapping[Served, Client],
+        clients: Mapping[ServedPrefix, Client],
         prefix: str,
         read_only: bool,
     ) -> None:
-        """`sampling` adds default options to those of a question; `place` returns where programs connect.
+        """`sampling` adds default options to those of a question; `addresses` returns where programs connect.
 
-        `clients` has all prefixes that have a console; the first console is at `/` (see `behind_one_door`).
+        `clients` has all prefixes that have a console; the first console is at `/` (see `behind_token`).
         """
         #: The log of the worker that runs this console; empty without one.
         self.log = Log()
         self._client = client
-        self._place = place
+        self._addresses = addresses
         self._questions = QuestionApi(client, sampling)
-        models = ModelApi(client, live, shelf, clients=clients, prefix=prefix, read_only=read_only)
+        models = ModelApi(client, live, local_models, clients=clients, prefix=prefix, read_only=read_only)
         of_sessions = [*SessionApi(client).routes(), *self._questions.routes(read_only=read_only)]
         self.app = Starlette(
             routes=[
@@ -103,17 +103,17 @@ class Console:
         return Route(route.path, refused, methods=list(route.methods or ()))
 
     async def _where(self, _: Request) -> Response:
-        return as_json((await asyncio.to_thread(self._place))._asdict())
+        return as_json((await asyncio.to_thread(self._addresses))._asdict())
 
     async def _last_lines(self, _: Request) -> Response:
         return as_json(self.log.shown())
 
 
-def behind_one_door(consoles: Mapping[str, Console], token: str) -> Starlette:
-    """Build one app of several consoles, which `Door` protects: the first at `/`, others at `/of/PREFIX/`."""
+def behind_token(consoles: Mapping[str, Console], token: str) -> Starlette:
+    """Build one app of several consoles behind a `TokenCheck`: the first at `/`, others at `/of/PREFIX/`."""
     (_, first), *others = consoles.items()
     return Starlette(
         routes=[*(Mount(f"/of/{prefix}", one.app) for prefix, one in others), Mount("/", first.app)],
-        middleware=[Middleware(Door, token=token)],
+        middleware=[Middleware(TokenCheck, token=token)],
         exception_handlers={HTTPException: on_http},
     )

@@ -10,7 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from ops.fleet import Fleet
-from ops.history import History
+from ops.history import FigureHistory
 
 if TYPE_CHECKING:
     from turnkeep_client.client import Client
@@ -38,13 +38,13 @@ class Log:
         return [*self._lines]
 
 
-class Live:
+class LiveFigures:
     """Collects the figures and the history of all workers for the page, from their metrics messages."""
 
     def __init__(self, client: Client, keep_s: float) -> None:
         self._client = client
         self._fleet = Fleet(keep_s, window_s=_WINDOW_S)
-        self._history = History(keep_s)
+        self._history = FigureHistory(keep_s)
         self._is_new = asyncio.Event()
 
     async def listen(self) -> None:
@@ -54,7 +54,7 @@ class Live:
                 self._is_new.set()  # so that the page shows a new worker at once
 
     async def keep(self) -> NoReturn:
-        """Add a point to the history every `History.step_s` seconds, and when a new worker appears."""
+        """Add a point to the history every `FigureHistory.step_s` seconds, and when a new worker appears."""
         while True:
             self._is_new.clear()
             self._history.take(self._fleet.sightings(), time.time())

@@ -58,7 +58,7 @@ def rendered(text: str) -> tuple[Node, ...]:
     return (_plain(text),) if len(text) > _MAX_TEXT else tuple(_blocks(_PARSER.parse(text)))
 
 
-class Growing:
+class GrowingText:
     """The blocks of a growing Markdown text. Only the last two are parsed again, since others cannot change.
 
     The last but one can: the next character may turn a paragraph into an item of the list before it.

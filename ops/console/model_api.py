@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
 
-    from .live import Live
+    from .live import LiveFigures
 
 #: How long to wait for a worker's metrics; a worker that needs longer counts as busy.
 _PING_S: Final = 0.5
 
 
-class Shelf(Protocol):
+class LocalModels(Protocol):
     """The models on this machine."""
 
     def listed(self) -> dict[str, Any]:
@@ -39,7 +39,7 @@ class Shelf(Protocol):
         """Start the download of a model; return a message. Raises `TurnkeepError`."""
 
 
-class Served(NamedTuple):
+class ServedPrefix(NamedTuple):
     """A subject prefix, and the model's name in the settings; `""` if the settings have only one model."""
 
     prefix: str
@@ -56,10 +56,10 @@ class ModelApi:
     def __init__(
         self,
         client: Client,
-        live: Live,
-        shelf: Shelf,
+        live: LiveFigures,
+        local_models: LocalModels,
         *,
-        clients: Mapping[Served, Client],
+        clients: Mapping[ServedPrefix, Client],
         prefix: str,
         read_only: bool,
     ) -> None:
@@ -67,7 +67,7 @@ class ModelApi:
         self._client = client
         self._clients = clients
         self._live = live
-        self._shelf = shelf
+        self._local_models = local_models
         places = ["/", *(f"/of/{one.prefix}/" for one in [*clients][1:])]
         models = [
             {"name": one.model, "at": at, "is_this": one.prefix == prefix}
@@ -96,7 +96,7 @@ class ModelApi:
         return as_json(self._about | figures | {"is_served": is_served})
 
     async def _models(self, _: Request) -> Response:
-        listed = await asyncio.to_thread(self._shelf.listed)
+        listed = await asyncio.to_thread(self._local_models.listed)
         if listed["can_serve"]:
             served = await self._served()
             listed["can_serve"] = served is not None
@@ -106,7 +106,7 @@ class ModelApi:
 
     async def _pull(self, request: Request) -> Response:
         wanted = await read_body(request, _Wanted)
-        return as_json({"said": self._shelf.pull(wanted.name)})
+        return as_json({"said": self._local_models.pull(wanted.name)})
 
     async def _serve(self, request: Request) -> Response:
         wanted = await read_body(request, _Wanted)

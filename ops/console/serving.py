@@ -21,8 +21,8 @@ import uvicorn
 from ops.concurrency import until_one_ends
 from turnkeep_client.errors import TurnkeepError
 
-from .app import Console, behind_one_door
-from .live import Live
+from .app import Console, behind_token
+from .live import LiveFigures
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.sampling import Sampling
 
-    from .app import Place
-    from .model_api import Served, Shelf
+    from .app import Addresses
+    from .model_api import LocalModels, ServedPrefix
 
 #: How long streams may take to end when the server stops; pages reopen them after a restart.
 _DRAIN_S: Final = 3
@@ -42,7 +42,7 @@ class ConsoleError(TurnkeepError):
 
 
 async def run(
-    clients: Mapping[Served, Client],
+    clients: Mapping[ServedPrefix, Client],
     host: str,
     port: int,
     *,
@@ -52,18 +52,25 @@ async def run(
     until_eof: bool,
     token: str,
     sampling: Callable[[Client, Sampling], Awaitable[dict[str, Any]]],
-    place: Callable[[], Place],
-    shelf: Shelf,
+    addresses: Callable[[], Addresses],
+    local_models: LocalModels,
 ) -> None:
     """Serve until a signal or, with `until_eof`, the end of standard input; `opens` the page in a browser.
 
     Build a console for each prefix in `clients`. With `until_eof`, standard input is the worker's log, which
     the first console shows. Raises `ConsoleError`, also if NATS closes the connection.
     """
-    lives = [Live(client, keep_s) for client in clients.values()]
+    lives = [LiveFigures(client, keep_s) for client in clients.values()]
     consoles = {
         prefix: Console(
-            client, live, sampling, place, shelf, clients=clients, prefix=prefix, read_only=read_only
+            client,
+            live,
+            sampling,
+            addresses,
+            local_models,
+            clients=clients,
+            prefix=prefix,
+            read_only=read_only,
         )
         for live, ((prefix, _), client) in zip(lives, clients.items(), strict=True)
     }
@@ -151,7 +158,7 @@ def server(consoles: Mapping[str, Console], token: str) -> uvicorn.Server:
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     made = uvicorn.Server(
         uvicorn.Config(
-            behind_one_door(consoles, token),
+            behind_token(consoles, token),
             http="h11",
             ws="none",
             lifespan="off",

@@ -12,8 +12,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ops.log import conversation, copies, searching, written
-from ops.log.costs import Costs
+from ops.log import conversation, searching, session_file, written
+from ops.log.costs import SessionCosts
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
 from turnkeep_client.errors import TurnkeepError
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from starlette.requests import Request
 
-    from ops.log.conversation import Turn
+    from ops.log.conversation import LoggedTurn
     from turnkeep_client.client import Client
     from turnkeep_client.history import Turn as Past
 
@@ -51,7 +51,7 @@ class SessionApi:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._costs = Costs(client)
+        self._costs = SessionCosts(client)
 
     def routes(self) -> list[Route]:
         """Return the routes, which all need NATS."""
@@ -105,7 +105,7 @@ class SessionApi:
         found = await find_session(self._client, session_key(self._client.tenant, name))
         row = (await running(self._client, [found]))[0] if found else None
         before, ends = read_number(asked.get("before")), read_number(asked.get("end"))
-        mark = None if before is None or ends is None else conversation.Mark(before, ends)
+        mark = None if before is None or ends is None else conversation.ConversationEnd(before, ends)
         turns, more = await conversation.part(self._client, name, _TURNS, mark)
         cost = (await self._costs.of([row]))[0] if row else None
         past = await self._inherited(name, turns)
@@ -114,7 +114,7 @@ class SessionApi:
         )
         return as_json({"row": row, "cost": cost, "turns": there, "more": more})
 
-    async def _inherited(self, name: str, turns: Sequence[Turn]) -> tuple[Past, ...]:
+    async def _inherited(self, name: str, turns: Sequence[LoggedTurn]) -> tuple[Past, ...]:
         """Return the last turns that a fork has from its parent, if its `open` is among `turns`."""
         opens = [turn for turn in turns if isinstance(turn.result, Opened) and turn.result.parent]
         if not opens:
@@ -153,7 +153,9 @@ class SessionApi:
             return await self._written(name, form)
         key = session_key(self._client.tenant, name)
         log = await read(self._client.stored, key)
-        file = await asyncio.to_thread(copies.exported, log, await copies.read_parts(self._client, log))
+        file = await asyncio.to_thread(
+            session_file.exported, log, await session_file.read_parts(self._client, log)
+        )
         attached = {"Content-Disposition": f'attachment; filename="{name}.turnkeep"'}
         return StreamingResponse(pieces(file), 200, attached, "application/octet-stream")
 
@@ -189,6 +191,6 @@ def _zipped(contents: Mapping[str, bytes]) -> bytes:
     return found.getvalue()
 
 
-def _varies(turn: Turn) -> bool:
+def _varies(turn: LoggedTurn) -> bool:
     """Whether a turn only began a variant of a conversation, which is no event to show."""
     return isinstance(turn.result, Opened) and VARIANT in turn.result.tags

@@ -13,7 +13,7 @@ import msgspec
 
 from turnkeep_client.errors import TurnkeepError
 
-from .markdown import Growing
+from .markdown import GrowingText
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Callable
@@ -47,7 +47,7 @@ async def events(
     """
     chunks = aiter(session.follow(asked, seq))
     yield _event("begin", {})
-    text, following = Growing(), asyncio.create_task(_next(chunks))
+    text, following = GrowingText(), asyncio.create_task(_next(chunks))
     now = asyncio.get_running_loop().time
     due, earliest = None, now()
     try:

@@ -28,7 +28,7 @@ from .markdown import rendered
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from ops.log.conversation import Turn
+    from ops.log.conversation import LoggedTurn
     from turnkeep_client.history import Turn as Past
     from turnkeep_client.messages import Called, Message, Request, Result, ToolCall
 
@@ -47,14 +47,14 @@ _ENDS: Final = {
 }
 
 
-class Call(NamedTuple):
+class ShownCall(NamedTuple):
     """A tool call of the model."""
 
     name: str
     arguments: str
 
 
-class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ShownMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A message of a turn. An answer has `text` and the same text as Markdown `blocks`.
 
     `images` has the digests of its images.
@@ -65,10 +65,10 @@ class Said(Struct, frozen=True, kw_only=True, omit_defaults=True):
     images: tuple[str, ...] = ()
     blocks: tuple[Node, ...] = ()
     reasoning: str = ""
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ShownCall, ...] = ()
 
 
-class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ShownCost(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s.
 
     `images` are the tokens of the turn's images.
@@ -83,7 +83,7 @@ class Spent(Struct, frozen=True, kw_only=True, omit_defaults=True):
     total_s: float
 
 
-class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ShownTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A turn as the page shows it. `note` says what a turn without text did, or why and how a turn ended.
 
     `model` names who has answered. A turn that a fork has from its parent has no `stored`. The session was
@@ -96,23 +96,23 @@ class Shown(Struct, frozen=True, kw_only=True, omit_defaults=True):
     kind: str
     stored: datetime | None = None
     state: Literal["waiting", "done", "failed"]
-    said: tuple[Said, ...] = ()
+    said: tuple[ShownMessage, ...] = ()
     model: str | None = None
     note: str = ""
     parent: str | None = None
     position: int | None = None
     start: int | None = None
     kept: int | None = None
-    spent: Spent | None = None
+    spent: ShownCost | None = None
 
 
-def shown(turn: Turn) -> Shown:
+def shown(turn: LoggedTurn) -> ShownTurn:
     """Convert a turn for the page."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     start, kept = _places(result)
     change = taken_over(result) if isinstance(result, Appended | Generated) else ""
-    return Shown(
+    return ShownTurn(
         seq=turn.seq,
         id=request.id if request else None,
         kind=str(request.__struct_config__.tag) if request else "invalid",
@@ -129,11 +129,11 @@ def shown(turn: Turn) -> Shown:
     )
 
 
-def inherited(turn: Past) -> Shown:
+def inherited(turn: Past) -> ShownTurn:
     """Convert a turn that a fork has from its parent."""
     start, kept = _places(turn.answer)
     model = turn.answer.model if turn.answer else None
-    return Shown(
+    return ShownTurn(
         seq=turn.seq,
         id=None,
         kind=str(turn.request.__struct_config__.tag),
@@ -149,7 +149,7 @@ def inherited(turn: Past) -> Shown:
 
 
 def _places(result: Result | None) -> tuple[int | None, int | None]:
-    """Return `start` and `kept` of a turn with this result; see `Shown`."""
+    """Return `start` and `kept` of a turn with this result; see `ShownTurn`."""
     if result is None or result.repeat_of is not None:
         return None, None
     match result:
@@ -164,16 +164,16 @@ def _places(result: Result | None) -> tuple[int | None, int | None]:
     return None, None
 
 
-def _said(request: Request | None, result: Result | None) -> Iterator[Said]:
+def _said(request: Request | None, result: Result | None) -> Iterator[ShownMessage]:
     if isinstance(request, Append | Generate):
         yield from map(_message, request.messages or ())
         if request.text:
-            yield Said(role="text", text=request.text)
+            yield ShownMessage(role="text", text=request.text)
         if request.tokens:
-            yield Said(role="tokens", text=f"{len(request.tokens)} tokens by their ids")
+            yield ShownMessage(role="tokens", text=f"{len(request.tokens)} tokens by their ids")
     if isinstance(result, Generated) and result.repeat_of is None:
         text = (request.prefix if isinstance(request, Generate) else "") + result.text
-        yield Said(
+        yield ShownMessage(
             role="assistant",
             text=text,
             blocks=rendered(text),
@@ -182,16 +182,16 @@ def _said(request: Request | None, result: Result | None) -> Iterator[Said]:
         )
 
 
-def _message(message: Message) -> Said:
+def _message(message: Message) -> ShownMessage:
     text = text_in(message.content)
     blocks = rendered(text) if message.role == "assistant" else ()
     calls = _calls(message.tool_calls or ())
     images = tuple(images_in(message.content))
-    return Said(role=message.role, text=text, images=images, blocks=blocks, calls=calls)
+    return ShownMessage(role=message.role, text=text, images=images, blocks=blocks, calls=calls)
 
 
-def _calls(calls: Iterable[ToolCall | Called]) -> tuple[Call, ...]:
-    return tuple(Call(one.function.name, one.function.arguments) for one in calls)
+def _calls(calls: Iterable[ToolCall | Called]) -> tuple[ShownCall, ...]:
+    return tuple(ShownCall(one.function.name, one.function.arguments) for one in calls)
 
 
 def _note(request: Request | None, result: Result | None) -> str:
@@ -226,13 +226,13 @@ def _note(request: Request | None, result: Result | None) -> str:
             return str(result.__struct_config__.tag)
 
 
-def _spent(result: Any) -> Spent | None:
+def _spent(result: Any) -> ShownCost | None:
     match result:
         case Generated(usage=Usage(prefilled_tokens=0, completion_tokens=0)):
             return None  # cancelled while it waited
         case Generated(repeat_of=None, usage=used, seconds=took):
             decoding_s, num = took.total - took.first_token, used.completion_tokens - 1
-            return Spent(
+            return ShownCost(
                 found=used.cached_tokens,
                 prefilled=used.prefilled_tokens,
                 images=_of_images(result),
@@ -242,7 +242,7 @@ def _spent(result: Any) -> Spent | None:
                 total_s=took.total,
             )
         case Appended(repeat_of=None):
-            return Spent(
+            return ShownCost(
                 found=result.cached_tokens,
                 prefilled=result.prefilled_tokens,
                 images=_of_images(result),

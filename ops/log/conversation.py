@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 
@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from turnkeep_client.client import Client
-    from turnkeep_client.session_log import SessionLog
+    from turnkeep_client.session_log import LoggedResult, SessionLog
+
+#: Most bytes of an invalid request that are shown.
+_SENT: Final = 1024
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class LoggedTurn(Struct, frozen=True, kw_only=True):
     """A request and its result. `request` is None if it is invalid; `result` is None if none is valid.
 
-    `seq` and `answered_seq` are their sequences in the log.
+    `sent` is the beginning of an invalid request. `seq` and `answered_seq` are their sequences in the log.
     """
 
     number: int
@@ -29,25 +32,30 @@ class Turn(Struct, frozen=True, kw_only=True):
     answered_seq: int | None = None
     stored: datetime
     request: Request | None
+    sent: str = ""
     result: Result | None
     model: str | None
     build: dict[str, str]
 
 
-def conversation(log: SessionLog) -> Iterator[Turn]:
+def conversation(log: SessionLog) -> Iterator[LoggedTurn]:
     """Yield a session's requests in order, each with its result."""
-    answered = {one.asked.seq: one for one in log.exchanges}
+    answered: dict[int, LoggedResult] = {}
+    for one in log.answers:
+        if one.result is not None and one.result.seq is not None:
+            answered.setdefault(one.result.seq, one)
     for number, (entry, request) in enumerate(log.asked, 1):
-        exchange = answered.get(entry.seq)
-        yield Turn(
+        found = answered.get(entry.seq)
+        yield LoggedTurn(
             number=number,
             seq=entry.seq,
-            answered_seq=exchange.answered.seq if exchange else None,
+            answered_seq=found.entry.seq if found else None,
             stored=entry.stored,
             request=request,
-            result=exchange.result if exchange else None,
-            model=exchange.answered.model if exchange else None,
-            build=dict(exchange.answered.build) if exchange else {},
+            sent="" if request else entry.body[:_SENT].decode(errors="replace"),
+            result=found.result if found else None,
+            model=found.entry.model if found else None,
+            build=dict(found.entry.build) if found else {},
         )
 
 
@@ -65,7 +73,7 @@ def taken_over(result: Appended | Generated) -> str:
     return f"by {model.name}, after {before.name}" + (f" with {differs}" if model.name == before.name else "")
 
 
-class Mark(NamedTuple):
+class ConversationEnd(NamedTuple):
     """Limits a part of a conversation to requests before sequence `before` and results before `end`."""
 
     before: int
@@ -73,8 +81,8 @@ class Mark(NamedTuple):
 
 
 async def part(
-    client: Client, session: str, num: int, mark: Mark | None = None
-) -> tuple[list[Turn], Mark | None]:
+    client: Client, session: str, num: int, mark: ConversationEnd | None = None
+) -> tuple[list[LoggedTurn], ConversationEnd | None]:
     """Return the last `num` turns before a mark, and the mark for the turns before these.
 
     The argument None means the end of the conversation. The returned mark is None if there are no earlier
@@ -83,7 +91,7 @@ async def part(
     Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
     Raises `TurnkeepError`.
     """
-    turns: list[Turn] = []
+    turns: list[LoggedTurn] = []
     async for log in tails(client.stored, session_key(client.tenant, session), mark and mark.end):
         turns = [
             turn
@@ -96,4 +104,4 @@ async def part(
     if len(turns) == len(shown):
         return shown, None
     begin = shown[0].seq
-    return shown, Mark(begin, 1 + max([begin, *(turn.answered_seq or 0 for turn in shown)]))
+    return shown, ConversationEnd(begin, 1 + max([begin, *(turn.answered_seq or 0 for turn in shown)]))

@@ -59,7 +59,7 @@ def _cost(one: Exchange) -> Cost:
     return Cost()
 
 
-class Costs:
+class SessionCosts:
     """Keeps the sum of each session's costs, and reads only new results to update the sum."""
 
     def __init__(self, client: Client) -> None:

@@ -30,7 +30,7 @@ class DeadError(TurnkeepError):
     """A dead letter cannot be found, or its request cannot be sent again."""
 
 
-class Dead(Struct, frozen=True, kw_only=True):
+class DeadRequest(Struct, frozen=True, kw_only=True):
     """A dead letter. `at` is its sequence in the log; `asked` is its request, None if that was not read."""
 
     tenant: str
@@ -46,7 +46,7 @@ class Dead(Struct, frozen=True, kw_only=True):
         return SessionKey(self.tenant, self.session)
 
 
-async def letters(client: Client, tenant: str = "*", session: str = "*") -> list[Dead]:
+async def letters(client: Client, tenant: str = "*", session: str = "*") -> list[DeadRequest]:
     """Read the dead letters of a session, of a tenant, or of all tenants, in order."""
     found = []
     async for key, one in client.stored.every(SessionKey(tenant, session), "dead"):
@@ -55,11 +55,13 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
         except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
             continue
         stored = datetime.fromisoformat(one.headers["Nats-Time-Stamp"])
-        found.append(Dead(tenant=key.tenant, session=key.session, at=one.seq, stored=stored, letter=letter))
+        found.append(
+            DeadRequest(tenant=key.tenant, session=key.session, at=one.seq, stored=stored, letter=letter)
+        )
     return found
 
 
-async def find(client: Client, session: str, request: str) -> Dead:
+async def find(client: Client, session: str, request: str) -> DeadRequest:
     """Return the dead letter of a request, with the request. Raises `DeadError`.
 
     `request` is the request's id or its sequence in the log.
@@ -73,7 +75,7 @@ async def find(client: Client, session: str, request: str) -> Dead:
     )
 
 
-async def retry(client: Client, dead: Dead, *, anyway: bool, timeout_s: float) -> Result:
+async def retry(client: Client, dead: DeadRequest, *, anyway: bool, timeout_s: float) -> Result:
     """Send a request again, under a new id; remove the old letter if it succeeds, or gets a new dead letter.
 
     If the request fails without a new letter, the old one stays. Unless `anyway` is set, the session's

@@ -11,9 +11,9 @@ from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import LastSequenceError, TurnkeepError
 from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER
 from turnkeep_client.messages import Asked, Close, Closed, decode_request, decode_result
-from turnkeep_client.stream import Unsent
+from turnkeep_client.stream import UnsentMessage
 
-from .copies import HEADERS, CopyError
+from .session_file import HEADERS, CopyError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.subjects import SessionKey
 
-    from .copies import Line
+    from .session_file import ExchangeLine
 
 #: Most messages of one atomic batch; JetStream takes at most 1,000.
 _TOGETHER: Final = 900
@@ -37,7 +37,7 @@ class Import:
     def __init__(self, client: Client, key: SessionKey) -> None:
         self._stream, self._subjects, self._key = client.stored, client.subjects, key
         self._new_seqs: dict[int, int] = {}
-        self._first: tuple[int, Unsent] | None = None
+        self._first: tuple[int, UnsentMessage] | None = None
 
     async def check(self) -> None:
         """Raise `CopyError` if the log has a session of this name already."""
@@ -46,7 +46,7 @@ class Import:
                 f"the log has a session {self._key} already; import it under another name, with --as"
             )
 
-    async def run(self, lines: Sequence[Line], progress: Callable[[int, int, str], None]) -> None:
+    async def run(self, lines: Sequence[ExchangeLine], progress: Callable[[int, int, str], None]) -> None:
         """Store all exchanges, or none. Raises `CopyError`, which says if a stored part cannot be removed."""
         await self.check()
         await self._stream.allow_batches()
@@ -86,7 +86,7 @@ class Import:
         stored = await self._stream.get(self._key, "in", seq)
         return stored is not None and stored.body == sent.body and BEGAN_HEADER in stored.headers
 
-    async def _store(self, lines: Sequence[Line], *, first: bool) -> int:
+    async def _store(self, lines: Sequence[ExchangeLine], *, first: bool) -> int:
         """Store these exchanges in one batch, fewer after failed attempts; return how many were stored."""
         for attempt in range(_ATTEMPTS):
             some = lines[: max(1, len(lines) >> (attempt // 6))]
@@ -104,7 +104,7 @@ class Import:
             return len(some)
         raise CopyError("others write to the log all the time; import the session when it is less busy")
 
-    def _messages(self, lines: Sequence[Line], seq: int, *, first: bool) -> Iterator[Unsent]:
+    def _messages(self, lines: Sequence[ExchangeLine], seq: int, *, first: bool) -> Iterator[UnsentMessage]:
         """Yield the messages to store, from sequence `seq` on; results refer to the new log's sequences."""
         for line in lines:
             copied = {BEGAN_HEADER: line.stored.isoformat()} if first else {}
@@ -112,7 +112,7 @@ class Import:
             if line.seed is not None:
                 copied[SEED_HEADER] = str(line.seed)
             self._new_seqs[line.seq] = seq
-            yield Unsent(self._subjects.of(self._key, "in"), bytes(line.request), copied)
+            yield UnsentMessage(self._subjects.of(self._key, "in"), bytes(line.request), copied)
             seq += 1
             result = msgspec.json.decode(line.result, type=dict[str, msgspec.Raw])
             result["seq"] = msgspec.Raw(str(self._new_seqs[line.seq]).encode())
@@ -122,7 +122,7 @@ class Import:
             answer = decode_result(bytes(line.result))
             is_close = isinstance(decode_request(bytes(line.request)), Close) and isinstance(answer, Closed)
             if is_close and answer.repeat_of is None:  # by this note workers remove the session later
-                yield Unsent(self._subjects.of(self._key, "closed"), b"", {})
+                yield UnsentMessage(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
             headers: dict[str, str] = {name: line.headers[name] for name in HEADERS if name in line.headers}
             if line.parts is not None:
@@ -133,21 +133,21 @@ class Import:
                 seq, link = yield from self._parts(msgspec.json.encode(asked), seq)
                 asked = Asked(stored=line.stored, link=link)
             result["asked"] = msgspec.Raw(msgspec.json.encode(asked))
-            yield Unsent(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
+            yield UnsentMessage(self._subjects.of(self._key, "commit"), msgspec.json.encode(result), headers)
             seq += 1
 
-    def _parts(self, value: bytes, seq: int) -> Generator[Unsent, None, tuple[int, str]]:
+    def _parts(self, value: bytes, seq: int) -> Generator[UnsentMessage, None, tuple[int, str]]:
         """Yield the messages of a long value, from sequence `seq` on; return the next sequence and a link."""
         link: Link | None = None
         for start in range(0, len(value), _PART_BYTES):
             part, before = value[start : start + _PART_BYTES], str(link) if link else ""
             message = CheckpointMessage(part, before=before).pack()
-            yield Unsent(self._subjects.of(self._key, "checkpoint"), message, {})
+            yield UnsentMessage(self._subjects.of(self._key, "checkpoint"), message, {})
             link, seq = Link(seq, digest(message)), seq + 1
         return seq, str(link)
 
 
-def _together(lines: Sequence[Line]) -> Sequence[Line]:
+def _together(lines: Sequence[ExchangeLine]) -> Sequence[ExchangeLine]:
     """Return the first lines, at least one, whose messages fit into one batch."""
     num = 0
     for index, line in enumerate(lines):

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Recording:
     """Recorded sessions by name, with the exchanges to replay. `left_out` counts all others by reason."""
 
     sessions: dict[str, list[Exchange]]
@@ -54,7 +54,7 @@ def within(log: SessionLog, since: datetime | None, until: datetime | None) -> S
     return paired(log.key, [one for one in entries if until is None or one.stored < until])
 
 
-def fold(logs: Iterable[SessionLog]) -> Record:
+def fold(logs: Iterable[SessionLog]) -> Recording:
     """Return the sessions that can be replayed, without forks, and without requests that had no effect."""
     sessions: dict[str, list[Exchange]] = {}
     left_out = Counter[str]()
@@ -84,7 +84,7 @@ def fold(logs: Iterable[SessionLog]) -> Record:
             found.pop()
         if found:
             sessions[log.key.session] = found
-    return Record(sessions, {reason: times for reason, times in left_out.items() if times})
+    return Recording(sessions, {reason: times for reason, times in left_out.items() if times})
 
 
 def _playable(one: Exchange) -> Request:

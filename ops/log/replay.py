@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from turnkeep_client.client import Client
     from turnkeep_client.session_log import Exchange
 
-    from .record import Record
+    from .record import Recording
 
 #: Most sessions at a time in a replay without pauses.
 _AT_ONCE: Final = 256
@@ -45,7 +45,7 @@ class ReplayError(TurnkeepError):
     """A replay is not possible; the message says why."""
 
 
-class Times(Struct, frozen=True, kw_only=True):
+class ReplayTimes(Struct, frozen=True, kw_only=True):
     """Times in seconds: the total, and (median, 99th percentile) until the result and the first token."""
 
     turnaround: tuple[float, float]
@@ -53,7 +53,7 @@ class Times(Struct, frozen=True, kw_only=True):
     total: float
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class ReplayReport(Struct, frozen=True, kw_only=True):
     """The result of a replay. `differences` has the first difference of each session that differs."""
 
     tenant: str
@@ -64,8 +64,8 @@ class Report(Struct, frozen=True, kw_only=True):
     same: bool
     not_compared: int
     differences: tuple[Difference, ...]
-    recorded: Times
-    replayed: Times | None
+    recorded: ReplayTimes
+    replayed: ReplayTimes | None
 
 
 @dataclass(slots=True)
@@ -84,7 +84,7 @@ class Replay:
     def __init__(
         self,
         client: Client,
-        record: Record,
+        record: Recording,
         *,
         speed: float,
         timeout_s: float,
@@ -102,7 +102,7 @@ class Replay:
         self._progress, self._num_done, self._images = progress, 0, images
         self._places = asyncio.Semaphore(_AT_ONCE if speed == math.inf else len(record.sessions))
 
-    async def run(self) -> Report:
+    async def run(self) -> ReplayReport:
         """Replay all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
         if not self._record.sessions:
             left_out = ", ".join(f"{num} {why}" for why, num in self._record.left_out.items())
@@ -179,7 +179,7 @@ class Replay:
                 return found
             await asyncio.sleep(0.1)
 
-    def _report(self, played: Sequence[_Played]) -> Report:
+    def _report(self, played: Sequence[_Played]) -> ReplayReport:
         differences, num_apart = [], 0
         for one in played:
             found = first_difference(one.name, one.recorded, one.answers, one.faults)
@@ -188,7 +188,7 @@ class Replay:
                 num_apart += len(one.recorded) - found.number
         recorded = [exchange for one in played for exchange in one.recorded]
         replayed = [exchange for one in played for exchange in one.answers.values()]
-        return Report(
+        return ReplayReport(
             tenant=self._client.tenant,
             sessions=len(played),
             requests=len(recorded),
@@ -205,11 +205,11 @@ class Replay:
         return asyncio.get_running_loop().time()
 
 
-def _times(exchanges: Sequence[Exchange]) -> Times:
+def _times(exchanges: Sequence[Exchange]) -> ReplayTimes:
     results = [one.result for one in exchanges]
     first = [result.seconds.first_token for result in results if isinstance(result, Generated)]
     begin, end = min(one.asked.stored for one in exchanges), max(one.answered.stored for one in exchanges)
-    return Times(
+    return ReplayTimes(
         turnaround=_typical([one.took_s for one in exchanges]),
         first_token=_typical(first),
         total=(end - begin).total_seconds(),

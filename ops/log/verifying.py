@@ -61,27 +61,27 @@ _SPANS: Final = 11
 _MAX_BYTES: Final = 256 * 2**20
 
 
-class Fault(Struct, frozen=True):
+class LogFault(Struct, frozen=True):
     """A fault of the entry at sequence `seq`; `what` describes the fault. The entry itself may be missing."""
 
     seq: int
     what: str
 
 
-class Damaged(Struct, frozen=True, kw_only=True):
+class DamagedSession(Struct, frozen=True, kw_only=True):
     """A session with faults, in the order of their entries."""
 
     tenant: str
     session: str
-    faults: tuple[Fault, ...]
+    faults: tuple[LogFault, ...]
 
 
-class Report(Struct, frozen=True, kw_only=True):
+class VerifyReport(Struct, frozen=True, kw_only=True):
     """The numbers of sessions and entries that were read, and the damaged sessions."""
 
     sessions: int
     entries: int
-    damaged: tuple[Damaged, ...]
+    damaged: tuple[DamagedSession, ...]
 
 
 class _Answer(NamedTuple):
@@ -113,7 +113,7 @@ async def verify(
     tenant: str = "*",
     names: Sequence[str] = (),
     told: Callable[[int, int], None] | None = None,
-) -> Report:
+) -> VerifyReport:
     """Check the sessions with these names, which may be patterns, or all sessions.
 
     `told` is called with the numbers of checked and of all sessions.
@@ -136,13 +136,13 @@ async def verify(
             num, found = await _read(client, key)
         num_entries += num
         if found:
-            damaged.append(Damaged(tenant=key.tenant, session=key.session, faults=tuple(found)))
+            damaged.append(DamagedSession(tenant=key.tenant, session=key.session, faults=tuple(found)))
         if told:
             told(number + 1, len(keys))
-    return Report(sessions=len(keys), entries=num_entries, damaged=tuple(damaged))
+    return VerifyReport(sessions=len(keys), entries=num_entries, damaged=tuple(damaged))
 
 
-async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
+async def _read(client: Client, key: SessionKey) -> tuple[int, list[LogFault]]:
     """Count a session's entries, and find its faults."""
     log = await read(client.stored, key)
     parts = {
@@ -153,7 +153,7 @@ async def _read(client: Client, key: SessionKey) -> tuple[int, list[Fault]]:
     return len(log.answers) + len(log.asked), faults(log, parts, lost)
 
 
-def faults(log: SessionLog, parts: Mapping[int, bytes | None], lost: Container[str] = ()) -> list[Fault]:
+def faults(log: SessionLog, parts: Mapping[int, bytes | None], lost: Container[str] = ()) -> list[LogFault]:
     """Find the faults of one session's log.
 
     `parts` maps results' sequences to the data that did not fit into the result; None if this is gone. `lost`
@@ -173,21 +173,21 @@ def faults(log: SessionLog, parts: Mapping[int, bytes | None], lost: Container[s
     found += _fitting(asked, left)
     for seq in asked.keys() & {seq for seq, one in left.items() if one.changes}:
         gone = [digest for digest in named_by(asked[seq].request) if digest in lost]
-        found += [Fault(seq, f"names the image {digest}, which is gone or changed") for digest in gone]
+        found += [LogFault(seq, f"names the image {digest}, which is gone or changed") for digest in gone]
     found += (wrong := list(_fold(left, parts)))
     found += _unchanged(left, {one.seq for one in wrong})
     return sorted(found, key=lambda one: one.seq)
 
 
-def _pair(log: SessionLog, answers: dict[int, _Answer]) -> Iterator[Fault]:
+def _pair(log: SessionLog, answers: dict[int, _Answer]) -> Iterator[LogFault]:
     """Add each request's first result to `answers`; yield a fault for every other result."""
     for one, result in log.answers:
         seq = result.seq if result else None
         is_valid = result is not None and (is_failure(result) or HISTORY_HEADER in one.headers)
         if result is None or not is_valid or seq is None or not 0 < seq < one.seq:
-            yield Fault(one.seq, "no worker has written it so")
+            yield LogFault(one.seq, "no worker has written it so")
         elif seq in answers:
-            yield Fault(one.seq, f"is a second result of the request at {seq}, after {answers[seq].seq}")
+            yield LogFault(one.seq, f"is a second result of the request at {seq}, after {answers[seq].seq}")
         else:
             answers[seq] = _Answer(one.seq, one.headers, result)
 
@@ -203,7 +203,7 @@ def _removed(log: SessionLog, answers: Iterable[_Answer]) -> int:
     return max((one.seq for one in answers if isinstance(one.result, Closed) and one.changes), default=0)
 
 
-def _lost_results(log: SessionLog, removed: int, changing: set[int]) -> Iterator[Fault]:
+def _lost_results(log: SessionLog, removed: int, changing: set[int]) -> Iterator[LogFault]:
     """Yield results that are missing or out of order: each result states the sequence of the previous one.
 
     Before the first result that changed the session, missing results may belong to a removed session.
@@ -213,26 +213,26 @@ def _lost_results(log: SessionLog, removed: int, changing: set[int]) -> Iterator
         fence = one.headers.get(EXPECT_HEADER, "")
         behind = int(fence) if fence.isdecimal() else before
         if before and behind > before and is_begun and one.seq > removed:
-            yield Fault(behind, f"is gone: the result at {one.seq} was stored behind it")
+            yield LogFault(behind, f"is gone: the result at {one.seq} was stored behind it")
         elif behind < before:
-            yield Fault(
+            yield LogFault(
                 one.seq, f"was stored behind {behind}, but the log has a result at {before} before it"
             )
         before, is_begun = one.seq, is_begun or one.seq in changing
 
 
-def _lost(asked: Mapping[int, LoggedRequest], left: Mapping[int, _Answer]) -> Iterator[Fault]:
+def _lost(asked: Mapping[int, LoggedRequest], left: Mapping[int, _Answer]) -> Iterator[LogFault]:
     """Yield requests that their results do not have, and requests whose result is missing."""
     for seq, answer in left.items():
         if seq not in asked and answer.changes and not isinstance(answer.result, Closed):
-            yield Fault(seq, f"is gone: the result at {answer.seq} answers it")
+            yield LogFault(seq, f"is gone: the result at {answer.seq} answers it")
     last = max((seq for seq, one in left.items() if one.is_in_turn), default=0)
     for seq in asked:
         if seq < last and seq not in left:
-            yield Fault(seq, f"has no result, but the later request at {last} has one")
+            yield LogFault(seq, f"has no result, but the later request at {last} has one")
 
 
-def _fitting(asked: Mapping[int, LoggedRequest], answers: Mapping[int, _Answer]) -> Iterator[Fault]:
+def _fitting(asked: Mapping[int, LoggedRequest], answers: Mapping[int, _Answer]) -> Iterator[LogFault]:
     """Yield results whose type does not fit the request."""
     for seq, answer in answers.items():
         if seq not in asked or not answer.changes or isinstance(answer.result, UnknownResult):
@@ -243,10 +243,10 @@ def _fitting(asked: Mapping[int, LoggedRequest], answers: Mapping[int, _Answer])
         if not isinstance(result, _FITTING[type(request)]) or (
             isinstance(request, Rewind) and request.position != result.position
         ):
-            yield Fault(answer.seq, f"does not fit the request at {seq}")
+            yield LogFault(answer.seq, f"does not fit the request at {seq}")
 
 
-def _unchanged(answers: Mapping[int, _Answer], wrong: set[int]) -> Iterator[Fault]:
+def _unchanged(answers: Mapping[int, _Answer], wrong: set[int]) -> Iterator[LogFault]:
     """Yield results that changed nothing, but do not state position and tokens of the result before them.
 
     `wrong` has the sequences of results that are known to be wrong.
@@ -260,15 +260,15 @@ def _unchanged(answers: Mapping[int, _Answer], wrong: set[int]) -> Iterator[Faul
             result, stated = answer.result, answer.headers.get(HISTORY_HEADER)
             position = before.result.position
             if result.repeat_of is None and result.position not in (None, position):
-                yield Fault(
+                yield LogFault(
                     answer.seq,
                     f"says position {result.position}, but the result at {before.seq} leaves {position}",
                 )
             elif stated not in (None, before.headers.get(HISTORY_HEADER)):
-                yield Fault(answer.seq, f"states other tokens than the result at {before.seq} before it")
+                yield LogFault(answer.seq, f"states other tokens than the result at {before.seq} before it")
 
 
-def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> Iterator[Fault]:
+def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> Iterator[LogFault]:
     """Yield, for each session that had the name, the first result that contradicts the earlier ones."""
     tokens, exists, is_sure = as_tokens(), False, True
     for seq in sorted(answers):
@@ -282,13 +282,13 @@ def _fold(answers: Mapping[int, _Answer], parts: Mapping[int, bytes | None]) -> 
         if isinstance(answer.result, UnknownResult):
             is_sure = False  # only a newer version can decode it
             if words(answer.headers.get(BUILD_HEADER, "")).get("version") == __version__:
-                yield Fault(answer.seq, "no worker of the version that it names has written it so")
+                yield LogFault(answer.seq, "no worker of the version that it names has written it so")
         if not is_sure:
             continue
         try:
             tokens = _after(tokens, answer, parts.get(answer.seq))
         except (_FaultError, ValueError, OverflowError) as error:
-            yield Fault(answer.seq, str(error))
+            yield LogFault(answer.seq, str(error))
             is_sure = False
 
 
@@ -309,7 +309,10 @@ def _after(tokens: Tokens, answer: _Answer, part: bytes | None) -> Tokens:
                     f"keeps {change.kept} tokens, but the entries before it come to {len(tokens)}"
                 )
             added = from_compact(change.input if part is None else part.decode())
-            spans = (ImageSpan(one.start, one.end, bytes.fromhex(one.fingerprint)) for one in change.images)
+            spans = (
+                ImageSpan(one.start, one.end, bytes.fromhex(one.fingerprint), columns=one.columns)
+                for one in change.images
+            )
             after = tokens[: change.kept].extended(added.ids(), spans)
             if isinstance(result, Generated) and not change.holds_answer:
                 after += result.tokens

@@ -55,7 +55,7 @@ def _private(path: str, flags: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class AccountLimits:
     """The limits of one tenant's account. Subscriptions are counted for each connection."""
 
     max_bytes: int = 256 * _MIB
@@ -66,7 +66,7 @@ class Limits:
 
 
 def accounts(
-    subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, metrics: str, limits: Limits
+    subjects: Subjects, users: dict[str, tuple[str, str]], worker: str, metrics: str, limits: AccountLimits
 ) -> dict[str, Any]:
     """Build the server's accounts. `users` maps a tenant to the public keys of its clients and its mirrors.
 
@@ -126,7 +126,9 @@ def _backlog(subjects: Subjects) -> str:
     return f"$JS.API.CONSUMER.INFO.{subjects.log_stream}.{CONSUMER}"
 
 
-def _tenant(subjects: Subjects, tenant: str, client: str, mirrors: str, limits: Limits) -> dict[str, Any]:
+def _tenant(
+    subjects: Subjects, tenant: str, client: str, mirrors: str, limits: AccountLimits
+) -> dict[str, Any]:
     streams = (subjects.log_stream, subjects.token_stream)
     publish = [_of(tenant, subjects, kind) for kind in ("in", "image.*", "ctl", "ask")]
     hear = [_of(tenant, subjects, kind) for kind in ("out", "tok.*")]
@@ -179,7 +181,7 @@ def _mirrored(subjects: Subjects, stream: str, tenant: str) -> str:
 
 
 def write(
-    folder: Path, tenants: tuple[str, ...], prefix: str, limits: Limits, rotated: tuple[str, ...] = ()
+    folder: Path, tenants: tuple[str, ...], prefix: str, limits: AccountLimits, rotated: tuple[str, ...] = ()
 ) -> list[str]:
     """Add tenants to the configuration in a folder; return all tenants in this configuration.
 
@@ -321,7 +323,7 @@ def main(
     folder.mkdir(parents=True, exist_ok=True)
     if hosts:
         write_routes(folder, hosts)
-    limits = Limits(
+    limits = AccountLimits(
         max_bytes=max_mib * _MIB,
         max_connections=max_connections,
         max_subscriptions=max_subscriptions,

@@ -38,7 +38,7 @@ _MOST_PRINTED: Final = 64
 _MOST_TOLD: Final = 20
 
 
-class Warned(NamedTuple):
+class ContentWarning(NamedTuple):
     """A warning: the part of a request at the path `where` was ignored or converted, as `what` says."""
 
     where: str
@@ -53,7 +53,7 @@ class ContentError(TurnkeepError):
         self.where = where
 
 
-def sentences(warnings: Sequence[Warned]) -> list[str]:
+def sentences(warnings: Sequence[ContentWarning]) -> list[str]:
     """Write the first warnings as sentences; a last sentence counts the others."""
     shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_TOLD]]
     more = len(warnings) - len(shown)
@@ -65,7 +65,7 @@ def printed(name: str) -> str:
     return _UNPRINTED.sub("_", name)[:_MOST_PRINTED]
 
 
-def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
+def text_of(content: Any, where: str, warnings: list[ContentWarning]) -> str:
     """Return a message's content as text. Raises `ContentError`.
 
     Appends to `warnings` one for each block that is not text.
@@ -77,7 +77,9 @@ def text_of(content: Any, where: str, warnings: list[Warned]) -> str:
     return "".join(block_text(block, f"{where}[{at}]", warnings) for at, block in enumerate(content))
 
 
-def content_of(blocks: Sequence[Any], where: str, warnings: list[Warned]) -> str | tuple[dict[str, str], ...]:
+def content_of(
+    blocks: Sequence[Any], where: str, warnings: list[ContentWarning]
+) -> str | tuple[dict[str, str], ...]:
     """Return a content, of `with_digests`, as text or, if it has images, as parts of text and image.
 
     Raises and appends to `warnings` as `text_of` does.
@@ -149,7 +151,7 @@ def checked(file: bytes, where: str) -> bytes:
     return file
 
 
-def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
+def block_text(block: Any, where: str, warnings: list[ContentWarning]) -> str:
     """Return the text of a content block, "" for a reasoning block, else a placeholder.
 
     Raises `ContentError`.
@@ -169,11 +171,11 @@ def block_text(block: Any, where: str, warnings: list[Warned]) -> str:
     return other_text(block, kind, where, warnings)
 
 
-def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[Warned]) -> str:
+def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[ContentWarning]) -> str:
     """Return the text inside a block that is not text itself, or a placeholder; append a warning."""
     text = _own_text(block)
     how = "replaced by a placeholder" if text is None else "read as text"
-    warnings.append(Warned(where, f"{printed(kind)} {how}"))
+    warnings.append(ContentWarning(where, f"{printed(kind)} {how}"))
     return _placeholder(block, kind) if text is None else text
 
 

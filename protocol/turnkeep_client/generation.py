@@ -83,7 +83,11 @@ class Generation:
             pass
 
     async def cancel(self) -> Cancelled:
-        """Ask the worker to stop the answer, which then ends with the finish_reason `cancelled`."""
+        """Ask the worker to stop this request; return the worker's reply, with the state it was in.
+
+        A running answer ends, and its result has the finish_reason `cancelled` and the tokens so far. The
+        result arrives as usual: await the generation for it. Raises `TurnkeepError`.
+        """
         return await self._cancel(self.id)
 
     async def __aenter__(self) -> Self:

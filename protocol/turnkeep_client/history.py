@@ -105,12 +105,17 @@ class _Placed(NamedTuple):
     end: int
 
 
-async def read_history(stream: LogStream, key: SessionKey, end: float = inf) -> History:
-    """Read a session's history from the log's entries before the sequence `end`. Raises `NoWorkerError`."""
+async def read_history(
+    stream: LogStream, key: SessionKey, end: float = inf, log: SessionLog | None = None
+) -> History:
+    """Read a session's history from the log's entries before the sequence `end`.
+
+    `log` is the session's whole log, if it was read already. Raises `NoWorkerError`.
+    """
     turns: list[_Placed] = []
     digests: list[tuple[int, str]] = []  # of the tokens up to ascending positions
     is_whole, position = True, 0
-    for part in reversed(await _parts(stream, key, end)):
+    for part in reversed(await _parts(stream, key, end, log)):
         for one in part.exchanges:
             result, kept = one.result, None
             match one.request, result:
@@ -149,9 +154,9 @@ class _Part(NamedTuple):
         return first.parent if isinstance(first, Opened) else None
 
 
-async def _parts(stream: LogStream, key: SessionKey, end: float) -> list[_Part]:
+async def _parts(stream: LogStream, key: SessionKey, end: float, log: SessionLog | None) -> list[_Part]:
     """Return a session's part since its last open, then its parent's before that open, and so on."""
-    found: dict[SessionKey, SessionLog] = {}
+    found: dict[SessionKey, SessionLog] = {} if log is None else {key: log}
     parts: list[_Part] = []
     opens, is_copy = set[int](), False
     while True:

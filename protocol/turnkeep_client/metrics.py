@@ -124,6 +124,8 @@ class Totals(Struct, kw_only=True):
     draft_saved_s: Annotated[float, _gauge("Time that speculation has saved.")] = 0.0
     recalled_tokens: Annotated[int, _counter("Tokens whose KV an answer has recalled from SSD.")] = 0
     decoding_s: Annotated[float, _counter("Time in which answers were decoded.")] = 0.0
+    audited_blocks: Annotated[int, _counter("Restored blocks whose KV was computed again.")] = 0
+    wrong_blocks: Annotated[int, _counter("Restored blocks whose KV was wrong.")] = 0
 
 
 class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"):  # type: ignore[misc]

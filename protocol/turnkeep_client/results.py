@@ -40,12 +40,12 @@ class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
 class Asked(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The request that a result answers, and the time at which the log stored the request.
 
-    Each result has it in the field `asked`, if its request was valid JSON of a known
-    type; `decode_asked` reads it. So the results of a session, in their order, say all that happened in it.
+    Each result has it in the field `asked`; `decode_asked` reads it. So the results of a session, in their
+    order, say all that happened in it.
 
     `request` is the request as it was sent, and `headers` are its headers whose names begin with `Turnkeep-`.
     If they are long, they are left out: `link` names the last of the messages of the log that together have
-    this `Asked` as a whole.
+    this `Asked` as a whole. The `request` of an invalid one is a string: its first 1,024 bytes, as UTF-8.
     """
 
     stored: datetime
@@ -101,7 +101,8 @@ class PlacedImage(Struct, frozen=True):
     """An image among a session's tokens: rows of the image stand for the tokens `[start, end)`.
 
     `digest` is the SHA-256 of its file. `fingerprint` names what the rows are computed from; `grid` says how
-    many tokens the model needs for it, and in which order.
+    many tokens the model needs for it, and in which order. If the tokens have positions in a plane, each
+    of its lines has `columns` tokens.
     """
 
     digest: str
@@ -109,6 +110,7 @@ class PlacedImage(Struct, frozen=True):
     end: int
     fingerprint: str
     grid: tuple[int, ...]
+    columns: int = 0
 
 
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -183,7 +183,7 @@ class Sampling(TypedDict, total=False):
     priority: int
 
 
-class Option(NamedTuple):
+class SamplingOption(NamedTuple):
     """A sampling option. `meta` has its text and range, `kind` its type: int, float, bool, dict or tuple.
 
     `names` has its names in other APIs, where they differ. `is_recommended`: models may recommend a value.
@@ -200,13 +200,13 @@ class Option(NamedTuple):
         return self.names.get(api, self.name)
 
 
-def _options() -> Iterator[Option]:
+def _options() -> Iterator[SamplingOption]:
     for field in structs.fields(Generate):
         for part in (field.type, *get_args(field.type)):
             for meta in getattr(part, "__metadata__", ()):
                 if meta.extra is not None:
                     kind = getattr(part.__origin__, "__origin__", part.__origin__)
-                    yield Option(field.name, kind, meta, meta.extra["names"], field.default is UNSET)
+                    yield SamplingOption(field.name, kind, meta, meta.extra["names"], field.default is UNSET)
 
 
 #: The sampling options, by name.

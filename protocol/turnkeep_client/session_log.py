@@ -10,6 +10,7 @@ from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
 
+import msgspec
 from msgspec import UNSET, Struct
 
 from .checkpoints import Link, backwards
@@ -79,8 +80,8 @@ class SessionLog(Struct, frozen=True, dict=True):
     """The log of one session, or a part of it: its results from the sequence `start` on, in order.
 
     `asked` has the requests of these results, and the requests without a result, in order. Results have
-    their requests, which leave the log's queue (`in`) later. A request that no worker could read is missing
-    from then on, and a result if the log has lost it.
+    their requests, which leave the log's queue (`in`) later. Of a long request that no worker could read only
+    the beginning is left then, and a result is missing if the log has lost it.
     """
 
     key: SessionKey
@@ -161,6 +162,8 @@ def _stored(answered: LoggedResult, asked: Asked | None) -> Entry | None:
     if asked is None or asked.request is UNSET or result is None or result.seq is None:
         return None
     body = bytes(asked.request)
+    if body.startswith(b'"'):  # an invalid request, or its beginning
+        body = msgspec.json.decode(body, type=str).encode()
     return Entry(result.seq, answered.entry.key, "in", asked.stored, body, asked.headers)
 
 

@@ -49,7 +49,7 @@ _WRONG_LAST_SEQUENCE: Final = 10071
 _NEVER: Final = 2**62
 
 
-class Unsent(NamedTuple):
+class UnsentMessage(NamedTuple):
     """A message to be stored in the log."""
 
     subject: str
@@ -227,7 +227,7 @@ class LogStream:
             if not changed["config"].get("allow_atomic"):
                 raise StreamError("the NATS server cannot store batches at once; it must be 2.12 or newer")
 
-    async def store(self, messages: Sequence[Unsent], after: int) -> None:
+    async def store(self, messages: Sequence[UnsentMessage], after: int) -> None:
         """Store up to 1,000 messages atomically, directly after the log's entry with the sequence `after`.
 
         Raises `LastSequenceError` if that is not the log's last entry. Needs the right to publish on the

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from bench import device, load, peers, recall, restart, session
 from bench.openai import OWN
 from bench.spec import AnyBench
-from bench.turns import Measure, Sample, Turn
+from bench.turns import Measure, Sample, TimedTurn
 
 #: Seconds to prefill a token, in honest runs of long sessions.
 PREFILL_S = 0.003
@@ -41,22 +41,22 @@ class Suite:
 
     bench: AnyBench
     plan: Any
-    honest: Callable[[int], tuple[Sequence[Turn], Sequence[Sample]]]
+    honest: Callable[[int], tuple[Sequence[TimedTurn], Sequence[Sample]]]
     lies: tuple[Lie, ...]
 
 
-def answer(prompt: int, own: int, tokens: Sequence[int], **fields: Any) -> Turn:
+def answer(prompt: int, own: int, tokens: Sequence[int], **fields: Any) -> TimedTurn:
     """Make a healthy worker's turn, for which all prompt tokens but the last `own` ones were cached."""
     account = {"prompt_tokens": prompt, "cached_tokens": prompt - own, "prefilled_tokens": own}
     account |= {"position": prompt + len(tokens), "tokens": tuple(tokens), "joined": True}
-    return Turn(**(account | fields))
+    return TimedTurn(**(account | fields))
 
 
-def turns(*cases: str, when: Callable[[Turn], object] = bool, **changes: Any) -> Callable[[Any], Any]:
+def turns(*cases: str, when: Callable[[TimedTurn], object] = bool, **changes: Any) -> Callable[[Any], Any]:
     """Return a `bend` that sets fields of turns, to values or functions of the turn; it merges `facts`."""
 
     def bend(one: Any) -> Any:
-        if not isinstance(one, Turn) or (cases and one.case not in cases) or not when(one):
+        if not isinstance(one, TimedTurn) or (cases and one.case not in cases) or not when(one):
             return one
         made = {name: value(one) if callable(value) else value for name, value in changes.items()}
         return replace(one, **made | {"facts": one.facts | made.get("facts", {})})
@@ -70,7 +70,11 @@ def samples(
     """Return a `bend` that changes the samples of a measure, of all cases or some."""
 
     def bend(one: Any) -> Any:
-        mine = not isinstance(one, Turn) and one.measure == measure.name and (not cases or one.case in cases)
+        mine = (
+            not isinstance(one, TimedTurn)
+            and one.measure == measure.name
+            and (not cases or one.case in cases)
+        )
         return replace(one, value=value(one)) if mine and when(one) else one
 
     return bend
@@ -82,7 +86,7 @@ ALL = {"cached_tokens": 0, "prefilled_tokens": lambda turn: turn.prompt_tokens}
 WAITS = turns(first_s=lambda turn: turn.first_s + PREFILL_S * turn.facts["held"])
 
 
-Run = tuple[list[Turn], list[Sample]]
+Run = tuple[list[TimedTurn], list[Sample]]
 MIB = 2**20
 
 #: Faults that any worker may have.

@@ -23,17 +23,17 @@ from bench.conduct import conduct, render
 from bench.faults import BenchError, ReportError
 from bench.figures import interval, number
 from bench.local import LocalWorker
-from bench.plan import Where
+from bench.plan import CommonOptions
 from bench.report import Report, ReportFile
 from bench.restart import BENCH, FIRST
-from bench.run import Run
+from bench.run import BenchRun
 from bench.spec import Findings, Plot
 from bench.stats import Estimate
-from bench.turns import Turn
+from bench.turns import TimedTurn
 
 
-def make_report(turns: list[Turn] | None = None, **changes: object) -> Report:
-    run = Run(BENCH.name, lies.RESTART, Where())
+def make_report(turns: list[TimedTurn] | None = None, **changes: object) -> Report:
+    run = BenchRun(BENCH.name, lies.RESTART, CommonOptions())
     run.keep(*(lies.honest_restart(1)[0] if turns is None else turns))
     found = run.report("done")
     quiet = found.environment | {"cpus": 2, "load_average": [0.1, 0.1, 0.1], "commit": None}
@@ -87,7 +87,7 @@ def files(folder: Path) -> dict[str, bytes]:
 async def test_checkpoints_are_written_only_between_turns_and_a_full_disk_does_not_stop_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run(BENCH.name, lies.RESTART, Where(out=tmp_path, checkpoint=1e-9))
+    run = BenchRun(BENCH.name, lies.RESTART, CommonOptions(out=tmp_path, checkpoint=1e-9))
     with run.timing():
         run.progress(0, None, "in flight")
     assert files(tmp_path) == {}
@@ -106,14 +106,14 @@ async def test_checkpoints_are_written_only_between_turns_and_a_full_disk_does_n
 async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_step(tmp_path: Path) -> None:
     """In Python 3.11 `wait_for` returns a finished result even if it was cancelled meanwhile."""
 
-    async def measure(run: Run[object]) -> None:
+    async def measure(run: BenchRun[object]) -> None:
         run.keep(*lies.honest_restart(1)[0])
         asyncio.current_task().cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.sleep(0)
         run.progress(1, 1, "going on")
 
-    work = conduct(dataclasses.replace(BENCH, measure=measure), lies.RESTART, Where(out=tmp_path))
+    work = conduct(dataclasses.replace(BENCH, measure=measure), lies.RESTART, CommonOptions(out=tmp_path))
     with pytest.raises(asyncio.CancelledError):
         await asyncio.create_task(work)
     (found,) = (json.loads(content) for name, content in files(tmp_path).items() if name.endswith(".json"))
@@ -186,7 +186,7 @@ def test_the_session_bench_detects_kv_whose_size_does_not_match_the_cache_policy
     sizes[3] += wrong
     pairs = zip(lengths, sizes, strict=True)
     facts = {"held": 0, "kept": kept}
-    turns = [Turn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in pairs]
+    turns = [TimedTurn(total_s=1, position=at, kv_live_bytes=size, facts=facts) for at, size in pairs]
     assert next(iter(session.checks(Findings(session.BENCH, session.Plan(), turns)))).failed is fails
 
 
@@ -227,21 +227,3 @@ def test_facts_planted_in_a_text_are_at_their_depths_and_the_rest_is_unchanged(t
     assert said[500 + len(begin) :][: len(middle)] == middle
     text = said[:100] + said[100 + len(begin) : 500 + len(begin)] + said[500 + len(begin) + len(middle) :]
     assert text == corpus.Texts(tiny_model, repeat("abc")).next_tokens(1000)
-
-
-async def test_a_bench_hides_its_progress_bars_while_a_worker_starts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run = Run(BENCH.name, lies.RESTART, Where())
-    shown = []
-
-    class Starting:
-        async def ready(self, _: str) -> None:
-            shown.append(run._bars.live.is_started)
-
-    monkeypatch.setattr(run._bars, "disable", False)
-    with run._bars:
-        await run._ready(Starting())  # type: ignore[arg-type]  # a stub
-        shown.append(run._bars.live.is_started)
-    await run._ready(Starting())  # type: ignore[arg-type]
-    assert shown == [False, True, False]

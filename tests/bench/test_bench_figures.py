@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from bench import load, stats
 from bench.checks import Verdict, bounded
-from bench.turns import Turn
+from bench.turns import TimedTurn
 
 RUNS = 2000
 
@@ -45,12 +45,12 @@ def test_quantiles_medians_and_slopes_have_their_known_values() -> None:
     assert stats.slopes([(0, 1, 1.0), (0, 2, 3.0), (1, 1, 1.0), (1, 1, 2.0)]) == [2.0]  # one x has no slope
 
 
-def make(number: int, at_s: float = 0.0, total_s: float = 1.0, **changes: object) -> Turn:
+def make(number: int, at_s: float = 0.0, total_s: float = 1.0, **changes: object) -> TimedTurn:
     fields = {"x": 4, "first_s": 0.5, "tokens": (1,) * 10, "facts": {"number": number}}
-    return Turn(**({"at_s": at_s, "total_s": total_s, **fields} | changes))
+    return TimedTurn(**({"at_s": at_s, "total_s": total_s, **fields} | changes))
 
 
-def values(turns: list[Turn], measure: object) -> list[float]:
+def values(turns: list[TimedTurn], measure: object) -> list[float]:
     return [sample.value for sample in load.follows(turns) if sample.measure == measure.name]
 
 

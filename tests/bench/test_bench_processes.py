@@ -7,8 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from click.testing import CliRunner
 from bench.faults import BenchError
 from bench.local import Program
 from bench.openai import parse
-from bench.turns import Turn
+from bench.turns import TimedTurn
 from commands.cli import main
 
 
@@ -95,7 +93,7 @@ async def fake(*replies: bytes) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
 
 
-async def ask(url: str) -> Turn:
+async def ask(url: str) -> TimedTurn:
     async with parse(f"fake={url}") as server:
         assert server.model == "m1"
         return await server.ask([{"role": "user", "content": "Hi"}], max_tokens=4, timeout_s=5)
@@ -135,17 +133,6 @@ def test_a_malformed_peer_option_is_refused_in_one_line(spec: str) -> None:
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "must be NAME=URL" in done.stderr
     assert parse("a=https://h/x/v1/").url == parse("a=https://h/x").url == "https://h/x/v1"
-
-
-def test_without_openais_library_only_the_bench_peers_is_missing() -> None:
-    program = "import sys; sys.modules['openai'] = None; from commands.cli import main; main(sys.argv[1:])"
-    command = [sys.executable, "-c", program, "bench"]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
-    assert "  restart " in done.stdout
-    peers = [*command, "peers", "--peer", "llama=http://127.0.0.1:1"]
-    done = subprocess.run(peers, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert done.stderr.startswith("turnkeep: the library openai is not installed: ")
 
 
 @pytest.mark.process

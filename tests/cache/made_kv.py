@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Tensor
-from cache.store import Store
+from cache.names.tokens import Chain, as_tokens, pack
+from cache.store import PrefixMatch, Store
 
 BLOCK = 4
 HEADS, DIM = 2, 3
@@ -66,11 +69,33 @@ def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None
 
 async def num_restored(store: Store, tokens: Sequence[int], tenant: str = "a") -> int:
     """Restore the longest stored prefix of these tokens and check its KV; return its number of tokens."""
-    restored = await store.kv.load(store.kv.match(store.kv.chain(tenant), tokens))
+    restored = await store.kv.load(await extended(store, tokens, tenant))
     if restored is None:
         return 0
     assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
     return restored.num_tokens
+
+
+async def extended(
+    store: Store, tokens: Sequence[int], tenant: str = "a", chain: Chain | None = None
+) -> PrefixMatch:
+    """Match these tokens, exact to the token."""
+    chain = chain or store.kv.chain(tenant)
+    return await store.kv.extend(store.kv.match(chain, tokens), chain, tokens)
+
+
+def traces(directory: Path, tokens: list[int]) -> list[str]:
+    """Return the entries of the directory that contain two consecutive tokens, or the digest of a block."""
+    chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
+    told = list(chain.names(as_tokens(tokens))[1:])
+    told += [pack(tokens[i : i + 2]) for i in range(len(tokens) - 1)]
+    found = set()
+    for path in directory.rglob("*"):
+        content = path.read_bytes() if path.is_file() else b""
+        content += str(path.relative_to(directory)).encode()
+        if any(one in content or one.hex().encode() in content for one in told):
+            found.add(path.relative_to(directory).parts[0])
+    return sorted(found)
 
 
 async def uploaded(store: Store) -> None:

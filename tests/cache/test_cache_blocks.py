@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from array import array
 from collections.abc import Sequence
 
 import pytest
@@ -15,7 +14,6 @@ from cache.names.tokens import (
     Chain,
     as_tokens,
     from_compact,
-    num_common,
     pack,
     to_compact,
 )
@@ -33,16 +31,6 @@ def common(ids: Sequence[int], others: Sequence[int]) -> int:
     """Count the leading numbers that two lists share, by comparing them one by one."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((i for i, (one, other) in pairs if one != other), min(len(ids), len(others)))
-
-
-@given(TOKENS, TOKENS, SIZES)
-def test_two_token_lists_have_equal_block_names_exactly_for_the_blocks_of_their_common_prefix(
-    a, b, block
-) -> None:
-    shared = common(a, b)
-    names = [x == y for x, y in zip(chain(a, block), chain(b, block), strict=False)]
-    assert names.count(True) == shared // block
-    assert names == sorted(names, reverse=True), "after the first difference no name may be equal again"
 
 
 @given(TOKENS, SIZES)
@@ -64,16 +52,6 @@ def test_spans_are_aligned_full_blocks_and_at_most_one_tail(start, end, block) -
     assert all(a.end == b.start for a, b in itertools.pairwise(spans))
     assert all(span.start % block == 0 and span.num_tokens == block for span in spans[:-1])
     assert 1 <= spans[-1].num_tokens <= block
-
-
-@given(TOKENS, TOKENS)
-def test_num_common_counts_the_leading_tokens_that_two_lists_share(a, b) -> None:
-    assert num_common(pack(a), pack(b)) == common(a, b)
-
-
-def test_tokens_are_packed_as_little_endian_uint32() -> None:
-    assert pack([1, 0x01020304]) == bytes([1, 0, 0, 0, 4, 3, 2, 1])
-    assert pack(array("I", [1, 2])) == pack([1, 2])
 
 
 @given(st.data())

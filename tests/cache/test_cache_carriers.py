@@ -9,7 +9,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, identity, kv
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, identity, kv
 
 from cache.disk import format as snapshot_format
 from cache.disk.header import read_header
@@ -98,7 +98,7 @@ async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_aft
 ) -> None:
     """The session ends at, before or after the end of a group, or within a carrier."""
     store, chain = stored
-    match = store.kv.match(chain, TOKENS[:num_tokens])
+    match = await extended(store, TOKENS[:num_tokens], chain=chain)
     assert match.num_tokens == num_tokens
     spans = {node: Span(node.start, node.end) for node in match.nodes}
     num_carried = max((span.end for span in spans.values() if carried(span, BLOCK)), default=0)

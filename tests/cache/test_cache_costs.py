@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from made_kv import BLOCK, cut, identity, save_all
 
-from cache.index.index import Index
+from cache.index.index import SnapshotIndex
 from cache.index.nodes import Node
 from cache.names import blocks
 from cache.names.tokens import Chain, as_tokens
@@ -28,7 +28,7 @@ def steps(monkeypatch) -> Counter[str]:
         monkeypatch.setattr(owner, name, counting)
 
     count(blocks, "link", lambda *_: 1)
-    count(Index, "closest_child", lambda *_: 1)
+    count(SnapshotIndex, "furthest", lambda *_: 1)
     return counted
 
 
@@ -54,7 +54,7 @@ async def test_the_steps_of_a_turn_grow_linearly_with_its_number_of_blocks(open_
         await store.close()
     one, two = costs
     assert one["link"] == 30, "each block is hashed once in a turn"
-    for name in ("link", "closest_child"):
+    for name in ("link", "furthest"):
         assert two[name] <= 2.5 * one[name], (name, one, two)
 
 

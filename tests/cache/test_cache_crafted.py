@@ -22,7 +22,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
 from cache.disk.header import read_header
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
@@ -182,13 +182,12 @@ def grown(whole: bytes, changes: dict[str, Any], num_tokens: int, payload: bytes
 @pytest.mark.parametrize(
     "row",
     [
-        Row(b"d" * 32, b"p" * 3, 0, pack(TOKENS), 9, 1),
-        Row(b"d" * 32, b"", 0, pack(TOKENS), 9, 1),
-        Row(b"d" * 31, b"p" * 32, 0, pack(TOKENS), 9, 1),
-        Row(b"d" * 32, b"p" * 32, -4, pack(TOKENS), 9, 1),
-        Row(b"d" * 32, b"p" * 32, 0, pack(TOKENS)[:5], 9, 1),
-        Row(b"d" * 32, b"p" * 32, 0, pack(TOKENS), -9, 1),
-        Row(blocks.link(b"p" * 32, pack(MANY)), b"p" * 32, 0, pack(MANY), 9, 1),
+        SnapshotRow(b"d" * 32, b"p" * 3, 0, 4, 9, 1),
+        SnapshotRow(b"d" * 32, b"", 0, 4, 9, 1),
+        SnapshotRow(b"d" * 31, b"p" * 32, 0, 4, 9, 1),
+        SnapshotRow(b"d" * 32, b"p" * 32, -4, 4, 9, 1),
+        SnapshotRow(b"d" * 32, b"p" * 32, 0, -4, 9, 1),
+        SnapshotRow(b"d" * 32, b"p" * 32, 0, 4, -9, 1),
     ],
     ids=lambda row: repr(row)[:200],
 )

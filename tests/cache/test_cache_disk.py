@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import sqlite3
 import subprocess
@@ -166,39 +165,3 @@ async def test_a_store_on_a_full_disk_starts_and_serves_its_stored_snapshots(ope
     with sqlite3.connect(disk / "cache" / "index.sqlite") as db:
         assert db.execute("SELECT count(*) FROM snapshot").fetchone() == (3,), "the index is still there"
     db.close()
-
-
-async def test_a_clock_that_jumps_back_does_not_change_the_order_of_use(open_store) -> None:
-    wall = 2e9
-    store = await open_store(clock=lambda: wall)
-    save_all(store, "a", ONE[:4])
-    await store.queue.drained(5)
-    size = store.stats().stored_bytes
-    wall -= 1e6
-    save_all(store, "a", TWO[:4])
-    await store.close()
-    wall -= 1e6
-    store = await open_store(clock=lambda: wall, max_bytes=2 * size)
-    save_all(store, "a", [3, 1, 2, 3])
-    await store.queue.drained(5)
-    assert [await num_restored(store, [first, *ONE[1:4]]) for first in (1, 2)] == [0, 4]
-    await store.close()
-    store = await open_store(clock=lambda: wall, max_bytes=size)
-    await store.queue.drained(5)
-    assert await num_restored(store, [3, 1, 2, 3]) == 0, "the second one was used last"
-    assert await num_restored(store, TWO[:4]) == 4
-
-
-async def test_files_with_flipped_bits_are_never_restored(open_store, tmp_path) -> None:
-    chance = random.Random(11)
-    store = await open_store()
-    for _ in range(40):
-        save_all(store, "a", ONE)
-        await store.queue.drained(5)
-        path = chance.choice(sorted((tmp_path / "cache" / "snapshots").iterdir()))
-        whole = bytearray(path.read_bytes())
-        whole[chance.randrange(len(whole))] ^= 1 << chance.randrange(8)
-        path.write_bytes(whole)
-        assert await num_restored(store, ONE) < 10
-        assert_sum_rule(store)
-    assert store.stats().rejected == 40

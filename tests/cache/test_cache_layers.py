@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -22,7 +19,6 @@ from mlx_lm.models.cache import (
 )
 
 from cache.kv import layers
-from cache.names.blocks import Span
 
 BLOCK = 8
 
@@ -85,25 +81,6 @@ def state(cache, start, end, row=0) -> tuple[np.ndarray, np.ndarray]:
     return tuple(np.array(part[row : row + 1, :, start:end]) for part in (cache.keys, cache.values))
 
 
-@pytest.mark.parametrize(
-    "position", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
-)
-async def test_a_restored_session_continues_with_bit_identical_logits(model, open_store, position) -> None:
-    """At, before and after a block's boundary. The KV goes through files that another thread reads."""
-    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
-    tokens = prompt(position)
-    caches = make_prompt_cache(model)
-    logits = prefill(model, caches, tokens)
-    for span in store.kv.wanted(store.kv.chain("a"), tokens[:position]):
-        assert store.kv.save(store.kv.chain("a"), tokens, span, layers.cut(caches, span.start, span.end))
-    expected = decode(model, caches, logits, 20)
-
-    assert await store.queue.drained(5)
-    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
-    assert restored.num_tokens == position
-    assert decode(model, rebuilt(model, restored), logits, 20) == expected
-
-
 async def test_attention_never_reads_the_unused_memory_behind_a_restored_session(model, open_store) -> None:
     """That memory is undefined; here it is NaN, which would be in all results if attention read it."""
     store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
@@ -121,24 +98,6 @@ async def test_attention_never_reads_the_unused_memory_behind_a_restored_session
     again = rebuilt(model, restored)
     assert layers.live_bytes(again) == len(tokens) * 2 * 2 * 8 * 4 * 2
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
-
-
-async def test_a_prompt_continued_from_a_snapshot_at_a_block_boundary_gives_identical_logits(
-    model, open_store
-) -> None:
-    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
-    tokens = prompt(5 * BLOCK + 3)
-    caches = make_prompt_cache(model)
-    prefill(model, caches, tokens[: 2 * BLOCK])
-    for span in store.kv.wanted(store.kv.chain("a"), tokens[: 2 * BLOCK]):
-        store.kv.save(store.kv.chain("a"), tokens, span, layers.cut(caches, span.start, span.end))
-    expected = decode(model, caches, prefill(model, caches, tokens), 5)
-
-    await store.queue.drained(5)
-    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
-    assert restored.num_tokens == 2 * BLOCK
-    again = rebuilt(model, restored)
-    assert decode(model, again, prefill(model, again, tokens), 5) == expected
 
 
 def test_copied_kv_does_not_change_when_the_cache_is_trimmed_and_continued(model) -> None:
@@ -252,38 +211,3 @@ def test_trimming_also_shortens_concatenating_caches_and_cache_lists() -> None:
         keys, _ = cache.update_and_fetch(second, second)
         assert cache.offset == 9
         assert mx.array_equal(keys, mx.concatenate([first[:, :, :6], second], axis=2))
-
-
-async def test_snapshots_are_written_while_the_device_thread_keeps_running(model, open_store) -> None:
-    """As in a worker, one thread runs steps and copies KV, and another writes."""
-    store = await open_store(identity=identity(block_tokens=BLOCK), layout=layout_of(model))
-    rows = [prompt(64)[i:] + prompt(64)[:i] for i in range(4)]
-    cuts: list = []
-    chain = store.kv.chain("a")
-
-    def device() -> None:
-        mx.random.seed(7)
-        own = llama.Model(model.args)
-        mx.eval(own.parameters())
-        for tokens in rows:
-            caches = make_prompt_cache(own)
-            for end in range(BLOCK, 65, BLOCK):
-                prefill(own, caches, tokens[:end])
-                cuts.append((tokens, Span(end - BLOCK, end), layers.cut(caches, end - BLOCK, end)))
-                if len(cuts) % 8 == 0:
-                    for args in cuts[-8:]:
-                        loop.call_soon_threadsafe(store.kv.save, chain, *args)
-
-    loop = asyncio.get_running_loop()
-    thread = threading.Thread(target=device)
-    thread.start()
-    await asyncio.to_thread(thread.join)
-    assert await store.queue.drained(10)
-    for tokens in rows:
-        restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
-        assert restored.num_tokens == 64
-        expected = make_prompt_cache(model)
-        prefill(model, expected, tokens)
-        for cache, again in zip(expected, rebuilt(model, restored), strict=True):
-            for one, other in zip(state(cache, 0, 64), state(again, 0, 64), strict=True):
-                assert np.array_equal(one, other)

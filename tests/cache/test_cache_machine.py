@@ -27,10 +27,12 @@ from cache.names import blocks
 from cache.names.tokens import num_common, pack
 from cache.store import Store
 
-WRITE, LOAD_S = snapshot_format.write, stored_kv.LOAD_S
+WRITE, LOAD_S, BRANCHES = snapshot_format.write, stored_kv.LOAD_S, stored_kv._MOST_BRANCHES
 
 TENANTS = st.sampled_from("ab")
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=11).map(tuple)
+
+DAMAGES = ("flipped", "cut short", "removed")
 
 #: A snapshot in the model: its tenant, where it and those before it start, and all tokens up to its end.
 Node = tuple[str, tuple[int, ...], tuple[int, ...]]
@@ -38,10 +40,6 @@ Node = tuple[str, tuple[int, ...], tuple[int, ...]]
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return num_common(pack(one), pack(other))
-
-
-def unpacked(packed: bytes) -> tuple[int, ...]:
-    return tuple(memoryview(packed).cast("I"))
 
 
 class Driven(RuleBasedStateMachine):
@@ -61,6 +59,7 @@ class Driven(RuleBasedStateMachine):
     @initialize()
     def open(self) -> None:
         stored_kv.LOAD_S = 60.0  # on a busy machine a read may take long
+        stored_kv._MOST_BRANCHES = 1000  # all
         self.store = self.run(
             Store.open(
                 self.directory,
@@ -86,7 +85,7 @@ class Driven(RuleBasedStateMachine):
         return {digest.hex() for digest in found}
 
     def teardown(self) -> None:
-        stored_kv.LOAD_S = LOAD_S
+        stored_kv.LOAD_S, stored_kv._MOST_BRANCHES = LOAD_S, BRANCHES
         if hasattr(self, "store"):
             self.run(self.store.close(60))
         self.run(self.loop.shutdown_default_executor())
@@ -141,7 +140,13 @@ class Faithful(Driven):
         self.nodes: set[Node] = set()
         #: All snapshots that were ever saved, by their digests.
         self.named: dict[bytes, Node] = {}
-        self.bad: set[Node] = set()
+        #: Snapshots whose files were damaged, and how.
+        self.bad: dict[Node, str] = {}
+
+    @property
+    def unreadable(self) -> set[str]:
+        """Damages that leave no header to be read; such a small file is one encrypted chunk."""
+        return {"removed", "cut short"} if self.codec is PLAIN else {*DAMAGES}
 
     def children(self, parent: Node) -> list[Node]:
         tenant, cuts, tokens = parent
@@ -160,23 +165,37 @@ class Faithful(Driven):
             lost |= self.lost_with(child)
         return lost
 
+    def lose(self, lost: set[Node]) -> None:
+        self.nodes -= lost
+        for node in lost & self.bad.keys():
+            del self.bad[node]
+
+    def path(self, node: Node) -> Path:
+        tenant, cuts, tokens = node
+        digest = blocks.root(identity().digest(), tenant)
+        for start, end in pairwise((*cuts, len(tokens))):
+            digest = blocks.link(digest, pack(tokens[start:end]))
+        return self.directory / "snapshots" / self.codec.file_name(digest)
+
     def longest(self, parent: Node, tokens: tuple[int, ...]) -> int:
         longest = len(parent[2])
         for child in self.children(parent):
-            shared = common(child[2], tokens)
-            longest = max(longest, self.longest(child, tokens) if shared == len(child[2]) else shared)
+            if child[2] == tokens[: len(child[2])]:
+                longest = max(longest, self.longest(child, tokens))
         return longest
 
-    def node(self, tenant: str, entry) -> Node:
-        """Return an entry of the store's index as a node of the model, with all tokens before it."""
-        if entry.digest not in self.named:
-            before = self.named.get(entry.parent, (tenant, (), ()))
-            if before == (tenant, (), ()):
-                assert entry.parent == blocks.root(identity().digest(), tenant), "names begin with the tenant"
-            assert (before[0], len(before[2])) == (tenant, entry.start)
-            own = unpacked(entry.name.tokens)
-            self.named[entry.digest] = (tenant, (*before[1], entry.start), before[2] + own)
-        return self.named[entry.digest]
+    def most_shared(self, parent: Node, tokens: tuple[int, ...]) -> int:
+        """Return how many tokens after `parent` a snapshot that continues it begins with, by its header."""
+        found = (child for child in self.children(parent) if self.bad.get(child) not in self.unreadable)
+        return max((common(child[2], tokens) - len(parent[2]) for child in found), default=0)
+
+    def name(self, tenant: str, entry, tokens: tuple[int, ...]) -> Node:
+        """Note an entry of the store's index that was saved for these tokens; return it as a node."""
+        root = blocks.root(identity().digest(), tenant)
+        before = (tenant, (), ()) if entry.parent == root else self.named[entry.parent]
+        assert before == (tenant, before[1], tokens[: entry.start])
+        assert entry.digest == blocks.link(entry.parent, pack(tokens[entry.start : entry.end]))
+        return self.named.setdefault(entry.digest, (tenant, (*before[1], entry.start), tokens[: entry.end]))
 
     def take_stock(self) -> None:
         """Check the store's entries: all were saved, and a missing one is contained in another entry."""
@@ -187,7 +206,7 @@ class Faithful(Driven):
                 other[0] == tenant and cuts[: len(other[1])] == other[1] and other[2][: len(tokens)] == tokens
                 for other in there
             )
-        self.nodes = there
+        self.lose(self.nodes - there)
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def take_a_turn(self, tenant, tokens) -> None:
@@ -195,7 +214,7 @@ class Faithful(Driven):
         wanted = self.store.kv.wanted(self.store.kv.chain(tenant), tokens)
         assert save_all(self.store, tenant, tokens) == [True] * len(wanted)
         added = sorted(set(self.store._index) - before, key=lambda entry: entry.start)
-        new = [self.node(tenant, entry) for entry in added]
+        new = [self.name(tenant, entry, tokens) for entry in added]
         assert sorted((cuts[-1], held) for _, cuts, held in new) == [
             (span.start, tokens[: span.end]) for span in wanted
         ]
@@ -208,16 +227,23 @@ class Faithful(Driven):
         match = self.store.kv.match(self.store.kv.chain(tenant), tokens)
         num_tokens = self.longest((tenant, (), ()), tokens)
         assert match.num_tokens == num_tokens
+        path = [self.named[entry.digest] for entry in match.nodes]
+        num_tokens += self.most_shared(path[-1] if path else (tenant, (), ()), tokens)
+        match = self.run(self.store.kv.extend(match, self.store.kv.chain(tenant), tokens))
+        assert match.num_tokens == num_tokens
         # If two snapshots share equally many tokens, either may be used, but it must be stored.
-        path = [self.node(tenant, entry) for entry in match.nodes]
+        path = [self.named[entry.digest] for entry in match.nodes]
         assert set(path) <= self.nodes
         bad = next((node for node in path if node in self.bad), None)
         if bad is not None:
-            num_tokens = bad[1][-1]
-            gone = self.lost_with(bad)
-            self.nodes -= gone
-            self.bad -= gone
+            num_tokens, damage = bad[1][-1], self.bad[bad]
+            self.lose(self.lost_with(bad))
         assert self.load(tenant, tokens, match) == num_tokens
+        if bad is not None:
+            self.settle()
+            assert not self.path(bad).exists()
+            kept = self.directory / "quarantine" / self.path(bad).name
+            assert kept.exists() == (damage != "removed")
 
     @rule(tenant=TENANTS, tokens=TOKENS)
     def forget(self, tenant, tokens) -> None:
@@ -229,38 +255,43 @@ class Faithful(Driven):
             owner, _, held = node
             if owner == tenant and held == tokens[: len(held)] and gone.issuperset(self.children(node)):
                 gone.add(node)
-        self.nodes -= gone
-        self.bad -= gone
+        self.lose(gone)
         assert self.store.eraser.forget(tenant, pack(tokens)) == len(gone)
 
     @precondition(lambda self: self.nodes)
-    @rule(data=st.data())
-    def damage(self, data) -> None:
+    @rule(data=st.data(), damage=st.sampled_from(DAMAGES))
+    def damage(self, data, damage) -> None:
         self.settle()
         self.take_stock()
         node = data.draw(st.sampled_from(sorted(self.nodes)))
-        tenant, cuts, tokens = node
-        digest = blocks.root(identity().digest(), tenant)
-        for start, end in pairwise((*cuts, len(tokens))):
-            digest = blocks.link(digest, pack(tokens[start:end]))
-        path = self.directory / "snapshots" / self.codec.file_name(digest)
-        whole = bytearray(path.read_bytes())
-        whole[-1] ^= 1 if node not in self.bad else 0
-        path.write_bytes(whole)
-        self.bad.add(node)
+        if node in self.bad:
+            return
+        path = self.path(node)
+        whole = path.read_bytes()
+        if damage == "removed":
+            path.unlink()
+        else:
+            path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1] if damage == "flipped" else []))
+        self.bad[node] = damage
 
     @rule(lose_the_catalog=st.booleans())
     def restart(self, lose_the_catalog) -> None:
         self.settle()
         self.take_stock()
         assert self.run(self.store.close(60))
+        found = self.unreadable if lose_the_catalog else {"removed"}
         if lose_the_catalog:
             for path in self.directory.glob("index.sqlite*"):
                 path.unlink()
-            if self.codec is not PLAIN:  # such a small file is one encrypted chunk: the header is damaged too
-                bad = self.bad & self.nodes
-                self.nodes -= bad.union(*map(self.lost_with, bad))
-                self.bad.clear()
+        if gone := [node for node, damage in self.bad.items() if damage in found]:
+            for node in gone:
+                self.lose(self.lost_with(node))
+            # A start that finds a file missing drops what may be a piece of a tail without the one before.
+            for node in sorted(self.bad.keys() & self.nodes, key=lambda node: len(node[2])):
+                tenant, cuts, tokens = node
+                before = (tenant, cuts[:-1], tokens[: cuts[-1]])
+                if self.bad[node] in self.unreadable and cuts[-1] and before not in self.nodes:
+                    self.lose(self.lost_with(node))
         self.open()
         assert self.store.stats().stored == len(self.nodes)
 
@@ -268,7 +299,8 @@ class Faithful(Driven):
     def look_at_the_disk(self) -> None:
         self.settle()
         self.take_stock()
-        assert len(self.files()) == self.store.stats().stored == len(self.nodes)
+        num_removed = [*self.bad.values()].count("removed")
+        assert len(self.files()) + num_removed == self.store.stats().stored == len(self.nodes)
 
 
 class Cramped(Driven):
@@ -385,6 +417,9 @@ class WithKey(Faithful):
         super().__init__()
         self.codec = pytest.importorskip("cache.disk.sealing").Sealed(bytes(32))
 
+
+#: Thousands of examples take longer than a test may.
+pytestmark = [pytest.mark.timeout(0)] if HUNT else []
 
 FEW = settings(
     max_examples=int(HUNT or 30),

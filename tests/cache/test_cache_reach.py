@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, identity, kv
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, identity, kv
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from cache.disk.header import read_header
@@ -73,7 +73,7 @@ async def test_a_restore_gives_each_layer_exactly_its_visible_tokens(open_store,
     store = await open_store(layout=layout)
     save(store, layout, store.kv.chain("a"), TOKENS)
     assert await store.queue.drained(5)
-    match = store.kv.match(store.kv.chain("a"), TOKENS[:num_tokens])
+    match = await extended(store, TOKENS[:num_tokens])
     assert match.num_tokens == num_tokens
     assert_restored(await store.kv.load(match, capacity_tokens=300), layout, TOKENS[:num_tokens])
 

@@ -18,7 +18,7 @@ from test_cache_reach import assert_restored, save
 from cache.disk import tier as tier_module
 from cache.disk.codec import PLAIN
 from cache.disk.objects import ObjectStore
-from cache.disk.tier import Key, SharedDirectory, Tier
+from cache.disk.tier import FileKey, SharedDirectory, Tier
 from cache.index import remote
 from cache.names.errors import SealedError
 from cache.names.marks import Marks
@@ -227,7 +227,7 @@ async def test_a_fetch_ends_before_the_first_block_that_the_tier_lacks(
     one, two = await open_two()
     await put(one, TOKENS)
     names = one.kv.chain("a").names(as_tokens(TOKENS))
-    tier.remove([Key(names[1].hex(), PLAIN.file_name(names[2]))])
+    tier.remove([FileKey(names[1].hex(), PLAIN.file_name(names[2]))])
     assert await fetched(two, TOKENS) == 4
 
 
@@ -301,14 +301,14 @@ def test_a_tier_whose_removed_files_have_other_links_removes_no_more_of_them(
     own.write_bytes(b"x" * 1000)
     tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=1 << 20)
     for number in range(10):
-        tier.put(Key(f"{number:064x}", "file"), own)
+        tier.put(FileKey(f"{number:064x}", "file"), own)
     monkeypatch.setattr(tier, "_free_bytes", lambda: (1 << 20) + 1)
     for number in range(10, 20):
         with pytest.raises(OSError, match="space"):
-            tier.put(Key(f"{number:064x}", "file"), own)
+            tier.put(FileKey(f"{number:064x}", "file"), own)
     assert len(in_tier(tmp_path)) == 9
     monkeypatch.setattr(tier, "_free_bytes", lambda: 1 << 21)
-    tier.put(Key("a" * 64, "file"), own)
+    tier.put(FileKey("a" * 64, "file"), own)
     assert len(in_tier(tmp_path)) == 10
 
 
@@ -319,9 +319,9 @@ async def test_a_worker_s_own_cache_directory_is_refused_as_a_tier(open_store: A
 
 
 async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any, tmp_path: Path) -> None:
-    from cache.disk.sealing import Sealed
+    from cache.disk.sealing import SealedCodec
 
-    key = Sealed(b"k" * 32)
+    key = SealedCodec(b"k" * 32)
     tier = SharedDirectory(tmp_path / "tier", key, max_bytes=1 << 30, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=tier, codec=key)
     await put(one, TOKENS)
@@ -329,7 +329,7 @@ async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any
     assert not any(name.hex() in str(path) for name in names for path in in_tier(tmp_path))
     two = await open_store(tmp_path / "two", tier=tier, codec=key)
     assert await fetched(two, TOKENS) == 10
-    for other in (PLAIN, Sealed(b"o" * 32)):
+    for other in (PLAIN, SealedCodec(b"o" * 32)):
         with pytest.raises(SealedError):
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 
@@ -354,12 +354,12 @@ class Watched:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self.gotten: list[Key] = []
+        self.gotten: list[FileKey] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._tier, name)
 
-    def get(self, key: Key, path: Path) -> bool:
+    def get(self, key: FileKey, path: Path) -> bool:
         self.gotten.append(key)
         return self._tier.get(key, path)
 

@@ -13,7 +13,7 @@ from made_kv import assert_is_kv_of, save_all
 
 from cache.disk import chain_reader
 from cache.kv import arrays
-from cache.kv.arrays import Blank
+from cache.kv.arrays import BlankTensors
 from cache.names.snapshot import ModelLayout
 
 TOKENS = list(range(200))
@@ -24,7 +24,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only there threads c
 @pytest.mark.parametrize("dtype", sorted(arrays.TYPES))
 def test_bytes_written_into_a_restore_buffer_appear_in_the_mlx_array(dtype) -> None:
     mlx_type, numpy_type = arrays.TYPES[dtype]
-    blank = Blank(
+    blank = BlankTensors(
         ModelLayout((("0.keys", dtype, (2, 3)), ("0.values", dtype, (2, 0)))), 5, (("state.1", dtype, (7,)),)
     )
     keys, values = blank.places

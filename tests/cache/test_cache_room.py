@@ -144,24 +144,6 @@ async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_fre
     gate.set()
 
 
-async def test_snapshots_above_a_lowered_limit_are_evicted_once_nothing_uses_them(open_store, gate) -> None:
-    """The limit was lowered while nothing could be evicted, and applies later."""
-    store = await open_store()
-    save_all(store, "a", TOKENS[:4])
-    store.quota.set_limits(max_bytes=10, min_free_bytes=0)
-    await asyncio.sleep(0.05)
-    assert store.stats().in_flight == 1
-    gate.set()
-    await store.queue.drained(5)
-    match = store.kv.match(store.kv.chain("a"), TOKENS[:4])
-    await asyncio.sleep(0.05)
-    assert store.stats().stored == len(match.nodes)
-    store.kv.release(match)
-    await asyncio.sleep(0.05)
-    assert store.stats().stored == 0
-    assert_sum_rule(store)
-
-
 async def test_clear_removes_all_snapshots_and_quarantined_files(open_store, tmp_path) -> None:
     other = await open_store(identity=identity(weights="other"))
     save_all(other, "a", TOKENS)
@@ -233,21 +215,3 @@ async def test_erase_and_clear_return_in_time_while_the_disk_hangs_and_the_files
     assert_sum_rule(store)
     await store.close()
     assert (await open_store()).stats().stored == 3
-
-
-async def test_erasing_tokens_that_were_never_saved_is_confirmed_and_changes_nothing(
-    open_store, tmp_path
-) -> None:
-    store = await open_store()
-    erased = await store.eraser.erase("a", pack(TOKENS))
-    assert (erased.num_snapshots, erased.settled, files(tmp_path)) == (0, True, 0)
-    assert store.stats().accepted == 0
-
-
-async def test_closing_with_discard_leaves_no_snapshot_files(open_store, tmp_path, gate) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    gate.set()
-    assert await store.close(discard=True)
-    assert files(tmp_path) == 0
-    assert_sum_rule(store)

@@ -9,7 +9,7 @@ from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identi
 from cache.disk import format as snapshot_format
 from cache.disk.codec import PLAIN
 from cache.disk.tier import SharedDirectory
-from cache.kv.arrays import Blank
+from cache.kv.arrays import BlankTensors
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.errors import DoubtfulSnapshotError
@@ -186,7 +186,7 @@ def write(path, end: int, tensors, *, resumable=True) -> Name:
 def load(path, name: Name, *, state: bool = True):
     wanted = (path, name.digest, 0, IDENTITY.digest())
     layout, states = snapshot_format.peek(*wanted)
-    blank = Blank(ModelLayout(layout), name.num_tokens, states if state else ())
+    blank = BlankTensors(ModelLayout(layout), name.num_tokens, states if state else ())
     snapshot_format.read(
         *wanted,
         layout=layout,

@@ -13,12 +13,12 @@ from made_kv import save_all
 from cache.admin import archive, survey
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
-from cache.disk.rows import Row
+from cache.disk.rows import SnapshotRow
 from cache.names.errors import CacheError
 
 
-def rows_of(num: int, first: int) -> list[Row]:
-    return [Row(i.to_bytes(16), bytes(16), 0, bytes(400), 0, i) for i in range(first, first + num)]
+def rows_of(num: int, first: int) -> list[SnapshotRow]:
+    return [SnapshotRow(i.to_bytes(16), bytes(16), 0, 4, 0, i) for i in range(first, first + num)]
 
 
 def listed(directory) -> set[bytes]:
@@ -57,7 +57,7 @@ def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_co
     """Otherwise the copy would have old pages for which the new log has no replacement."""
     folder = Folder(tmp_path)
     catalog = Catalog(folder)
-    early, late = rows_of(200, 0), rows_of(200, 200)
+    early, late = rows_of(2000, 0), rows_of(2000, 2000)
     catalog.put(early)
     copied, copy = [], shutil.copyfile
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import shutil
 import signal
 import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_runs import WAIT_S, Terminal, command, environment, outside, turnkeep, where
-from msgspec import UNSET
 
 from commands.screen import printable, wrapped
 from tests.parts import TINY_CONTEXT, LocalWorker, WorkerProcess
-from turnkeep_client.client import Client, connect
+from turnkeep_client.client import Client
 from turnkeep_client.messages import Closed, Generate, Generated, decode_request, decode_result, encode
 
 
@@ -158,19 +155,6 @@ async def test_an_answer_is_cancelled_when_the_reader_of_the_pipe_closes_it(
     assert (await answered(worker.client)).finish_reason == "cancelled"
 
 
-async def test_an_answer_without_max_tokens_is_as_long_as_the_context_allows(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_context=200)
-    done = await asyncio.to_thread(turnkeep, "ask", "hello", "--session", "s", *where(worker))
-    usage = (await answered(worker.client)).usage
-    assert usage.prompt_tokens + usage.completion_tokens == 200
-    num = usage.completion_tokens
-    assert done.stderr == (
-        f"turnkeep: ended at {num} tokens: no more fit into the context, the worker's memory or one result\n"
-    )
-
-
 async def test_ask_json_prints_the_usage_the_finish_reason_and_the_timings(
     local_worker: Callable[..., Any],
 ) -> None:
@@ -183,31 +167,14 @@ async def test_ask_json_prints_the_usage_the_finish_reason_and_the_timings(
     assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
 
 
-async def test_options_that_are_not_given_default_to_the_model_s_generation_config(
-    local_worker: Callable[..., Any], endless_model: Path, tmp_path: Path
-) -> None:
-    folder = shutil.copytree(endless_model, tmp_path / "model")
-    own = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": "much"}
-    (folder / "generation_config.json").write_text(json.dumps(own))
-    worker = await local_worker(model=str(folder))
-    for name in ("ask", "chat"):
-        options = ("--session", "s", "--max-tokens", 4, "--top-p", 0.5, *where(worker))
-        done = await asyncio.to_thread(turnkeep, name, *options, text="hello\n")
-        assert done.returncode == 0
-        assert "nded at max_tokens (4): the answer is cut\n" in done.stderr
-        request = await asked(worker.client)
-        assert (request.temperature, request.top_k, request.top_p, request.min_p) == (0.7, 20, 0.5, UNSET)
-
-
-@pytest.mark.parametrize("columns", [40, 80])
 async def test_ask_wraps_the_answer_between_words_on_a_terminal(
-    local_worker: Callable[..., Any], endless_model: Path, columns: int
+    local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
     options = ("--session", "s", "--max-tokens", 400, "--temperature", 1, "--seed", 5, *where(worker))
 
     def run() -> list[str]:
-        with Terminal("ask", "hello", *options, columns=columns) as terminal:
+        with Terminal("ask", "hello", *options, columns=40) as terminal:
             assert terminal.end() == 0
             assert terminal.echoes
             return terminal.screen()
@@ -215,7 +182,7 @@ async def test_ask_wraps_the_answer_between_words_on_a_terminal(
     seen = await asyncio.to_thread(run)
     text = printable((await answered(worker.client)).text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", str(columns))
+        patch.setenv("COLUMNS", "40")
         shown = [line.rstrip() for line in wrapped(text).split("\n")]
     assert seen[: len(shown)] == shown
 
@@ -267,69 +234,10 @@ async def test_ctrl_c_and_sigterm_end_several_answers_and_close_their_sessions(
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("session", [(), ("--session", "s")])
-async def test_ctrl_c_without_a_worker_leaves_no_open_session_of_several_answers(
-    local_worker: Callable[..., Any], session: tuple[str, ...]
-) -> None:
-    worker = await local_worker()
-    await worker.client.session("s").append(text="so that there is a stream")
-    await worker.stop()
-    async with await connect(worker.settings.nats, prefix=worker.settings.prefix) as client:
-        loop = asyncio.get_running_loop()
-
-        def run() -> int:
-            with Terminal("ask", "-n", 2, *session, "hello", *where(worker)) as terminal:
-                asyncio.run_coroutine_threadsafe(begun(client, 2 if session else 1), loop).result(WAIT_S)
-                terminal.type("\x03")
-                return terminal.process.wait(4)
-
-        assert await asyncio.to_thread(run) == 130
-        await local_worker()
-        async with asyncio.timeout(20):
-            while [one.name for one in await client.sessions() if not one.is_closed] != ["s"]:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
-
-
 async def begun(client: Client, count: int) -> None:
     """Wait until `count` sessions have a request without a result."""
     while sum(one.is_waiting for one in await client.sessions()) < count:  # noqa: ASYNC110
         await asyncio.sleep(0.05)
-
-
-async def test_an_answer_under_nohup_continues_after_a_hangup_signal(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    options = ("--session", "s", "--max-tokens", 400, *where(worker))
-
-    def run() -> int:
-        with Terminal("ask", "hello", *options, command='trap "" HUP; exec "$0" "$@"') as terminal:
-            terminal.wait_for(r"\w")
-            terminal.process.send_signal(signal.SIGHUP)
-            return terminal.end()
-
-    assert await asyncio.to_thread(run) == 0
-    assert (await answered(worker.client)).finish_reason == "length"
-
-
-async def test_sigterm_during_ask_restores_the_terminal_and_closes_the_session(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-
-    def run() -> tuple[int, bool]:
-        with Terminal("ask", "hello", "--max-tokens", 50_000, *where(worker)) as terminal:
-            terminal.wait_for(".")
-            terminal.process.terminate()
-            return terminal.end(), terminal.echoes
-
-    assert await asyncio.to_thread(run) == (143, True)
-    async with asyncio.timeout(60):
-        while not all(one.is_closed for one in await worker.client.sessions()):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    closed = decode_result((await worker.client.log())[-1].body)
-    assert isinstance(closed, Closed)
-    assert closed.position < TINY_CONTEXT, "nobody reads the answer, so it was stopped"
 
 
 @pytest.mark.process
@@ -364,22 +272,6 @@ async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the
     assert isinstance(closed, Closed)
     assert closed.position < TINY_CONTEXT, "it was not continued"
     assert is_begun or closed.position == 0
-
-
-async def test_ask_in_a_pipe_says_from_time_to_time_how_far_its_prompt_is(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    long: list[Any] = [{"role": "user", "content": "long"}]
-    async with worker.client.session("other").generate(messages=long, max_tokens=50_000) as other:
-        await anext(aiter(other))
-        words = ("ask", "hello", "--max-tokens", "2", *where(worker))
-        asking = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "commands", *words), stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE
-        )
-        assert asking.stderr is not None
-        assert (await asking.stderr.readline()).startswith(b"turnkeep: prefill: ")
-    await asking.communicate()
 
 
 @pytest.mark.process
@@ -429,25 +321,6 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
         worker.go_on()
         await client.session("s").append(text="behind it", timeout_s=60)
         assert (await answered(client)).finish_reason == "length"
-
-
-@pytest.mark.process
-async def test_ask_reports_a_lost_nats_server_and_ctrl_c_ends_it(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path
-) -> None:
-    worker = worker_process(model=endless_model)
-    worker.start()
-    await (await worker.client()).close()
-
-    def run() -> int:
-        with Terminal("ask", "hello", "--max-tokens", 900, "--nats", worker.url) as terminal:
-            terminal.wait_for(r"\w")
-            worker.stop()  # and its server
-            terminal.wait_for("no connection to NATS")
-            terminal.type("\x03")
-            return terminal.end()
-
-    assert await asyncio.to_thread(run) == 130
 
 
 @pytest.mark.process

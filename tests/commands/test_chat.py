@@ -7,21 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from command_runs import Terminal, environment, outside, turnkeep, where
+from command_runs import Terminal, environment, turnkeep, where
 
-from commands.exchanges import last_exchanges
-from tests.parts import LocalWorker, WorkerProcess
+from tests.parts import LocalWorker
 from turnkeep_client.client import Client
-from turnkeep_client.generation import Generation
 from turnkeep_client.messages import Append, Generate, Generated, Request, decode_request, decode_result
-from turnkeep_client.session import Session
-from worker.device.runner import Runner
 
 PROMPT = r">\x08? ?$"
 END = r"\n\s*>\x08? ?$"
@@ -196,168 +191,6 @@ async def test_chat_can_retry_a_question_save_the_conversation_and_switch_sessio
     assert sent == [("system", "Be brief."), ("system", "Be brief."), ("user", "third question")]
 
 
-async def test_retrying_an_unanswered_question_does_not_rewind_the_session(
-    local_worker: Callable[..., Any],
-) -> None:
-    worker = await local_worker()
-
-    def script(terminal: Terminal) -> None:
-        for line, says in (
-            ("first question", PROMPT),
-            ("long " * 3000, "context"),
-            ("/set max_tokens 2", PROMPT),
-            ("/retry", "context"),
-        ):
-            terminal.wait_for(PROMPT)
-            terminal.type(line + "\r")
-            if says != PROMPT:
-                terminal.wait_for(f"turnkeep: .*{says}")
-        terminal.wait_for(PROMPT)
-        terminal.type("\x04")
-
-    await on_terminal(script, worker)
-    assert [type(one).__name__ for one in await requests(worker.client)].count("Rewind") == 0
-    assert len(await answers(worker.client)) == 1
-
-
-async def running(session: Session) -> Generation:
-    """Return a long answer of the session once it has begun."""
-    answer = session.generate(messages=[{"role": "user", "content": "long"}], max_tokens=50_000)
-    await answer.send()
-    while not (await session.info()).progress:  # noqa: ASYNC110
-        await asyncio.sleep(0.05)
-    return answer
-
-
-async def test_retry_after_ctrl_c_before_the_first_token_asks_the_stopped_question_again(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    other, loop = worker.client.session("other"), asyncio.get_running_loop()
-
-    def script(terminal: Terminal) -> None:
-        terminal.wait_for(PROMPT)
-        terminal.type("first question\r")
-        terminal.wait_for(END)
-        # The second question waits for this one's place in the batch.
-        answer = asyncio.run_coroutine_threadsafe(running(other), loop).result(30)
-        terminal.type("second question\r")
-        terminal.wait_for("prefill: ")
-        terminal.type("\x03")
-        terminal.wait_for(PROMPT)
-        asyncio.run_coroutine_threadsafe(answer.cancel(), loop).result(30)
-        terminal.type("/retry\r")
-        terminal.wait_for("> second question")
-        terminal.wait_for(END)
-        terminal.type("\x04")
-
-    await on_terminal(script, worker)
-    asked = ["first question", "second question", "second question"]
-    assert said(await requests(worker.client)) == [("user", one) for one in asked]
-    assert [len(answer.tokens) for answer in await answers(worker.client)] == [5, 0, 5]
-    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == asked[:2]
-
-
-@pytest.mark.process
-async def test_retry_refuses_while_the_question_still_waits_for_a_worker(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
-) -> None:
-    worker, client, place = await outside(worker_process, endless_model, nats_url)
-    async with client:
-        await client.session("s").append(text="so that the worker is there")
-
-        def run() -> None:
-            options = ("--session", "s", "--max-tokens", 5, *place)
-            with Terminal("chat", *options, columns=100) as terminal:
-                terminal.wait_for(PROMPT)
-                terminal.type("first question\r")
-                terminal.wait_for(END)
-                worker.lose_worker()
-                terminal.type("second question\r")
-                terminal.wait_for("waiting for the worker")
-                terminal.type("\x03")
-                terminal.wait_for("not waiting any longer")
-                terminal.wait_for(PROMPT)
-                terminal.type("/retry\r")
-                terminal.wait_for("the last question still waits")
-                worker.go_on()
-                terminal.wait_for(PROMPT)
-                asyncio.run_coroutine_threadsafe(
-                    client.session("s").append(text="|", timeout_s=60), loop
-                ).result(60)
-                terminal.type("/bye\r")
-                assert terminal.end() == 0
-
-        loop = asyncio.get_running_loop()
-        await asyncio.to_thread(run)
-        asked = ["first question", "second question"]
-        assert [one.question for one in await last_exchanges(client, "s", 9)] == asked
-
-
-async def test_leaving_an_answer_that_stops_only_after_a_long_step_does_not_say_that_it_will_be_answered(
-    local_worker: Callable[..., Any], endless_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    goes_on, run_step = threading.Event(), Runner._run_step
-    goes_on.set()
-
-    def step(*given: Any, **how: Any) -> None:
-        goes_on.wait(30)
-        run_step(*given, **how)
-
-    monkeypatch.setattr(Runner, "_run_step", step)
-    worker = await local_worker(model=str(endless_model))
-
-    def script(terminal: Terminal) -> None:
-        terminal.wait_for(PROMPT)
-        terminal.type("first question\r")
-        terminal.wait_for(END)
-        goes_on.clear()
-        terminal.type("second question\r")
-        terminal.wait_for("prefill|waiting")
-        terminal.type("\x03")
-        terminal.wait_for("not waiting any longer")
-        terminal.wait_for(PROMPT)
-        goes_on.set()
-        terminal.type("\x04")
-
-    text = await on_terminal(script, worker)
-    assert "will be answered" not in text
-    assert "was told to stop" in text
-    async with asyncio.timeout(20):
-        while len(await answers(worker.client)) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert [len(answer.tokens) for answer in await answers(worker.client)] == [5, 0]
-
-
-async def test_rewind_and_retry_in_chat_remove_nothing_if_another_answer_ends_before_them(
-    local_worker: Callable[..., Any], endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    session = worker.client.session("s")
-
-    async def type_behind_another(terminal: Terminal, line: str) -> None:
-        other = await running(session)
-        terminal.type(line + "\r")
-        while not (await session.info()).num_waiting:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await other.cancel()
-
-    def script(terminal: Terminal) -> None:
-        terminal.wait_for(PROMPT)
-        terminal.type("first question\r")
-        terminal.wait_for(END)
-        for line in ("/rewind", "/retry"):
-            asyncio.run_coroutine_threadsafe(type_behind_another(terminal, line), loop).result(30)
-            terminal.wait_for("nothing was removed")
-            terminal.wait_for(PROMPT)
-        terminal.type("\x04")
-
-    loop = asyncio.get_running_loop()
-    await on_terminal(script, worker)
-    asked = ["first question", "long", "long"]
-    assert [one.question for one in await last_exchanges(worker.client, "s", 9)] == asked
-
-
 async def test_the_first_ctrl_c_clears_the_line_and_a_second_one_leaves_the_chat(
     local_worker: Callable[..., Any],
 ) -> None:
@@ -422,27 +255,6 @@ async def test_text_typed_during_an_answer_appears_at_the_next_prompt(
     assert said(await requests(worker.client)) == [("user", "first"), ("user", "TYPED MEANWHILE")]
 
 
-async def test_command_line_options_and_system_message_apply_to_the_whole_chat(
-    local_worker: Callable[..., Any],
-) -> None:
-    worker = await local_worker()
-    options = ("--session", "s", "--top-p", 0.5, "--seed", 3, "--stop", "END", "--system", "Be brief.")
-    for lines in ("one\n", "two\n"):
-        done = await asyncio.to_thread(turnkeep, "chat", *options, *where(worker), text=lines)
-        assert done.returncode == 0, done.stderr
-    assert "keeps its system message" in done.stderr
-    sent = await requests(worker.client)
-    assert said(sent) == [("system", "Be brief."), ("user", "one"), ("user", "two")]
-    for request in sent:
-        if isinstance(request, Generate):
-            assert (request.top_p, request.seed, request.stop) == (0.5, 3, ("END",))
-    wrong = await asyncio.to_thread(turnkeep, "chat", "--top-p", 2, *where(worker))
-    assert wrong.returncode == 2
-    assert wrong.stderr.splitlines()[-1].startswith(
-        "Error: Invalid value for '--top-p': 2.0 is not in the range"
-    )
-
-
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 async def test_a_signal_ends_a_chat_that_waits_for_a_line_from_a_pipe(
     local_worker: Callable[..., Any], number: signal.Signals, code: int
@@ -477,37 +289,3 @@ async def test_chat_reopens_a_closed_session(local_worker: Callable[..., Any]) -
     done = await asyncio.to_thread(turnkeep, "chat", "--session", "s", *where(worker), text="hello\n")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(await answers(worker.client)) == 1
-
-
-@pytest.mark.process
-async def test_a_chat_continues_after_its_worker_is_killed_and_restarted(
-    worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
-) -> None:
-    worker, client, place = await outside(worker_process, endless_model, nats_url)
-    async with client:
-        await client.session("s").append(text="so that the worker is there")
-
-        def run() -> None:
-            options = ("--session", "s", "--max-tokens", 900, *place)
-            with Terminal("chat", *options, columns=40) as terminal:
-                terminal.wait_for(PROMPT)
-                terminal.type("first\r")
-                terminal.wait_for(BEGUN)
-                worker.lose_worker()
-                terminal.wait_for("waiting for the worker")
-                worker.go_on()
-                terminal.wait_for("Ended at max_tokens")
-                worker.lose_worker()
-                terminal.wait_for(PROMPT)
-                terminal.type("second\r")
-                terminal.wait_for("waiting for the worker")
-                terminal.type("\x03")
-                terminal.wait_for(r"the\s+question is in the log")
-                terminal.wait_for(PROMPT)
-                terminal.type("/bye\r")
-                assert terminal.end() == 0
-
-        await asyncio.to_thread(run)
-        worker.go_on()
-        await client.session("s").append(text="behind it", timeout_s=60)
-        assert [answer.finish_reason for answer in await answers(client)] == ["length", "length"]

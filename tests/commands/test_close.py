@@ -217,35 +217,3 @@ async def test_a_refused_request_does_not_change_the_state_of_its_session(local_
         assert await states(worker) == {"s": state}
         if state == "idle":
             await session.close()
-
-
-async def test_sessions_are_listed_with_their_first_words(local_worker: Start) -> None:
-    worker = await local_worker()
-    said: list[tuple[str, list[Any]]] = [
-        (
-            "chat",
-            [
-                {"role": "system", "content": "Be brief."},
-                {"role": "user", "content": "A\nlong \x1b[2J" + "q" * 90},
-            ],
-        ),
-        ("system", [{"role": "system", "content": "Be brief."}]),
-    ]
-    for name, messages in said:
-        session = worker.client.session(name)
-        await session.open()
-        for message in messages:
-            await session.append(messages=[message])
-    await worker.client.session("text").append(text="once upon a time")
-    await worker.client.session("ids").append(tokens=[5, 6])
-    done = await command("sessions", "--json", *where(worker))
-    begins = {row["session"]: row["begins"] for row in json.loads(done.stdout)["sessions"]}
-    assert begins == {
-        "chat": "A long \x1b[2J" + "q" * 44 + "...",
-        "system": "Be brief.",
-        "text": "once upon a time",
-        "ids": None,
-    }
-    shown = await command("sessions", *where(worker))
-    assert "once upon a time" in shown.stdout
-    assert "\x1b" not in shown.stdout, "what was said controls no terminal"

@@ -12,6 +12,8 @@ from command_runs import WAIT_S, Terminal, processes_with, turnkeep
 
 from tests.parts import make_endless_model, make_tiny_model
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -19,7 +21,6 @@ def model(tmp_path: Path) -> Path:
     return make_endless_model(tiny, tmp_path / "endless")
 
 
-@pytest.mark.process
 def test_the_demo_continues_after_each_kill_and_shows_the_cost_of_its_turns(
     tmp_path: Path, model: Path
 ) -> None:
@@ -32,7 +33,7 @@ def test_the_demo_continues_after_each_kill_and_shows_the_cost_of_its_turns(
     assert re.search(r"stay for the next run: rm -r +\S+data +frees \d+", done.stdout.replace("\n", " "))
 
 
-@pytest.mark.process
+@pytest.mark.packaging
 def test_the_demo_on_a_terminal_hides_the_startup_messages_of_its_workers(
     tmp_path: Path, model: Path
 ) -> None:
@@ -48,7 +49,7 @@ def test_the_demo_on_a_terminal_hides_the_startup_messages_of_its_workers(
         assert re.search(r"^turnkeep: there is no model", terminal.transcript, re.MULTILINE)
 
 
-@pytest.mark.process
+@pytest.mark.packaging
 @pytest.mark.parametrize("ended", ["SIGTERM", "SIGKILL", "closed terminal"])
 def test_a_demo_that_is_ended_from_outside_leaves_no_worker_and_no_nats_server(
     tmp_path: Path, model: Path, ended: str
@@ -67,7 +68,7 @@ def test_a_demo_that_is_ended_from_outside_leaves_no_worker_and_no_nats_server(
     assert left == []
 
 
-@pytest.mark.process
+@pytest.mark.packaging
 def test_the_other_worker_of_a_cluster_demo_continues_the_killed_worker_s_answer(
     tmp_path: Path, model: Path
 ) -> None:

@@ -67,17 +67,6 @@ async def test_the_last_exchanges_are_found_by_reading_only_the_end_of_a_long_lo
     assert found[-1].start is not None
 
 
-async def test_an_exchange_has_no_start_position_if_the_template_rewrote_the_session(
-    local_worker: Callable[..., Any], model_with_template: Callable[[str, str], Any]
-) -> None:
-    forgetful = "{% for m in messages[-1:] %}{{ m['content'] }};{% endfor %}"
-    worker = await local_worker(model=str(model_with_template("forgetful", forgetful)))
-    session = worker.client.session("s")
-    await session.generate(**user("one"))
-    assert (await session.generate(**user("two"))).rewritten_from is not None
-    assert [one.start for one in await last_exchanges(worker.client, "s", 9)] == [0, None]
-
-
 async def test_an_exchange_has_no_start_position_if_a_later_one_has_moved_its_tokens(
     local_worker: Callable[..., Any],
 ) -> None:

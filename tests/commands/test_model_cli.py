@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from command_runs import Terminal, command, turnkeep
+from command_runs import command, turnkeep
 
 from tests.parts import WorkerProcess
 
@@ -53,20 +53,6 @@ async def test_model_show_says_how_the_chat_template_treats_messages(
         said[name] = json.loads(done.stdout)["messages"]
     assert "system at the head of the first user message" in said["silent"]
     assert (said["refuses"], said["broken"]) == ([], []), "what renders no conversation is not asked"
-
-
-def test_model_list_keeps_names_whole_on_a_terminal_if_other_columns_can_wrap(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    name = "SmolLM2-1.7B-Instruct.Q4_1"
-    shutil.copytree(tiny_model, tmp_path / "models" / name)
-    with Terminal("model", "list", "--data-dir", tmp_path, columns=80) as terminal:
-        assert terminal.end() == 0
-        assert f"\n{name} " in terminal.transcript
-        assert max(map(len, terminal.transcript.splitlines())) <= 80
-    with Terminal("model", "list", "--data-dir", tmp_path, columns=40) as terminal:
-        assert terminal.end() == 0
-        assert max(map(len, terminal.transcript.splitlines())) <= 40
 
 
 def test_pulling_a_name_that_is_no_hub_id_fails_and_shows_the_right_form(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import pty
@@ -15,14 +14,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from command_runs import Terminal, environment, turnkeep, where
 from command_runs import command as run
+from command_runs import environment, turnkeep, where
 
 from commands.cli import main
 from tests.parts import make_tiny_model
 from worker.observe.progress import terminal_progress
 from worker.process.formatting import size, span
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 
 LONG = "a-model-with-a-name-that-is-longer-than-a-terminal-is-wide-" * 2
 
@@ -65,73 +64,6 @@ def test_a_table_on_a_terminal_wraps_long_cells_without_losing_text(data_dir: Pa
     assert LONG in column, "folded, not cut"
 
 
-WORDS = " ".join(f"considerable{number}" for number in range(30))
-
-
-async def test_show_wraps_messages_between_words_on_a_terminal_and_not_in_a_pipe(
-    local_worker: Callable,
-) -> None:
-    worker = await local_worker()
-    said = [{"role": "user", "content": WORDS}]
-    await worker.client.session("s").append(messages=said)
-    command = ("show", "s", *where(worker))
-
-    def read() -> list[str]:
-        with Terminal(*command, columns=40) as terminal:
-            assert terminal.end() == 0
-            return terminal.transcript.splitlines()
-
-    lines = await asyncio.to_thread(read)
-    assert max(map(len, lines)) < 40
-    told = [line for line in lines if "considerable" in line]
-    assert " ".join(told).split() == WORDS.split()
-    assert all(line.startswith("    c") for line in told)
-    assert f"    {WORDS}\n" in (await run(*command)).stdout
-
-
-async def test_sessions_at_80_columns_show_whole_names_the_sorted_column_and_first_words(
-    local_worker: Callable,
-) -> None:
-    worker = await local_worker()
-    name = f"gw-{'0' * 32}"
-    await worker.client.session(name).append(text="once upon a time there was a princess who had a plum tree")
-
-    def read(*options: object) -> list[list[str]]:
-        with Terminal("sessions", *options, *where(worker)) as terminal:
-            assert terminal.end() == 0
-            return [line.split() for line in terminal.transcript.splitlines()]
-
-    head, line, _ = await asyncio.to_thread(read)
-    assert head == ["session", "state", "last", "begins"]
-    assert (line[0], "once" in line) == (name, True)
-    head, *_ = await asyncio.to_thread(read, "--sort", "entries")
-    assert "entries" in head
-
-
-@pytest.mark.parametrize(
-    "command", [("model", "show", "nosuch"), ("ask", "x", "--nats", "nats://127.0.0.1:1")]
-)
-def test_an_error_message_wraps_between_words_on_a_terminal(tmp_path: Path, command: tuple[str, ...]) -> None:
-    command = (*command, "--data-dir", "x")
-    with Terminal(*command, columns=40) as terminal:
-        assert terminal.end() == 1
-        lines = terminal.transcript.splitlines()
-    whole = turnkeep(*command).stderr
-    assert whole.count("\n") == 1
-    assert " ".join(lines).split() == whole.split()
-    assert len(lines) > 1
-    assert max(map(len, lines)) < 40
-
-
-def test_doctor_on_a_terminal_omits_empty_columns(tmp_path: Path) -> None:
-    with Terminal("doctor", "--data-dir", tmp_path) as terminal:
-        terminal.end()
-        head, *lines = terminal.transcript.splitlines()
-    assert head.split() == ["check", "found"]
-    assert any(line.split()[:2] == ["ok", "Python"] for line in lines)
-    assert "mend" in turnkeep("doctor", "--data-dir", tmp_path).stdout.splitlines()[0]
-
-
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
 def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     data_dir: Path, command: tuple[str, ...]
@@ -141,19 +73,9 @@ def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     assert {"list": LONG, "doctor": "data directory"}[command[-1]] in names
 
 
-async def test_info_names_the_device_as_cpu_metal_or_cuda(local_worker: Callable) -> None:
-    worker = await local_worker()
-    await worker.client.session("s").append(text="hello")
-    done = await asyncio.to_thread(turnkeep, "info", "s", *where(worker))
-    line = next(line for line in done.stdout.splitlines() if line.startswith("model"))
-    assert any(f" on {device}," in line for device in ("cpu", "metal", "cuda")), line
-    raw = json.loads((await asyncio.to_thread(turnkeep, "info", "s", "--json", *where(worker))).stdout)
-    assert raw["worker"]["device"] in ("cpu", "metal", "cuda")
-
-
 async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
     """The command asks for the metrics: the worker publishes its next metrics message only in an hour."""
-    worker = await local_worker(metrics_interval_s=3600.0, tenants=Tenants(metrics=5))
+    worker = await local_worker(metrics_interval_s=3600.0, tenants=TenantLimits(metrics=5))
     await worker.client.session("s").append(text="hello")
     shown = await run("info", *where(worker))
     assert (shown.returncode, shown.stderr) == (0, "")
@@ -186,12 +108,6 @@ def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_p
     found = json.loads(cache("ls", "--json").stdout)
     assert (found["chains"], found["total_bytes"]) == ([], 0)
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
-
-
-async def test_cache_ls_says_that_a_new_worker_has_nothing_cached(local_worker: Callable) -> None:
-    worker = await local_worker()
-    done = await asyncio.to_thread(turnkeep, "cache", "ls", "--data-dir", worker.settings.data_dir)
-    assert (done.returncode, done.stdout.startswith("nothing is cached yet")) == (0, True)
 
 
 def test_in_a_pipe_a_long_step_prints_lines_that_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

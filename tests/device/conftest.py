@@ -16,16 +16,16 @@ from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
 
 from worker.device.device import Device
 from worker.device.turn import (
-    Dropped,
+    DeviceTurn,
+    DroppedKv,
     Event,
-    Faulted,
-    Finished,
-    Prefilled,
-    Sampled,
+    FaultedTurn,
+    FinishedTurn,
+    PrefilledPiece,
+    SampledToken,
     SnapshotCut,
-    Starved,
+    Starvation,
     StepReport,
-    Turn,
 )
 from worker.models.quantised import quantise_kv
 
@@ -103,13 +103,13 @@ class Rig:
         if room is not None:
             self.device.cut_snapshots(room)
         self.events: list[Event] = []
-        self._of: defaultdict[Turn, list[Event]] = defaultdict(list)
+        self._of: defaultdict[DeviceTurn, list[Event]] = defaultdict(list)
         self.peak = 0
 
     @property
     def dropped(self) -> list[str]:
         """The sessions that have lost their KV since memory was short, in order."""
-        drops = [event for event in self.events if isinstance(event, Dropped)]
+        drops = [event for event in self.events if isinstance(event, DroppedKv)]
         return [key.session for event in drops for key in event.keys]
 
     def wait(self, done: Callable[[list[Event]], bool]) -> None:
@@ -120,34 +120,34 @@ class Rig:
             self.steps.append((report.estimated_bytes, report.measured_bytes))
             self.events += report.events
             for event in report.events:
-                if not isinstance(event, Dropped | Starved):
+                if not isinstance(event, DroppedKv | Starvation):
                     self._of[event.turn].append(event)
 
-    def finish(self, *turns: Turn) -> None:
+    def finish(self, *turns: DeviceTurn) -> None:
         """Wait until these turns have ended."""
         self.wait(lambda _: all(self.end(turn) is not None for turn in turns))
 
-    def run(self, *turns: Turn) -> None:
+    def run(self, *turns: DeviceTurn) -> None:
         """Submit turns and wait until they have ended."""
         for turn in turns:
             self.device.submit(turn)
         self.finish(*turns)
 
-    def end(self, turn: Turn) -> Finished | Faulted | None:
-        ends = [event for event in self.of(turn) if isinstance(event, Finished | Faulted)]
+    def end(self, turn: DeviceTurn) -> FinishedTurn | FaultedTurn | None:
+        ends = [event for event in self.of(turn) if isinstance(event, FinishedTurn | FaultedTurn)]
         assert len(ends) < 2
         return ends[0] if ends else None
 
-    def of(self, turn: Turn) -> list[Event]:
+    def of(self, turn: DeviceTurn) -> list[Event]:
         return self._of[turn]
 
-    def tokens(self, turn: Turn) -> list[int]:
-        return [event.chunk.tokens[0] for event in self.of(turn) if isinstance(event, Sampled)]
+    def tokens(self, turn: DeviceTurn) -> list[int]:
+        return [event.chunk.tokens[0] for event in self.of(turn) if isinstance(event, SampledToken)]
 
-    def chunk_ends(self, turn: Turn) -> list[int]:
-        return [event.num_cached for event in self.of(turn) if isinstance(event, Prefilled)]
+    def chunk_ends(self, turn: DeviceTurn) -> list[int]:
+        return [event.num_cached for event in self.of(turn) if isinstance(event, PrefilledPiece)]
 
-    def cuts(self, turn: Turn) -> list[tuple[int, int]]:
+    def cuts(self, turn: DeviceTurn) -> list[tuple[int, int]]:
         return [
             (event.span.start, event.span.end) for event in self.of(turn) if isinstance(event, SnapshotCut)
         ]

@@ -18,7 +18,7 @@ from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from cache.store import Store
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import TurnRequest
 from worker.engine.admission import Ledger
@@ -67,7 +67,7 @@ class Process:
         self,
         tokens: list[int],
         num: int,
-        sampling: Sampling = GREEDY,
+        sampling: RowSampling = GREEDY,
         name: str = "s",
         policy: Policy = FULL,
     ) -> tuple[TurnResult, list[int], list[bytes]]:
@@ -94,6 +94,8 @@ async def open_process(
     codec: Codec = PLAIN,
     trials: Path | None = None,
     load: Callable[[], LoadedModel] | None = None,
+    stall_s: float = 0.25,
+    max_batch: int = 4,
     **options: Any,
 ) -> AsyncIterator[Process]:
     """Run a `Process` on a snapshot directory, with blocks of `num_blocks` times `BLOCK` tokens.
@@ -114,8 +116,8 @@ async def open_process(
         load_recorded,
         lambda error: None,
         block_tokens=block,
-        max_batch=4,
-        stall_s=0.25,
+        max_batch=max_batch,
+        stall_s=stall_s,
         limit_bytes=limit_bytes,
         trials=trials,
         **options,

@@ -20,10 +20,10 @@ from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import PRIORITY_S, TurnRequest, place
-from worker.device.turn import Dropped
+from worker.device.turn import DroppedKv
 from worker.engine.admission import Admission, Claim, Decision, Ledger
 from worker.engine.engine import Engine
 from worker.engine.residency import Residency
@@ -457,36 +457,6 @@ async def test_a_rewound_session_reserves_memory_for_its_old_length_until_its_tu
     assert engine.ledger.used_bytes == engine.size_bytes(9), "the last one waits for an answer"
 
 
-async def test_reserved_memory_never_exceeds_the_limit_under_random_turns(make_engine) -> None:
-    """Turns rewind sessions and are cancelled before or on the device; more sessions run than fit."""
-    engine = await make_engine(300)
-    over: list[int] = []
-    watched = engine.ledger.reserve
-
-    def watch(*arguments):
-        victims = watched(*arguments)
-        over.append(max(engine.ledger.used_bytes - engine.ledger.max_bytes, 0))
-        return victims
-
-    engine.ledger.reserve = watch  # type: ignore[method-assign]
-
-    async def session(index: int) -> None:
-        name = key(f"s{index}")
-        for turn in range(6):
-            num_tokens = (index * 53 + turn * 71) % 250 + 1
-            cancelled = (index + turn) % 3 == 0
-            if (index + turn) % 4 == 0:
-                asyncio.get_running_loop().call_later(0.002, engine.cancel, name)
-            await engine.run(
-                TurnRequest(name, as_tokens(prompt(num_tokens))), lambda cancelled=cancelled: cancelled
-            )
-            over.append(max(engine.ledger.used_bytes - engine.ledger.max_bytes, 0))
-
-    await asyncio.gather(*(session(index) for index in range(6)))
-    assert max(over) == 0
-    assert engine.num_running == engine.num_waiting == 0
-
-
 async def until(holds: Callable[[], bool]) -> None:
     for _ in range(60_000):
         if holds():
@@ -495,7 +465,7 @@ async def until(holds: Callable[[], bool]) -> None:
     pytest.fail("it never came to that")
 
 
-def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampling: Sampling):
+def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampling: RowSampling):
     """Start an answer of up to `num_tokens` tokens; return the answer and the task that waits for it."""
     given = answer(num_tokens)
     run = engine.run(
@@ -507,7 +477,7 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
     return given, asyncio.create_task(run)
 
 
-@pytest.mark.parametrize("sampling", first([Sampling(1.0, seed=7), Sampling()]), ids=["hot", "greedy"])
+@pytest.mark.parametrize("sampling", first([RowSampling(1.0, seed=7), RowSampling()]), ids=["hot", "greedy"])
 async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_same_tokens(
     make_engine, make_model, sampling
 ) -> None:
@@ -534,7 +504,7 @@ async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_s
 async def test_a_short_answer_reserves_little_memory_even_if_its_max_tokens_is_large(make_engine) -> None:
     engine = await make_engine(2000)
     await engine.run(TurnRequest(key("idle"), as_tokens(prompt(1200))), lambda: False)
-    given, task = answered(engine, "s", 20, 1900, Sampling())
+    given, task = answered(engine, "s", 20, 1900, RowSampling())
     await until(lambda: len(given.tokens) > 2)
     assert engine.ledger.used_bytes == engine.size_bytes(512 + 1199)
     engine.cancel(key("s"))
@@ -544,8 +514,8 @@ async def test_a_short_answer_reserves_little_memory_even_if_its_max_tokens_is_l
 
 async def test_a_paused_answer_that_is_cancelled_keeps_the_tokens_generated_so_far(make_engine) -> None:
     engine = await make_engine(1100)
-    _, old = answered(engine, "old", 20, 800, Sampling())
-    given, young = answered(engine, "young", 20, 800, Sampling())
+    _, old = answered(engine, "old", 20, 800, RowSampling())
+    given, young = answered(engine, "young", 20, 800, RowSampling())
     await until(lambda: engine.num_waiting == 1)
     num_tokens = len(given.tokens)
     engine.cancel(key("young"))
@@ -568,7 +538,7 @@ async def test_a_turn_just_admitted_keeps_its_reserved_memory_when_the_device_la
     reserve, used = engine.ledger.reserve, []
 
     def handle() -> None:
-        engine._handle_event(Dropped((key("second"),)))
+        engine._handle_event(DroppedKv((key("second"),)))
         used.append(engine.ledger.used_bytes)
 
     def watched(*arguments):
@@ -591,13 +561,13 @@ async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_o
 ) -> None:
     """A stop cancels the task that waits for a turn, while the device still runs the turn."""
     engine = await make_engine(2000)
-    given, task = answered(engine, "s", 20, 1500, Sampling(1.0))
+    given, task = answered(engine, "s", 20, 1500, RowSampling(1.0))
     await until(lambda: len(given.tokens) > 2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert engine.ledger.used_bytes >= engine.size_bytes(256), "the device still has it"
-    again, following = answered(engine, "s", 20, 5, Sampling(1.0))
+    again, following = answered(engine, "s", 20, 5, RowSampling(1.0))
     await until(lambda: again.tokens)
     assert engine.ledger.num_resident == 1, "the next turn uses what the abandoned one has left"
     outcome = await following
@@ -610,21 +580,6 @@ async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_o
 
 def held_by(engine: Engine) -> set[SessionKey]:
     return set(engine._device._runner.room._resident)
-
-
-async def test_the_engine_drops_the_least_recently_used_sessions_when_the_device_lacks_memory(
-    make_engine,
-) -> None:
-    """All sessions fit by the ledger's count, but not into the device's memory limit."""
-    gc.collect()
-    engine = await make_engine(4000, limit_bytes=mx.get_active_memory() + 2**19)
-    for index in range(12):
-        await engine.run(TurnRequest(key(f"s{index}"), as_tokens(prompt(200, salt=index))), lambda: False)
-    held = [engine.live_bytes(key(f"s{i}"), as_tokens(prompt(200, salt=i))) > 0 for i in range(12)]
-    assert held == sorted(held)
-    assert 2 < sum(held) < 12
-    assert held_by(engine) == {key(f"s{i}") for i in range(12) if held[i]}
-    assert engine.ledger.used_bytes == sum(held) * engine.size_bytes(199)
 
 
 @pytest.mark.parametrize("seed", first(range(3)))

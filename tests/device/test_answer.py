@@ -13,8 +13,8 @@ from turnkeep_client.messages import Chunk
 from worker.models.answer_markup import markup_of
 from worker.models.tokenizer import Tokenizer
 from worker.text.answer import Answer
-from worker.text.arguments import Offered
-from worker.text.splitting import Calls, MarkedSplitter, call_id
+from worker.text.arguments import OfferedTools
+from worker.text.splitting import AnswerCalls, MarkedSplitter, call_id
 from worker.text.text_stream import TextStream
 
 STOPS = ("ab", "aab", "\u00e9x")
@@ -94,17 +94,6 @@ def test_the_last_token_of_max_tokens_releases_text_held_back_for_a_stop_string(
     assert answer.finish_reason == "length"
 
 
-def test_an_incomplete_utf8_character_at_the_end_becomes_a_replacement_character(
-    tokenizer, new_answer
-) -> None:
-    answer = new_answer(max_tokens=2)
-    push_until_over(answer, tokenizer.encode("\u20ac", at_start=False)[:2])
-    assert answer.text == "\ufffd"
-    cancelled = new_answer()
-    push_until_over(cancelled, tokenizer.encode("\u20ac", at_start=False)[:2])
-    assert cancelled.cancel().text == cancelled.text == "\ufffd"
-
-
 CALL = '{"name":"f"}'
 
 
@@ -113,7 +102,7 @@ def calling(tokenizer):
     """Answer with a text in which `f` may be called, then an end token; return the answer and its chunks."""
 
     def make(text: str, max_bytes: int) -> tuple[Answer, list[Chunk]]:
-        calls = Calls(Offered([{"function": {"name": "f"}}]), lambda index: call_id("r", index))
+        calls = AnswerCalls(OfferedTools([{"function": {"name": "f"}}]), lambda index: call_id("r", index))
         splitter = MarkedSplitter(markup_of("", ()), calls, in_reasoning=False)
         answer = Answer(
             TextStream(tokenizer),

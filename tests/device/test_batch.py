@@ -19,17 +19,17 @@ from worker.batch.forward import Forward
 from worker.batch.merged import MergedRows
 from worker.batch.own_pass import OwnPass
 from worker.batch.pools import Pools
-from worker.batch.row_sampler import RowSampler, Sampling
-from worker.batch.rows import Keeping, PrefillPiece, Row
+from worker.batch.row_sampler import RowSampler, RowSampling
+from worker.batch.rows import CommonKv, PrefillPiece, Row
 
 if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
 SAMPLINGS = [
     GREEDY,
-    Sampling(0.8, seed=1),
-    Sampling(1.2, top_k=20, seed=2),
-    Sampling(0.0, repetition_penalty=1.4),
+    RowSampling(0.8, seed=1),
+    RowSampling(1.2, top_k=20, seed=2),
+    RowSampling(0.0, repetition_penalty=1.4),
 ]
 
 
@@ -64,13 +64,13 @@ def test_rounding_in_16_bits_does_not_make_a_model_fail_the_trial_of_the_shared_
     ("kind", "kv_bits", "way", "keeping"),
     [
         ("llama", None, Forward, Pools),
-        ("llama", 8, Forward, Keeping),
+        ("llama", 8, Forward, CommonKv),
         ("exaone4", None, Forward, Pools),
-        ("exaone4", 8, Forward, Keeping),
+        ("exaone4", 8, Forward, CommonKv),
         ("gemma2", None, OwnPass, MergedRows),
         ("qwen3_next", None, OwnPass, MergedRows),
-        ("qwen3_next", 8, OwnPass, Keeping),
-        ("llama4", None, OwnPass, Keeping),
+        ("qwen3_next", 8, OwnPass, CommonKv),
+        ("llama4", None, OwnPass, CommonKv),
     ],
 )
 def test_a_models_cache_classes_and_attention_decide_how_its_rows_are_batched(
@@ -92,8 +92,8 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
         (prompt(dice.randint(2, 40), salt=salt), SAMPLINGS[salt % len(SAMPLINGS)]) for salt in range(12)
     )
     batch = batched(model)
-    running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
-    left: dict[Row, tuple[list[int], Sampling, list[int], list[Any]]] = {}
+    running: dict[Row, tuple[list[int], RowSampling, list[int]]] = {}
+    left: dict[Row, tuple[list[int], RowSampling, list[int], list[Any]]] = {}
     while waiting or running:
         pieces = []
         for _ in range(dice.randint(0, 3)):
@@ -113,17 +113,6 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
         num_cached = len(tokens) - 1 + len(drawn)
         assert row.num_cached == num_cached == caches[0].offset
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["exaone4", "mamba2", "baichuan_m1"])
-def test_rows_with_windows_or_recurrent_states_decode_together_with_the_same_tokens_as_alone(
-    make_model, kind
-) -> None:
-    """Windows run in a pass shared with prompts. Recurrent states are merged, see test_merged.py."""
-    model = make_model(kind)
-    prompts = [prompt(3), prompt(19, salt=5), prompt(11, salt=9)]
-    drawn = run(batched(model), [begin(model, tokens) for tokens in prompts], 12)
-    assert drawn == [alone(model, tokens, 12)[0] for tokens in prompts]
 
 
 def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_token(make_model) -> None:
@@ -153,14 +142,6 @@ def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_
             row for row in firsts.values() if row.num_cached - row.sampler.num_drawn + 1 == len(tokens)
         )
         assert row.known[len(tokens) :] == alone(model, tokens, row.sampler.num_drawn)[0]
-
-
-def test_a_row_without_kv_decodes_beside_rows_with_kv(make_model) -> None:
-    """Its prompt has one token, so its caches are empty before its first step."""
-    model = make_model("llama")
-    prompts = [prompt(20), prompt(1), prompt(9, salt=7)]
-    drawn = run(batched(model), [begin(model, tokens) for tokens in prompts], 6)
-    assert drawn == [alone(model, tokens, 6)[0] for tokens in prompts]
 
 
 def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model) -> None:
@@ -194,18 +175,7 @@ def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypa
     assert places[short][0].capacity == 64
 
 
-def test_rows_added_after_the_batch_is_cleared_get_the_same_tokens_as_alone(make_model) -> None:
-    model = make_model("llama")
-    batch = batched(model)
-    batch.step([begin(model, prompt(9)), begin(model, prompt(5))])
-    batch.step([])
-    batch.clear()
-    assert batch.rows == ()
-    drawn = run(batch, [begin(model, prompt(n)) for n in (4, 14)], 2)
-    assert drawn == [alone(model, prompt(n), 2)[0] for n in (4, 14)]
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [GREEDY, RowSampling(0.9, seed=3)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("num_rows", [1, 2])
 def test_speculation_changes_only_the_number_of_steps(make_model, sampling, num_rows) -> None:
     """Some drafts are wrong. One or two answers run, and their KV is compared, too."""

@@ -11,45 +11,6 @@ from cache.kv import layers
 from worker.models.model import cache_sizes
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_resident_session_gets_the_tokens_of_a_run_from_scratch_in_every_turn(
-    make_model, make_rig, kind
-) -> None:
-    """Appends and generates alternate on resident KV, also in caches that cannot be trimmed."""
-    model = make_model(kind)
-    rig, fresh = make_rig(model), make_rig(model)
-    history, num_held = [], 0
-    for turn_index in range(3):
-        history = history + prompt(5 + 9 * turn_index, salt=turn_index + 1)
-        added = append(history, num_kept=num_held)
-        rig.run(added)
-        assert added.num_reused == num_held
-        turn = generate(history, 7, num_kept=added.num_cached)
-        rig.run(turn)
-        from_scratch = generate(history, 7)
-        fresh.run(from_scratch)
-        assert rig.tokens(turn) == fresh.tokens(from_scratch) == alone(model, history, 7)[0]
-        assert turn.num_prefilled <= 1, "the append had prefilled all but the last token"
-        history, num_held = history + rig.tokens(turn), turn.num_cached
-
-
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_a_rewound_session_continues_with_the_tokens_of_a_run_from_scratch(
-    make_model, make_rig, kind
-) -> None:
-    model = make_model(kind)
-    rig = make_rig(model)
-    before = generate(prompt(30), 10)
-    rig.run(before)
-    history = prompt(21) + prompt(6, salt=8)
-    after = generate(history, 10, num_kept=21)
-    rig.run(after)
-    assert rig.tokens(after) == alone(model, history, 10)[0]
-    assert after.num_reused == (21 if kind in ("llama", "exaone4") else 0), (
-        "what cannot be trimmed starts anew"
-    )
-
-
 @pytest.mark.parametrize("kind", [*CONFIGS, "gemma3_text", "gpt_oss", "llama4", "qwen3_next"])
 def test_the_kv_of_a_session_has_exactly_the_computed_size_at_any_length(make_model, make_rig, kind) -> None:
     """Sizes are equal to the byte after prompts and answers; windows and chunks do not exceed their limit."""

@@ -55,16 +55,6 @@ def _disk_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
-def test_rows_with_chunked_attention_in_a_batch_get_the_tokens_of_attention_with_masks(
-    make_model, make_rig
-) -> None:
-    model = make_model(KIND)
-    rig, contexts = make_rig(model), [prompt(n, n) for n in (5, CHUNK - 3, CHUNK, 3 * CHUNK + 7)]
-    turns = [generate(context, 14, name=f"s{i}") for i, context in enumerate(contexts)]
-    rig.run(*turns)
-    assert [rig.tokens(turn) for turn in turns] == [answer(model, one, 14) for one in contexts]
-
-
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 3 * CHUNK + 5, 4 * CHUNK - 1, 4 * CHUNK])
 def test_a_rewind_within_the_last_chunk_prefills_one_token_and_a_longer_one_prefills_all(
     make_model, make_rig, end
@@ -82,17 +72,3 @@ def test_a_rewind_within_the_last_chunk_prefills_one_token_and_a_longer_one_pref
     rig.run(beyond)
     assert beyond.num_prefilled == CHUNK
     assert rig.tokens(beyond) == answer(model, context[:CHUNK], 4)
-
-
-def test_a_fork_copies_the_last_chunk_and_leaves_its_source_unchanged(make_model, make_rig) -> None:
-    model = make_model(KIND)
-    rig, context = make_rig(model), prompt(4 * CHUNK - 3)
-    first = append(context, name="a")
-    rig.run(first)
-    branch = context[: 3 * CHUNK + 9] + prompt(20, 9)
-    other = generate(branch, 5, name="b", source=first.request.key)
-    again = generate(context, 5, name="a", num_kept=first.num_cached)
-    rig.run(other, again)
-    assert (other.num_prefilled, again.num_prefilled) == (20, 1)
-    assert rig.tokens(other) == answer(model, branch, 5)
-    assert rig.tokens(again) == answer(model, context, 5)

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from test_logprobs import run
 from tiny_models import VOCABULARY, batched, begin, drafting, prompt
 
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.text.grammar import Grammar
 
 if TYPE_CHECKING:
@@ -49,11 +49,11 @@ def test_rows_with_and_without_grammars_get_the_same_tokens_together_as_alone(
 ) -> None:
     model = make_model(kind)
     samplings = [
-        Sampling(),
-        Sampling(grammar=grammar("(a{2}b{2})*")),
-        Sampling(0.9, top_k=5, min_p=0.01, grammar=grammar("(a|b){200}"), seed=3),
-        Sampling(0.9, top_p=0.9, presence_penalty=0.5, seed=4),
-        Sampling(
+        RowSampling(),
+        RowSampling(grammar=grammar("(a{2}b{2})*")),
+        RowSampling(0.9, top_k=5, min_p=0.01, grammar=grammar("(a|b){200}"), seed=3),
+        RowSampling(0.9, top_p=0.9, presence_penalty=0.5, seed=4),
+        RowSampling(
             repetition_penalty=1.3,
             logit_bias=((2, 50.0),),
             grammar=grammar("b*"),
@@ -80,7 +80,7 @@ def test_speculation_under_a_grammar_changes_no_token_and_some_drafts_are_accept
 ) -> None:
     model = make_model("llama")
     bias = ((1, 30.0), (4, 30.0), (6, 29.0))
-    sampling = Sampling(temperature, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
+    sampling = RowSampling(temperature, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
     (plain,), (drafted,) = (run(model, [sampling], 100, most=most) for most in (0, 6))
     assert [one.token for one in drafted] == [one.token for one in plain]
     batch = drafting(model, 6)
@@ -94,20 +94,20 @@ def test_a_row_whose_grammar_allows_no_more_text_draws_only_end_tokens(make_mode
     """One grammar is complete before `min_tokens`; the other needs a letter that no token has."""
     model = make_model("llama")
     samplings = [
-        Sampling(min_tokens=50, grammar=grammar("aa")),
-        Sampling(grammar=grammar("aaz")),
-        Sampling(),
+        RowSampling(min_tokens=50, grammar=grammar("aa")),
+        RowSampling(grammar=grammar("aaz")),
+        RowSampling(),
     ]
     whole, stuck, free = run(model, samplings, 8)
     assert text([one.token for one in whole]).startswith("aa")
     assert {one.token for one in whole[2:]} <= ENDS
     assert {one.token for one in stuck[2:]} <= ENDS
-    beside_free_rows = run(model, [Sampling()] * 3, 8)[2]
+    beside_free_rows = run(model, [RowSampling()] * 3, 8)[2]
     assert [one.token for one in free] == [one.token for one in beside_free_rows]
 
 
 def test_a_resumed_answer_continues_at_the_same_point_of_its_grammar(make_model, grammar) -> None:
-    sampling = Sampling(grammar=grammar("(a{2}b{2})*"))
+    sampling = RowSampling(grammar=grammar("(a{2}b{2})*"))
     whole = RowSampler(sampling, end_tokens=ENDS)
     whole.push([4, 4, 1])
     resumed = RowSampler(sampling, answered=[4, 4, 1], end_tokens=ENDS)
@@ -119,7 +119,7 @@ def test_a_resumed_answer_continues_at_the_same_point_of_its_grammar(make_model,
 
 
 def test_end_tokens_are_banned_before_min_tokens_unless_the_grammar_is_complete(grammar) -> None:
-    sampler = RowSampler(Sampling(grammar=grammar("a{1,4}"), min_tokens=9), end_tokens=ENDS)
+    sampler = RowSampler(RowSampling(grammar=grammar("a{1,4}"), min_tokens=9), end_tokens=ENDS)
     sampler.push([4])
     assert sampler.draws()[0].banned == sorted(ENDS)
     assert [bool(draw.banned) for draw in sampler.draws([4, 4, 4])] == [True, True, True, False]

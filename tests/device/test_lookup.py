@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from hypothesis import given
 
 from worker.batch.lookup import MOST_SEEN, NGRAM, Lookup, looked_up
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import Row
 
 
@@ -65,7 +65,7 @@ def test_every_draft_repeats_tokens_that_followed_the_same_tokens_before(
 @given(st.lists(st.integers(0, 3), max_size=60))
 def test_lookup_is_asked_whenever_some_next_token_leads_to_a_draft(tokens: list[int]) -> None:
     for token in range(4):
-        row = Row([], array("I", tokens), RowSampler(Sampling()), len(tokens) - 1, 10)
+        row = Row([], array("I", tokens), RowSampler(RowSampling()), len(tokens) - 1, 10)
         may = Lookup().num_missing(row) == 0
         row.known.append(token)
         assert may or not Lookup().propose({row: 4})

@@ -15,7 +15,7 @@ from tiny_models import BLOCK, alone, append, generate, key, prompt
 
 from tests.matrices import thinned
 from worker.device.memory import Estimator
-from worker.device.turn import Faulted, Finished, NoRoomError, Starved
+from worker.device.turn import FaultedTurn, FinishedTurn, NoRoomError, Starvation
 
 #: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
 SESSION = 256 * 2 * 2 * 8 * 4 * 2
@@ -83,7 +83,7 @@ def test_a_prompt_is_prefilled_in_smaller_pieces_when_memory_is_short(make_rig, 
     rig.run(turn)
     ends = rig.chunk_ends(turn)
     sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
-    assert isinstance(rig.end(turn), Finished)
+    assert isinstance(rig.end(turn), FinishedTurn)
     assert sizes[0] == 64
     assert 16 <= min(sizes[:-1]) < 64
 
@@ -94,7 +94,7 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     doomed = append(prompt(2000), name="doomed")
     rig.run(doomed)
     end = rig.end(doomed)
-    assert isinstance(end, Faulted)
+    assert isinstance(end, FaultedTurn)
     assert isinstance(end.error, NoRoomError)
     assert "the limit of the device is" in str(end.error)
     after = generate(prompt(20), 4, name="other")
@@ -109,11 +109,11 @@ def test_a_prompt_that_lacks_memory_waits_and_continues_once_memory_is_freed(mak
     rig = make_rig(model, limit_bytes=limit)
     turn = append(prompt(500))
     rig.device.submit(turn)
-    rig.wait(lambda events: any(isinstance(event, Starved) for event in events))
+    rig.wait(lambda events: any(isinstance(event, Starvation) for event in events))
     assert rig.end(turn) is None
     held.clear()
     rig.finish(turn)
-    assert isinstance(rig.end(turn), Finished)
+    assert isinstance(rig.end(turn), FinishedTurn)
 
 
 def test_a_prompt_without_enough_memory_waits_until_running_answers_end(make_rig, model) -> None:
@@ -124,7 +124,7 @@ def test_a_prompt_without_enough_memory_waits_until_running_answers_end(make_rig
     waiting = append(prompt(700), name="waiting")
     rig.device.submit(waiting)
     rig.finish(running, waiting)
-    assert isinstance(rig.end(waiting), Finished)
+    assert isinstance(rig.end(waiting), FinishedTurn)
     assert rig.tokens(running) == alone(model, prompt(500), 300)[0]
     order = [event for event in rig.events if event in (rig.end(running), rig.end(waiting))]
     assert order == [rig.end(running), rig.end(waiting)]
@@ -149,7 +149,7 @@ def test_memory_for_a_restore_is_freed_then_granted_and_reserved_until_it_is_rel
     assert mx.get_active_memory() + size_bytes <= limit, "what is promised is taken by nobody else"
     rig.device.release_room(key("restored"))
     rig.finish(beside)
-    assert isinstance(rig.end(beside), Finished)
+    assert isinstance(rig.end(beside), FinishedTurn)
     assert rig.peak <= limit
 
 
@@ -204,7 +204,7 @@ def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
     ]
     rig.run(*turns)
     assert rig.peak <= limit
-    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    assert {type(rig.end(turn)) for turn in turns} == {FinishedTurn}
     for turn in turns:
         assert turn.num_reused + turn.num_prefilled == turn.request.num_prompt - (num_new == 0)
     if num_new:
@@ -221,9 +221,9 @@ def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_res
     turns = [append(prompt(1500, salt=i), tenant=f"t{i}") for i in range(6)]
     rig.run(*turns)
     assert rig.peak <= limit
-    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    assert {type(rig.end(turn)) for turn in turns} == {FinishedTurn}
     assert any(ends != sorted(ends) for ends in map(rig.chunk_ends, turns))
-    last = [event for event in rig.events if isinstance(event, Finished)][-1].turn
+    last = [event for event in rig.events if isinstance(event, FinishedTurn)][-1].turn
     again = generate(last.request.context, 3, num_kept=1900, tenant=last.request.tenant)
     rig.run(again)
     assert rig.tokens(again) == alone(model, again.request.context, 3)[0]
@@ -245,6 +245,6 @@ def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model
             rig.finish(*turns)
     rig.finish(*turns)
     assert rig.peak <= limit
-    assert {type(rig.end(turn)) for turn in turns} == {Finished}
+    assert {type(rig.end(turn)) for turn in turns} == {FinishedTurn}
     for turn in turns[::7]:
         assert rig.tokens(turn) == alone(model, turn.request.context, turn.request.answer.max_tokens)[0]

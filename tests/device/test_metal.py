@@ -71,7 +71,7 @@ def test_a_worker_that_warms_up_runs_a_block_and_two_answers_and_keeps_nothing_o
     runner = rig.device._runner
     for one in (first, runner):
         assert not one._batch.rows
-        assert vars(one._pace) == vars(first._pace)
+        assert vars(one._prefill_budget) == vars(first._prefill_budget)
         assert one._batch.speculation._times.plain_s(2, ahead=False) is None
     turn = generate(prompt(20), 5)
     rig.run(turn)

@@ -21,7 +21,6 @@ from tiny_models import (
     batched,
     begin,
     drafting,
-    generate,
     prefill,
     prompt,
 )
@@ -30,7 +29,7 @@ from cache.kv import layers
 from cache.kv.size import KvSize
 from worker.batch import batch as steps
 from worker.batch import cpu, forward
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.models.model import ModelError, cache_sizes
 from worker.models.quantised import quantise_kv, unpacked_bytes
@@ -38,7 +37,7 @@ from worker.models.quantised import quantise_kv, unpacked_bytes
 if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
-SAMPLINGS = [GREEDY, Sampling(0.8, seed=1), Sampling(1.2, top_k=20, seed=2)]
+SAMPLINGS = [GREEDY, RowSampling(0.8, seed=1), RowSampling(1.2, top_k=20, seed=2)]
 #: Of the tiny llama with wide heads: 2 layers, keys and values, 2 heads of 32 numbers, each with a scale and
 #: a bias of 4 bytes for every 32.
 TOKEN_BYTES = {8: 2 * 2 * 2 * (32 + 8), 4: 2 * 2 * 2 * (16 + 8)}
@@ -61,7 +60,7 @@ def test_rows_with_quantised_kv_get_the_same_tokens_in_a_batch_as_alone(make_mod
     model, dice = make_model(kind, kv_bits), random.Random(kv_bits)
     waiting = deque((prompt(dice.randint(1, 40), salt), SAMPLINGS[salt % 3]) for salt in range(9))
     batch = batched(model, max_draft=4)
-    running: dict[Row, tuple[list[int], Sampling, list[int]]] = {}
+    running: dict[Row, tuple[list[int], RowSampling, list[int]]] = {}
     differences: list[float] = []
     num_ahead = num_left = 0
     while waiting or running:
@@ -133,26 +132,6 @@ def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
     for piece, tokens in zip(pieces, contexts, strict=True):
         drawn = piece.row.known[len(tokens) :]
         assert drawn == alone(model, tokens, len(drawn))[0]
-
-
-def test_sessions_with_quantised_kv_get_the_right_tokens_after_a_fork_and_a_rewind(
-    make_model, make_rig
-) -> None:
-    """The device thread forks one session and rewinds another, whose KV size is checked, too."""
-    model = make_model("llama", 4)
-    rig = make_rig(model)
-    first = generate(prompt(30), 6, name="a")
-    rig.run(first)
-    shared = prompt(21) + prompt(7, salt=9)
-    second = generate(shared, 6, name="b", source=first.request.key)
-    rig.run(second)
-    assert second.num_reused == 21
-    assert rig.tokens(second) == alone(model, shared, 6)[0]
-    back = generate([*prompt(12), 5], 6, name="a", num_kept=12)
-    rig.run(back)
-    assert back.num_reused == 12
-    assert rig.tokens(back) == alone(model, [*prompt(12), 5], 6)[0]
-    assert rig.end(back).live_bytes == 18 * TOKEN_BYTES[4]
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])

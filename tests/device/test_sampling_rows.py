@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from worker.batch import sampling as sampling_module
-from worker.batch.row_sampler import Draw, RowSampler, Sampling
+from worker.batch.row_sampler import Draw, RowSampler, RowSampling
 from worker.batch.sampling import Logprobs, draw_all, waits_for_logits
 
 VOCABULARY = 3000
@@ -19,8 +19,8 @@ def rows(seed: int, num: int, *, spread: float = 3.0) -> mx.array:
     return mx.array(np.random.default_rng(seed).normal(0, spread, (num, VOCABULARY)).astype(np.float32))
 
 
-def some_sampling(dice: random.Random) -> Sampling:
-    return Sampling(
+def some_sampling(dice: random.Random) -> RowSampling:
+    return RowSampling(
         dice.choice([0.0, 0.7, 1.0, 3.0]),
         top_p=dice.choice([1.0, 1.0, 0.999, 0.9, 0.3]),
         top_k=dice.choice([0, 0, 1, 7, 200, VOCABULARY + 1]),
@@ -69,7 +69,7 @@ def test_penalties_biases_and_min_tokens_change_logits_as_their_definitions_say(
 
 
 def test_draws_after_drafted_tokens_count_these_for_penalties_and_min_tokens() -> None:
-    sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
+    sampling = RowSampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
     sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
 
     def known(draw: Draw) -> tuple[object, ...]:
@@ -87,11 +87,11 @@ def test_draws_after_drafted_tokens_count_these_for_penalties_and_min_tokens() -
 def test_logprobs_are_the_models_own_whatever_the_penalties_biases_and_filters(kind) -> None:
     logits = rows(3, 5).astype(kind)
     samplings = [
-        Sampling(top_logprobs=3),
-        Sampling(),
-        Sampling(1.5, top_p=0.7, logit_bias=((11, 50.0),), top_logprobs=0, seed=4),
-        Sampling(repetition_penalty=1.5, top_logprobs=20),
-        Sampling(0.7, top_k=5, top_logprobs=1, seed=9),
+        RowSampling(top_logprobs=3),
+        RowSampling(),
+        RowSampling(1.5, top_p=0.7, logit_bias=((11, 50.0),), top_logprobs=0, seed=4),
+        RowSampling(repetition_penalty=1.5, top_logprobs=20),
+        RowSampling(0.7, top_k=5, top_logprobs=1, seed=9),
     ]
     draws = [RowSampler(sampling, prompt=[4]).draws()[0] for sampling in samplings]
     choice = draw_all(logits, draws).tokens
@@ -128,7 +128,7 @@ def test_rows_with_any_settings_draw_the_same_tokens_together_as_alone(seed, kin
 def test_top_p_among_a_few_candidates_draws_the_same_tokens_as_a_full_sort(monkeypatch, spread) -> None:
     """In some cases the candidates suffice, in others the rest of the vocabulary is needed."""
     logits = rows(1, 8, spread=spread)
-    draws = [Draw(Sampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
+    draws = [Draw(RowSampling(1.0, top_p=0.1 + 0.1 * i, seed=i), i) for i in range(8)]
     found = draw_all(logits, draws).tokens.tolist()
     monkeypatch.setattr(sampling_module, "_CANDIDATES", VOCABULARY)
     assert found == draw_all(logits, draws).tokens.tolist()
@@ -137,8 +137,8 @@ def test_top_p_among_a_few_candidates_draws_the_same_tokens_as_a_full_sort(monke
 @pytest.mark.parametrize("spread", [0.01, 0.5, 6.0])
 def test_top_k_and_top_p_keep_the_tokens_of_their_definition_in_a_large_vocabulary(spread) -> None:
     logits = rows(2, 6, spread=spread)
-    samplings = [Sampling(1.0, top_p=p, top_k=k) for p, k in [(0.9, 0), (0.2, 0), (0.9, 50), (0.5, 2000)]]
-    samplings += [Sampling(1.0, top_k=300), Sampling(1.0, top_p=0.99)]
+    samplings = [RowSampling(1.0, top_p=p, top_k=k) for p, k in [(0.9, 0), (0.2, 0), (0.9, 50), (0.5, 2000)]]
+    samplings += [RowSampling(1.0, top_k=300), RowSampling(1.0, top_p=0.99)]
     kept = np.isfinite(np.array(sampling_module._filtered(logits, samplings)))
     for values, sampling, mine in zip(np.array(logits, np.float64), samplings, kept, strict=True):
         ranking = np.argsort(-values, kind="stable")[: sampling.top_k or None]
@@ -151,12 +151,17 @@ def test_top_k_and_top_p_keep_the_tokens_of_their_definition_in_a_large_vocabula
 
 def test_top_k_keeps_the_first_of_equal_logits_whichever_rows_share_the_batch() -> None:
     logits = mx.zeros((3, VOCABULARY))
-    samplings = [Sampling(1.0, top_k=4), Sampling(1.0, top_k=900), Sampling(1.0)]
+    samplings = [RowSampling(1.0, top_k=4), RowSampling(1.0, top_k=900), RowSampling(1.0)]
     kept = np.isfinite(np.array(sampling_module._filtered(logits, samplings)))
     assert [np.flatnonzero(row).tolist() for row in kept] == [list(range(n)) for n in (4, 900, VOCABULARY)]
 
 
 def test_on_a_cpu_only_sampled_rows_with_top_p_and_no_top_k_wait_for_their_logits() -> None:
-    assert waits_for_logits(Sampling(1.0, top_p=0.9)) == (mx.default_device() == mx.cpu)
-    for sampling in (Sampling(), Sampling(0.0, top_p=0.9), Sampling(1.0, top_p=0.9, top_k=40), Sampling(0.7)):
+    assert waits_for_logits(RowSampling(1.0, top_p=0.9)) == (mx.default_device() == mx.cpu)
+    for sampling in (
+        RowSampling(),
+        RowSampling(0.0, top_p=0.9),
+        RowSampling(1.0, top_p=0.9, top_k=40),
+        RowSampling(0.7),
+    ):
         assert not waits_for_logits(sampling)

@@ -20,7 +20,7 @@ from cache.index import write_queue as writer
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 from worker.device.request import TurnRequest
-from worker.device.turn import Starved
+from worker.device.turn import Starvation
 
 PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
 KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
@@ -186,7 +186,7 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
     async with open_process(model, tmp_path / "kv", trials=trials) as process, saved(process):
         await process.append(PROMPT)
         if fault == "memory":
-            process.engine._handle_event(Starved())
+            process.engine._handle_event(Starvation())
         else:
             while not process.store.queue.paused:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)

@@ -6,8 +6,8 @@ import pytest
 from test_turns import Wrapped
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
-from worker.device.starting_kv import Sharing
-from worker.device.turn import Faulted, Turn
+from worker.device.starting_kv import TurnSharing
+from worker.device.turn import DeviceTurn, FaultedTurn
 
 COMMON = prompt(5 * BLOCK + 3)
 
@@ -21,7 +21,7 @@ def with_end(num_tokens: int, salt: int) -> list[int]:
     return COMMON + prompt(num_tokens, salt=salt)
 
 
-def shared(name: str, context: list[int], num: int, source: str) -> Turn:
+def shared(name: str, context: list[int], num: int, source: str) -> DeviceTurn:
     return generate(context, num, name=name, source=key(source))
 
 
@@ -44,17 +44,6 @@ def test_a_session_whose_tokens_are_all_in_another_sessions_kv_still_runs_its_la
     rig.run(turn)
     assert (turn.num_reused, turn.num_prefilled) == (len(COMMON) - 1, 1)
     assert rig.tokens(turn) == alone(model, COMMON, 8)[0]
-
-
-def test_a_session_whose_prefix_was_copied_continues_unchanged(make_rig, model) -> None:
-    rig = make_rig(model)
-    first = generate(with_end(4, 5), 6, name="a")
-    rig.run(first)
-    rig.run(shared("b", with_end(9, 6), 8, "a"))
-    context = with_end(4, 5) + rig.tokens(first)
-    again = generate(context, 6, name="a", num_kept=len(context) - 1)
-    rig.run(again)
-    assert rig.tokens(again) == alone(model, with_end(4, 5), 12)[0][6:]
 
 
 def test_one_of_several_sessions_that_start_together_prefills_their_common_prefix(make_rig, model) -> None:
@@ -115,7 +104,7 @@ def test_waiting_sessions_prefill_the_prefix_themselves_if_its_source_is_cancell
         model.fails = lambda tokens: next(calls) == 2
     model.go_on.release()
     rig.finish(first, *others)
-    assert isinstance(rig.end(first), Faulted) == (ending == "failed")
+    assert isinstance(rig.end(first), FaultedTurn) == (ending == "failed")
     for turn in others:
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
@@ -150,7 +139,7 @@ def test_a_session_cancelled_while_it_waits_ends_once_even_if_its_turn_cannot_st
     model.holds = lambda tokens: False
     model.go_on.release()
     rig.finish(first, waiting)
-    assert isinstance(rig.end(waiting), Faulted)
+    assert isinstance(rig.end(waiting), FaultedTurn)
 
 
 def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_shares_none(
@@ -180,7 +169,7 @@ def test_a_recurrent_state_that_cannot_be_trimmed_to_the_prefix_is_not_shared(ma
 
 
 def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
-    sharing = Sharing()
+    sharing = TurnSharing()
     leader = generate(COMMON, 8, name="a")
     leader.num_cached = len(COMMON) - 1
     assert not sharing.add(leader)
@@ -189,7 +178,7 @@ def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
 
 
 def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority() -> None:
-    sharing = Sharing()
+    sharing = TurnSharing()
     leader = generate(COMMON, 8, name="a")
     sharing.add(leader)
     urgent, idle = (
@@ -198,14 +187,3 @@ def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority(
     )
     assert not sharing.add(urgent)
     assert sharing.add(idle)
-
-
-def test_a_turn_that_waits_for_another_becomes_ready_when_the_other_is_over() -> None:
-    sharing = Sharing()
-    leader, follower = generate(COMMON, 8, name="a"), shared("b", with_end(3, 6), 8, "a")
-    sharing.add(leader)
-    assert sharing.add(follower)
-    assert sharing.ready() == []
-    sharing.remove(leader)
-    assert sharing.ready() == [follower]
-    assert sharing.ready() == []

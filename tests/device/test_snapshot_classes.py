@@ -49,7 +49,7 @@ MIXTURES = {
     "qwen3_next",
 }
 #: At the last of these positions, windows and chunks of 8 and of 12 tokens have wrapped.
-POSITIONS = [BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1]
+POSITIONS = [BLOCK - 1, BLOCK, 3 * BLOCK + 1]
 
 
 @pytest.fixture(scope="module")
@@ -146,26 +146,6 @@ async def test_restored_caches_continue_bit_for_bit_from_positions_around_block_
         caches = layers.rebuild(restored.tensors, new(), restored.num_tokens)
         assert layers.live_bytes(caches) == live_bytes
         assert decode(model, caches, first, 18) == went_on, f"from {position} on"
-    assert await store.close()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_a_prompt_continues_bit_for_bit_from_caches_restored_at_a_block_boundary(
-    make_caches, tmp_path, kind
-) -> None:
-    """Pieces longer than a token write windows in another way than single tokens do."""
-    model, new = make_caches(kind)
-    store = await open_store(tmp_path, model, new)
-    tokens, caches = prompt(5 * BLOCK + 3), new()
-    spill(store, model, caches, tokens[: 3 * BLOCK])
-    expected = [run(model, caches, tokens[at : at + BLOCK]) for at in range(3 * BLOCK, len(tokens), BLOCK)]
-    assert await store.queue.drained(10)
-    restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
-    assert restored is not None
-    assert restored.num_tokens == 3 * BLOCK
-    caches = layers.rebuild(restored.tensors, new(), restored.num_tokens)
-    for at, logits in zip(range(3 * BLOCK, len(tokens), BLOCK), expected, strict=True):
-        assert mx.array_equal(run(model, caches, tokens[at : at + BLOCK]), logits)
     assert await store.close()
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from worker.batch.lookup import Lookup
-from worker.batch.row_sampler import Drawn, RowSampler, Sampling
+from worker.batch.row_sampler import DrawnToken, RowSampler, RowSampling
 from worker.batch.rows import Row
 from worker.batch.speculation import Speculation
 
@@ -66,7 +66,7 @@ class World:
 
     def rate(self, num_answers: int) -> float:
         for _ in range(num_answers):
-            samplers = [RowSampler(Sampling()) for _ in range(self._num_rows)]
+            samplers = [RowSampler(RowSampling()) for _ in range(self._num_rows)]
             rows = [Row([], array("I", [1]), sampler, 1, self._answer) for sampler in samplers]
             is_ahead = could = False
             while rows:
@@ -86,7 +86,7 @@ class World:
             share = drafted.sources[row].drafter.right
             right[row] = next((i for i in range(len(draft)) if self.dice.random() >= share), len(draft))
         for row in rows:
-            row.append([Drawn(1)] * (1 + right.get(row, 0)))
+            row.append([DrawnToken(1)] * (1 + right.get(row, 0)))
         self._speculation.learn(drafted, right, num_rows, self.now_s - began_s, (is_ahead, could))
         for row in [row for row in rows if row.num_left <= 0]:
             rows.remove(row)

@@ -10,9 +10,9 @@ import mlx.core as mx
 import pytest
 from tiny_models import GREEDY, batched, begin, prompt
 
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 
-HOT = Sampling(0.8, seed=1)
+HOT = RowSampling(0.8, seed=1)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ],
 )
 def test_a_decode_step_evaluates_and_waits_once_and_copies_few_numbers_to_the_device(
-    make_model, calls, samplings: list[Sampling], num_left: int, num_copied: int
+    make_model, calls, samplings: list[RowSampling], num_left: int, num_copied: int
 ) -> None:
     """The next step is launched before the tokens of this one, and whether they are sound, are read."""
     model = make_model("llama")

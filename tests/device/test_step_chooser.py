@@ -9,10 +9,10 @@ import pytest
 from tiny_models import append, loaded
 
 from worker.device.memory import Estimator, shape_of
-from worker.device.pace import Pace
+from worker.device.prefill_budget import PrefillBudget
 from worker.device.scheduler import AGE_STEPS, Scheduler
 from worker.device.step_chooser import StepChooser
-from worker.device.turn import Turn
+from worker.device.turn import DeviceTurn
 
 BLOCK = 64
 
@@ -44,10 +44,10 @@ def chooser_of(scheduler: Scheduler, room: Room) -> StepChooser:
         drop_resident=lambda: False,
     )
     at: Any = room
-    return StepChooser(scheduler, Pace(0.25, BLOCK), at, batch, none, none, lambda event: None)
+    return StepChooser(scheduler, PrefillBudget(0.25, BLOCK), at, batch, none, none, lambda event: None)
 
 
-def turns() -> list[Turn]:
+def turns() -> list[DeviceTurn]:
     priorities = enumerate((0, 1, 1, 1))
     return [append(list(range(90)), name=f"s{i}", priority=priority) for i, priority in priorities]
 

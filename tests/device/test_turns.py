@@ -8,16 +8,24 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_models import BLOCK, GREEDY, alone, answer, append, generate, key, prompt
+from tiny_models import BLOCK, alone, answer, append, generate, key, prompt
 
 from cache.kv import layers
 from cache.names.blocks import Span, spans
 from cache.names.tokens import as_tokens
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.batch.rows import PrefillPiece
 from worker.device.request import TurnRequest
 from worker.device.runner import Runner
-from worker.device.turn import Faulted, Finished, NoRoomError, Prefilled, Sampled, SnapshotCut, Turn
+from worker.device.turn import (
+    DeviceTurn,
+    FaultedTurn,
+    FinishedTurn,
+    NoRoomError,
+    PrefilledPiece,
+    SampledToken,
+    SnapshotCut,
+)
 
 
 class Wrapped:
@@ -53,23 +61,14 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     rig.run(added)
     assert (added.num_cached, added.num_prefilled, added.num_reused) == (18, 18, 0)
     per_token = 2 * 2 * 8 * 4 * 2  # layers, KV heads, head_dim, bytes, keys and values
-    assert rig.end(added) == Finished(added, added.cost, 18 * per_token)
+    assert rig.end(added) == FinishedTurn(added, added.cost, 18 * per_token)
     turn = generate(prompt(19), 6, num_kept=18)
     rig.run(turn)
     assert rig.tokens(turn) == alone(model, prompt(19), 6)[0]
-    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(6))
+    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, SampledToken)] == list(range(6))
     assert (turn.num_reused, turn.num_prefilled, turn.num_cached) == (18, 1, 19 + 6 - 1)
-    assert rig.end(turn) == Finished(turn, turn.cost, 24 * per_token)
+    assert rig.end(turn) == FinishedTurn(turn, turn.cost, 24 * per_token)
     assert turn.request.answer.finish_reason == "length"
-
-
-@pytest.mark.parametrize("num_tokens", [1, 2])
-def test_prompts_of_one_or_two_tokens_get_the_right_answer(make_rig, model, num_tokens) -> None:
-    rig = make_rig(model)
-    turn = generate(prompt(num_tokens), 5)
-    rig.run(turn)
-    assert rig.tokens(turn) == alone(model, prompt(num_tokens), 5)[0]
-    assert turn.num_prefilled == num_tokens
 
 
 @pytest.mark.parametrize("num_kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
@@ -98,31 +97,18 @@ def test_a_context_that_differs_from_the_resident_kv_reuses_their_common_prefix(
     assert rig.tokens(turn) == alone(model, context, 8)[0]
 
 
-def test_a_turn_reuses_no_kv_of_other_tokens_that_an_abandoned_turn_of_its_session_has_left(
-    make_rig, model
-) -> None:
-    """The event loop may submit the turn before it knows of the abandoned turn's end."""
-    rig = make_rig(model)
-    before, abandoned = prompt(40), prompt(20) + prompt(40, salt=20)
-    rig.run(append(before), append(abandoned, num_kept=20))
-    turn = generate([*before, 7], 8, num_kept=39)
-    rig.run(turn)
-    assert turn.num_reused == 20
-    assert rig.tokens(turn) == alone(model, [*before, 7], 8)[0]
-
-
 def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remaining_tokens(
     make_rig, model
 ) -> None:
     """Tokens published before a crash are not drawn again; the draws after them do not change."""
-    sampling = Sampling(0.9, seed=5)
+    sampling = RowSampling(0.9, seed=5)
     whole, _ = alone(model, prompt(11), 12, sampling)
     rig = make_rig(model)
     begun = answer(12, *whole[:5])
-    turn = Turn(TurnRequest(key(), as_tokens(prompt(11) + whole[:5]), answer=begun, sampling=sampling))
+    turn = DeviceTurn(TurnRequest(key(), as_tokens(prompt(11) + whole[:5]), answer=begun, sampling=sampling))
     rig.run(turn)
     assert begun.tokens == whole
-    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, Sampled)] == list(range(5, 12))
+    assert [event.chunk.i for event in rig.of(turn) if isinstance(event, SampledToken)] == list(range(5, 12))
     assert turn.request.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
 
 
@@ -134,10 +120,15 @@ def test_a_turn_snapshots_the_requested_blocks_of_its_prompt_all_blocks_of_its_a
     turn = append(prompt(31), spans=[Span(8, 16)])
     rig.run(turn)
     assert rig.cuts(turn) == [(8, 16), (24, 30)]
-    kinds = [type(event) for event in rig.of(turn) if isinstance(event, Prefilled | SnapshotCut)]
-    assert kinds == [Prefilled, Prefilled, SnapshotCut, Prefilled, Prefilled, SnapshotCut], (
-        "each as soon as it is there"
-    )
+    kinds = [type(event) for event in rig.of(turn) if isinstance(event, PrefilledPiece | SnapshotCut)]
+    assert kinds == [
+        PrefilledPiece,
+        PrefilledPiece,
+        SnapshotCut,
+        PrefilledPiece,
+        PrefilledPiece,
+        SnapshotCut,
+    ], "each as soon as it is there"
     after = generate(prompt(31), 13, num_kept=30)
     rig.run(after)
     assert rig.cuts(after) == [(24, 32), (32, 40), (40, 43)]
@@ -155,8 +146,8 @@ def test_the_first_token_does_not_wait_for_the_snapshot_of_the_prompts_last_bloc
     turn = generate(prompt(30), max_new, spans=[Span(0, 8), Span(8, 16), Span(16, 24)])
     rig.run(turn)
     assert rig.cuts(turn)[:3] == [(0, 8), (8, 16), (16, 24)]
-    events = [event for event in rig.of(turn) if isinstance(event, SnapshotCut | Sampled)]
-    assert [type(event) for event in events[:4]] == [SnapshotCut, SnapshotCut, Sampled, SnapshotCut]
+    events = [event for event in rig.of(turn) if isinstance(event, SnapshotCut | SampledToken)]
+    assert [type(event) for event in events[:4]] == [SnapshotCut, SnapshotCut, SampledToken, SnapshotCut]
 
 
 @pytest.mark.parametrize(
@@ -309,7 +300,7 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
         rig.device.submit(bystander)
     for turn in victims:
         end = rig.end(turn)
-        assert isinstance(end, Faulted)
+        assert isinstance(end, FaultedTurn)
         assert str(end.error) == "the device is on fire"
         assert rig.of(turn)[-1] is end
     again = [generate(turn.request.context, 30, name=turn.request.key.session) for turn in victims]
@@ -334,7 +325,7 @@ def test_an_error_in_one_prompt_does_not_disturb_running_answers(make_rig, model
     rig.finish(doomed)
     model.fails = lambda tokens: False
     rig.finish(running)
-    assert isinstance(rig.end(doomed), Faulted)
+    assert isinstance(rig.end(doomed), FaultedTurn)
     assert rig.tokens(running) == alone(model, prompt(6), 60)[0]
 
 
@@ -344,7 +335,7 @@ def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_comple
     """Prompts and answers in the same step continue."""
     piece = Runner._piece
 
-    def cut(runner: Runner, turn: Turn, num_tokens: int) -> PrefillPiece:
+    def cut(runner: Runner, turn: DeviceTurn, num_tokens: int) -> PrefillPiece:
         if turn.request.key.session == "doomed":
             raise NoRoomError("no room")
         return piece(runner, turn, num_tokens)
@@ -361,7 +352,7 @@ def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_comple
         rig.device.submit(turn)
     model.go_on.release()
     rig.finish(*turns)
-    assert isinstance(rig.end(turns[1]), Faulted)
+    assert isinstance(rig.end(turns[1]), FaultedTurn)
     for turn in (turns[0], turns[2]):
         assert rig.tokens(turn) == alone(model, turn.request.context, 40)[0]
 
@@ -372,7 +363,7 @@ def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_pr
     rig = make_rig(model)
     turn = append(prompt(20), restored={"0.keys": mx.zeros((1, 2, 8, 8))}, num_restored=8)
     rig.run(turn)
-    assert isinstance(rig.end(turn), Finished)
+    assert isinstance(rig.end(turn), FinishedTurn)
     assert (turn.num_reused, turn.num_prefilled) == (0, 19)
     again = generate(prompt(20), 4, num_kept=19)
     rig.run(again)
@@ -398,16 +389,6 @@ def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
 
-def test_a_session_whose_kv_was_dropped_is_prefilled_again(make_rig, model) -> None:
-    rig = make_rig(model)
-    rig.run(append(prompt(20)))
-    rig.device.drop(key())
-    turn = generate(prompt(20), 4, num_kept=19)
-    rig.run(turn)
-    assert (turn.num_reused, turn.num_prefilled) == (0, 20)
-    assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
-
-
 def test_a_turn_uses_none_of_the_other_tokens_kv_that_its_session_has_by_now(make_rig, model) -> None:
     """The turn was submitted before an abandoned one of the same session had ended with other tokens."""
     rig = make_rig(model)
@@ -421,17 +402,7 @@ def test_a_prompt_with_a_token_outside_of_the_vocabulary_fails_alone(make_rig, m
     rig = make_rig(model)
     bad, good = append([*prompt(9), 10**6, 1]), generate(prompt(20), 4, name="other")
     rig.run(bad, good)
-    assert (type(rig.end(bad)), type(rig.end(good))) == (Faulted, Finished)
-
-
-def test_more_answers_than_the_batch_has_rows_all_complete_with_the_right_tokens(make_rig, model) -> None:
-    """Sixteen sessions with two rows: each gets the tokens that it gets alone."""
-    rig = make_rig(model, max_batch=2)
-    samplings = [GREEDY, Sampling(0.9, seed=3)]
-    turns = [generate(prompt(2 + n), 6, samplings[n % 2], name=f"s{n}") for n in range(16)]
-    rig.run(*turns)
-    for turn in turns:
-        assert rig.tokens(turn) == alone(model, turn.request.context, 6, turn.request.sampling)[0]
+    assert (type(rig.end(bad)), type(rig.end(good))) == (FaultedTurn, FinishedTurn)
 
 
 def test_stopping_the_device_ends_its_thread_in_the_middle_of_an_answer(make_rig, model) -> None:

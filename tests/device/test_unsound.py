@@ -9,18 +9,18 @@ import mlx.core as mx
 import pytest
 from tiny_models import GREEDY, alone, append, generate, prompt
 
-from worker.batch.row_sampler import Draw, Sampling
+from worker.batch.row_sampler import Draw, RowSampling
 from worker.batch.rows import Embedding, UnsoundError
 from worker.batch.sampling import draw_all
-from worker.device.turn import Faulted, Finished, Sampled
+from worker.device.turn import FaultedTurn, FinishedTurn, SampledToken
 from worker.models.model_files import ModelError
 
 SAMPLINGS = {
     "greedy": GREEDY,
-    "sampled": Sampling(temperature=0.8, seed=3),
-    "top_p": Sampling(temperature=0.8, top_p=0.9, seed=3),
-    "penalised": Sampling(repetition_penalty=1.2),
-    "logprobs": Sampling(top_logprobs=2),
+    "sampled": RowSampling(temperature=0.8, seed=3),
+    "top_p": RowSampling(temperature=0.8, top_p=0.9, seed=3),
+    "penalised": RowSampling(repetition_penalty=1.2),
+    "logprobs": RowSampling(top_logprobs=2),
 }
 
 
@@ -38,7 +38,7 @@ def spoil(model: Any, token: int, value: float = math.nan) -> None:
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes(
-    make_rig, model, sampling: Sampling, value: float
+    make_rig, model, sampling: RowSampling, value: float
 ) -> None:
     """The failing answer ends at the token after which the logits are not finite."""
     rig = make_rig(model)
@@ -50,10 +50,10 @@ def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes
     turn, other = generate(prompt(19), 12, sampling), generate(prompt(9, salt=5), 12, name="other")
     rig.run(turn, other)
     end = rig.end(turn)
-    assert isinstance(end, Faulted)
+    assert isinstance(end, FaultedTurn)
     assert isinstance(end.error, UnsoundError)
     assert turn.request.answer.tokens == right[: at + 1]
-    assert isinstance(rig.end(other), Finished)
+    assert isinstance(rig.end(other), FinishedTurn)
     assert other.request.answer.tokens == beside
 
 
@@ -62,7 +62,7 @@ def test_a_prompt_whose_first_logits_are_nan_fails_without_a_token(make_rig, mod
     spoil(model, prompt(19)[-1])
     turn = generate(prompt(19), 8)
     rig.run(turn)
-    assert isinstance(rig.end(turn), Faulted)
+    assert isinstance(rig.end(turn), FaultedTurn)
     assert turn.request.answer.tokens == []
 
 
@@ -77,16 +77,16 @@ def test_a_prompt_whose_vector_is_nan_fails_alone(make_rig, build_model, kind) -
     spoil(model, spoiled)
     running = generate(prompt(9, salt=5), 40, name="running")
     rig.device.submit(running)
-    rig.wait(lambda events: any(isinstance(one, Sampled) for one in events))
+    rig.wait(lambda events: any(isinstance(one, SampledToken) for one in events))
     turn = append([spoiled] * 6, name="bad", embedding=Embedding())
     same = append(prompt(6, salt=9), name="same", embedding=Embedding())
     beside = generate(prompt(6, salt=9), 4, name="beside")
     rig.run(turn, same, beside)
     rig.finish(running)
     end = rig.end(turn)
-    assert isinstance(end, Faulted)
+    assert isinstance(end, FaultedTurn)
     assert isinstance(end.error, UnsoundError)
-    assert all(isinstance(rig.end(one), Finished) for one in (same, beside, running))
+    assert all(isinstance(rig.end(one), FinishedTurn) for one in (same, beside, running))
     assert (running.request.answer.tokens, beside.request.answer.tokens) == (said, first)
 
 

@@ -14,12 +14,12 @@ from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.batch_kinds import batch_for
 from worker.batch.lookup import Lookup
-from worker.batch.row_sampler import Draw, RowSampler, Sampling
+from worker.batch.row_sampler import Draw, RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.sampling import draw_all
 from worker.batch.trials import Trials
 from worker.device.request import TurnRequest
-from worker.device.turn import Turn, TurnPlan
+from worker.device.turn import DeviceTurn, TurnPlan
 from worker.models.model import LoadedModel, cache_sizes
 from worker.text.answer import Answer
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 BLOCK = 8
 VOCABULARY = 96
-GREEDY = Sampling()
+GREEDY = RowSampling()
 
 
-def draw(logits: mx.array, sampling: Sampling, index: int, seen: Iterable[int]) -> mx.array:
+def draw(logits: mx.array, sampling: RowSampling, index: int, seen: Iterable[int]) -> mx.array:
     """Draw one token from `logits`, (vocabulary,); return an unevaluated scalar."""
     return draw_all(logits[None], [Draw(sampling, index, [*dict.fromkeys(seen)])]).tokens[0]
 
@@ -386,20 +386,20 @@ def prompt(num_tokens: int, salt: int = 3) -> list[int]:
     return [(i * i * 7 + i * salt + salt) % VOCABULARY for i in range(num_tokens)]
 
 
-def append(context: Sequence[int], *, name: str = "s", tenant: str = "default", **more: Any) -> Turn:
+def append(context: Sequence[int], *, name: str = "s", tenant: str = "default", **more: Any) -> DeviceTurn:
     """Return an append's turn; `more` are fields of its request, of its plan, or of the turn."""
     planned = {field.name: more.pop(field.name) for field in fields(TurnPlan) if field.name in more}
     handed = {name: more.pop(name) for name in ("restored", "num_granted") if name in more}
     request = TurnRequest(SessionKey(tenant, name), as_tokens(context), **more)
-    return Turn(request, TurnPlan(**planned), **handed)
+    return DeviceTurn(request, TurnPlan(**planned), **handed)
 
 
 def generate(
     context: Sequence[int],
     num_tokens: int,
-    sampling: Sampling = GREEDY,
+    sampling: RowSampling = GREEDY,
     **more: Any,
-) -> Turn:
+) -> DeviceTurn:
     """Return a generate's turn; `more` is what `append` takes."""
     return append(context, answer=answer(num_tokens), sampling=sampling, **more)
 
@@ -408,7 +408,7 @@ def alone(
     model: Any,
     context: Sequence[int],
     num_tokens: int,
-    sampling: Sampling = GREEDY,
+    sampling: RowSampling = GREEDY,
     *,
     block: int = BLOCK,
 ) -> tuple[list[int], list[Any]]:
@@ -430,7 +430,7 @@ def prefill(model: Any, caches: list[Any], tokens: Sequence[int], *, block: int 
         mx.eval([cache.state for cache in caches])
 
 
-def begin(model: Any, tokens: list[int], sampling: Sampling = GREEDY) -> PrefillPiece:
+def begin(model: Any, tokens: list[int], sampling: RowSampling = GREEDY) -> PrefillPiece:
     """Prefill all but the last token; return a piece that runs the last one and starts the answer's row."""
     caches = make_prompt_cache(model)
     prefill(model, caches, tokens[:-1])

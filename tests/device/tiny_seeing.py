@@ -92,6 +92,57 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "downsample_factor": 2,
     },
 }
+CONFIGS["qwen2_vl"] = {
+    **_TEXT,
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 2, 1]},
+    "vision_config": {
+        "model_type": "qwen2_vl",
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+        "patch_size": 4,
+        "in_channels": 3,
+    },
+}
+CONFIGS["qwen2_5_vl"] = {
+    **CONFIGS["qwen2_vl"],
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "qwen2_5_vl",
+        "depth": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 32,
+        "num_heads": 4,
+        "patch_size": 4,
+        "in_channels": 3,
+        "window_size": 16,
+        "fullatt_block_indexes": [1],
+    },
+}
+CONFIGS["qwen3_vl"] = {
+    "text_config": {
+        **_TEXT,
+        "model_type": "qwen3_vl_text",
+        "rope_scaling": {"rope_type": "default", "mrope_interleaved": True, "mrope_section": [2, 1, 1]},
+        "tie_word_embeddings": False,
+    },
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "qwen3_vl",
+        "depth": 3,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "out_hidden_size": 32,
+        "num_heads": 4,
+        "patch_size": 4,
+        "in_channels": 3,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0, 1],
+    },
+}
 FAMILIES = [*CONFIGS]
 #: Heads of a size that can be quantised.
 CONFIGS["wide"] = {
@@ -110,6 +161,11 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "llava": _SQUARE,
     "pixtral": {"size": {"longest_edge": 24}},
     "mistral3": {"size": {"longest_edge": 40}},
+    "qwen2_vl": {
+        "patch_size": 4,
+        "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+    },
     "lfm2_vl": {
         "encoder_patch_size": 4,
         "tile_size": 16,
@@ -118,6 +174,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "max_tiles": 4,
     },
 }
+PROCESSORS["qwen2_5_vl"] = PROCESSORS["qwen3_vl"] = PROCESSORS["qwen2_vl"]
 _MARKS = (
     "<image>",
     "<fake_token_around_image>",
@@ -126,13 +183,22 @@ _MARKS = (
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
+    "<|image_pad|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
     "<|image_start|>",
     "<|image_end|>",
     "<|img_thumbnail|>",
     *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 4) for column in range(1, 4)),
 )
 #: How each family's chat template writes an image.
-PLACEHOLDER = {"pixtral": "[IMG]", "mistral3": "[IMG]"}
+PLACEHOLDER = {
+    "pixtral": "[IMG]",
+    "mistral3": "[IMG]",
+    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+}
 
 
 def _tokenizer() -> Tokenizer:
@@ -158,11 +224,24 @@ NAMES: dict[str, dict[str, str]] = {
     "llava": {},
     "pixtral": {"vision_tower.vision_model.": "vision_tower."},
     "mistral3": {"vision_tower.vision_model.": "vision_tower."},
+    "qwen2_vl": {
+        "language_model.lm_head.": "lm_head.",
+        "language_model.model.": "model.",
+        "vision_tower.": "visual.",
+    },
     "lfm2_vl": {
         "language_model.model.": "model.language_model.",
         "vision_tower.": "model.vision_tower.",
         "multi_modal_projector.": "model.multi_modal_projector.",
     },
+}
+
+
+NAMES["qwen2_5_vl"] = NAMES["qwen2_vl"]
+NAMES["qwen3_vl"] = {
+    "language_model.lm_head.": "lm_head.",
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.visual.",
 }
 
 
@@ -172,7 +251,9 @@ def _as_transformers(kind: str, weights: dict[str, mx.array]) -> dict[str, mx.ar
     for name, array in weights.items():
         prefix = next((prefix for prefix in NAMES[kind] if name.startswith(prefix)), None)
         axes = list(range(array.ndim))
-        if array.ndim == 4:
+        if array.ndim == 5:
+            axes = [0, 4, 1, 2, 3]
+        elif array.ndim == 4:
             axes = [0, 3, 1, 2]
         elif name.endswith("conv.conv.weight"):
             axes = [0, 2, 1]
@@ -187,16 +268,18 @@ def write(kind: str, folder: Path, layout: str = "mlx") -> Any:
     The `layout` of the weights is mlx-vlm's, transformers' (`pt`), or mlx-vlm's in four bits (`4-bit`).
     """
     tokenizer = _tokenizer()
-    image = tokenizer.token_to_id(PLACEHOLDER.get(kind, "<image>"))
+    mark = "<|image_pad|>" if kind.startswith("qwen") else PLACEHOLDER.get(kind, "<image>")
+    image, start = tokenizer.token_to_id(mark), tokenizer.token_to_id("<|vision_start|>")
     config = {"model_type": kind, "image_token_id": image, "image_token_index": image, **CONFIGS[kind]}
+    config["vision_start_token_id"] = start
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSORS[kind]))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     tokenizer.save(str(folder / "tokenizer.json"))
     module = import_module(f"mlx_vlm.models.{config['model_type']}")
-    given = module.ModelConfig.from_dict(config)
-    given.text_config = module.TextConfig.from_dict(config["text_config"])
+    given = module.ModelConfig.from_dict(dict(config))
+    given.text_config = module.TextConfig.from_dict(config.get("text_config", config))
     given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
     mx.random.seed(11)
     model = module.Model(given)

@@ -27,7 +27,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 ASKED = "JSON.parse(sessionStorage.getItem('asked'))"
 NUM_TOKENS = 5000
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.packaging, pytest.mark.process]
 
 
 class _Quiet(SimpleHTTPRequestHandler):

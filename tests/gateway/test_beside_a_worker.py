@@ -76,21 +76,18 @@ def test_launch_waits_for_the_gateway_of_a_worker_that_is_starting(
     assert process.stop() == 0
 
 
-@pytest.mark.parametrize(("ttl", "is_kept"), [("1s", False), ("off", True)])
 async def test_a_worker_s_gateway_removes_conversations_after_the_time_that_is_set(
-    worker_process: Any, ttl: str, *, is_kept: bool
+    worker_process: Any,
 ) -> None:
     port = free_port()
-    process = worker_process("--gateway", str(port), "--gateway-ttl-s", ttl)
+    process = worker_process("--gateway", str(port), "--gateway-ttl-s", "1s")
     process.start()
     async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
         await until_served(http, served=True)
         await http.post("/v1/chat/completions", json=HELLO)
     async with await process.client() as client, asyncio.timeout(60):
-        await asyncio.sleep(2.0)
-        while not is_kept and not all(one.is_closed for one in await client.sessions()):  # noqa: ASYNC110
+        while not all(one.is_closed for one in await client.sessions()):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
-        assert [one.is_closed for one in await client.sessions()] == [not is_kept]
 
 
 async def test_a_worker_continues_after_its_gateway_is_killed(worker_process: Any) -> None:

@@ -9,7 +9,15 @@ import pytest
 from msgspec.structs import replace
 
 from gateway import boundaries
-from gateway.index import MOST_SESSIONS, Index, IndexedRequest, IndexedSession, RequestName, base_of, tags
+from gateway.index import (
+    MOST_SESSIONS,
+    IndexedRequest,
+    IndexedSession,
+    RequestName,
+    SessionIndex,
+    base_of,
+    tags,
+)
 from gateway.openai import chat
 from turnkeep_client.messages import Called, CalledFunction, Generated, Seconds, Usage
 
@@ -125,7 +133,7 @@ def test_digests_are_decoded_from_request_ids_and_from_the_tags_of_forks() -> No
         assert base_of(other) is None
 
 
-def answered(index: Index, held: IndexedSession, prompt: bytes, given: Generated) -> None:
+def answered(index: SessionIndex, held: IndexedSession, prompt: bytes, given: Generated) -> None:
     asked = IndexedRequest(held, RequestName(prompt, b"", 0), set(), 0)
     index.add(held)
     index.ask(asked)
@@ -135,7 +143,7 @@ def answered(index: Index, held: IndexedSession, prompt: bytes, given: Generated
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
 def test_the_index_marks_an_answer_that_was_ended_early_as_failed(reason: str) -> None:
     """So a client that repeats the request gets a new, whole answer."""
-    index, held = Index(), IndexedSession("s", 0, 1.0)
+    index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     asked = IndexedRequest(held, RequestName(b"x", b"", 0), set(), 0)
     index.add(held)
     index.ask(asked)
@@ -144,7 +152,7 @@ def test_the_index_marks_an_answer_that_was_ended_early_as_failed(reason: str) -
 
 
 def test_the_index_drops_all_positions_after_text_that_the_template_rewrote() -> None:
-    index, held = Index(), IndexedSession("s", 0, 1.0)
+    index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     answered(index, held, b"p", result("a", position=10))
     answered(index, held, b"q", result("b", position=20, rewritten_from=9))
     assert index.rewrites
@@ -161,7 +169,7 @@ def test_the_index_drops_all_positions_after_text_that_the_template_rewrote() ->
 
 
 def test_of_several_sessions_with_one_conversation_the_index_finds_one_that_needs_no_fork() -> None:
-    index, one, two, three = Index(), *(IndexedSession(name, 0, 1.0) for name in "abc")
+    index, one, two, three = SessionIndex(), *(IndexedSession(name, 0, 1.0) for name in "abc")
     (after,) = boundaries.answered(b"p", result("a"))
     answered(index, one, b"p", result("a"))
     answered(index, two, b"p", result("a"))
@@ -174,7 +182,7 @@ def test_of_several_sessions_with_one_conversation_the_index_finds_one_that_need
 
 
 def test_the_index_selects_idle_sessions_and_the_oldest_beyond_the_limit_for_removal() -> None:
-    index = Index()
+    index = SessionIndex()
     for number in range(MOST_SESSIONS + 3):
         index.add(IndexedSession(str(number), 0, float(number)))
     index.sessions["0"].num_running = 1

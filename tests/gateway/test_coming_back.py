@@ -142,7 +142,7 @@ async def test_an_answer_is_found_by_its_id_only_in_the_api_that_made_it(
 
 async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncClient, served: Any) -> None:
     """Several clients may read the answer; one that disconnects does not end it."""
-    body = asked(CHAT, 1200, stream=True)
+    body = asked(CHAT, 600, stream=True)
     key = {"idempotency-key": "watched"}
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
         begun = await read(answer, 5)
@@ -154,7 +154,7 @@ async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncCli
         rest = await read(more)
     assert (await waiting).status_code == 200, (await waiting).text
     text = (await waiting).json()["choices"][0]["message"]["content"]
-    assert len(text) == 1200
+    assert len(text) == 600
     assert text_of(begun) + text_of(rest) == text
 
 
@@ -353,24 +353,6 @@ async def test_gateways_that_know_different_conversations_give_one_answer_per_id
             assert not more.headers["x-turnkeep-session"].endswith("begun"), "its session is still known"
 
 
-async def test_a_conversation_continues_with_a_new_idempotency_key_for_each_turn(
-    http: httpx2.AsyncClient,
-) -> None:
-    said = [{"role": "user", "content": "Begin."}]
-    for number in range(4):
-        body = asked(CHAT, 8, messages=said)
-        for how in (("forked" if number else "begun"), "repeated"):
-            answer = await http.post(CHAT, json=body, headers={"idempotency-key": f"turn {number}"})
-            assert answer.headers["x-turnkeep-session"].split()[1] == how
-        usage = answer.json()["usage"]
-        if number:
-            assert usage["prompt_tokens_details"]["cached_tokens"] >= before["total_tokens"] - 1  # noqa: F821
-        before = usage  # noqa: F841
-        said += [answer.json()["choices"][0]["message"], {"role": "user", "content": "Go on."}]
-    without = await http.post(CHAT, json=asked(CHAT, 8, messages=said))
-    assert without.headers["x-turnkeep-session"].split()[1] == "continued"
-
-
 async def test_a_failed_request_repeated_with_its_idempotency_key_gets_the_same_error(
     http: httpx2.AsyncClient, served: Any
 ) -> None:
@@ -536,22 +518,6 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
     answer = await http.post(CHAT, json=asked(CHAT, 4, messages=said))
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-turnkeep-session"].endswith(" continued")
-
-
-async def test_a_durable_stream_that_its_client_has_left_is_not_followed_any_further(
-    served: Any, http: httpx2.AsyncClient
-) -> None:
-    running = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
-    tasks = served.gateway.connections._conversations["default", ""]._tasks
-    for _ in range(3):
-        path = f"/v1/responses/{running.id}/stream"
-        async with http.stream("GET", path, params={"live": "sse"}) as answer:
-            await anext(answer.aiter_text())
-    async with asyncio.timeout(5):
-        while any(one.get_coro().__name__ == "_follow" for one in tasks):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert (await served.openai.responses.retrieve(running.id)).status == "in_progress"
-    await served.openai.responses.cancel(running.id)
 
 
 async def test_an_answer_that_took_longer_than_conversations_may_be_idle_can_be_retrieved_after_its_end(

@@ -1,122 +1,134 @@
-"""A dialect is a folder of its own: nothing else of the gateway knows its paths, errors and fields."""
+"""What each API of the gateway must do alike: stream what it answers, and find the conversation again."""
 
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx2
-import msgspec
-
-from gateway.app import DIALECTS
-from gateway.form import Events, Form
-from gateway.http.handlers import Dialect, Handlers, Route
-from gateway.keys import Keys
-from gateway.turn import ClientTurn, Fault, check
-from turnkeep_client.messages import Message
+import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable
     from pathlib import Path
 
-    from turnkeep_client.messages import Chunk, Generated
-
 Start = Any
-PATH = "/v1beta/models/tiny"
-HELLO = {"contents": [{"role": "user", "parts": [{"text": "hello"}]}]}
+#: Answers are letters, which come back as they were.
+LETTERS = {str(token): 100 for token in range(68, 90)}
+NUM = 12
 
 
-class Asked(msgspec.Struct):
-    """The body of a request."""
+class Api(NamedTuple):
+    """One API: the path of its requests, and how they and its answers are written.
 
-    contents: list[Any]
+    `text` returns the text of an answer, or the part of it that an event of a stream adds; `usage` returns
+    the numbers of prompt tokens, of cached ones among them, and of generated ones.
+    """
 
-
-def read(body: bytes) -> ClientTurn:
-    asked = json.loads(body)
-    said = tuple(
-        Message({"model": "assistant"}.get(one["role"], one["role"]), one["parts"][0]["text"])
-        for one in asked["contents"]
-    )
-    options = {"max_tokens": asked.get("generationConfig", {}).get("maxOutputTokens", 8), "temperature": 0}
-    turn = ClientTurn(messages=said, options=options, model=asked["model"], stream=asked["stream"])
-    return check(turn, {"max_tokens": "generationConfig.maxOutputTokens"})
+    path: str
+    asked: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    text: Callable[[dict[str, Any]], str]
+    usage: Callable[[dict[str, Any]], tuple[int, int, int]]
 
 
-def complete(body: bytes, path: Mapping[str, str]) -> bytes:
-    return json.dumps({**json.loads(body), "model": path["model"], "stream": "stream" in path}).encode()
+def openais(used: dict[str, Any]) -> tuple[int, int, int]:
+    cached = used["prompt_tokens_details"]["cached_tokens"]
+    return used["prompt_tokens"], cached, used["completion_tokens"]
 
 
-def candidate(text: str) -> dict[str, Any]:
-    return {"candidates": [{"content": {"role": "model", "parts": [{"text": text}]}}]}
+def anthropics(used: dict[str, Any]) -> tuple[int, int, int]:
+    cached = used["cache_read_input_tokens"]
+    return used["input_tokens"] + cached, cached, used["output_tokens"]
 
 
-def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:
-    return {**candidate(results[0].text), "modelVersion": turn.model, "responseId": answer_id}
+def choice(answer: dict[str, Any]) -> str:
+    found = [one.get("message") or one.get("delta") or {} for one in answer.get("choices") or ()]
+    return "".join(one.get("content") or "" for one in found)
 
 
-def error(fault: Fault) -> dict[str, Any]:
-    return {"error": {"code": fault.status, "message": fault.message, "status": "INVALID_ARGUMENT"}}
+def blocks(answer: dict[str, Any]) -> str:
+    if "content" in answer:
+        return "".join(one["text"] for one in answer["content"])
+    return answer.get("delta", {}).get("text", "") if answer["type"] == "content_block_delta" else ""
 
 
-class Pieces(Events):
-    heartbeat = b": waiting\n"
-
-    def __init__(self, turn: ClientTurn, answer_id: str, created: int) -> None:
-        pass
-
-    def chunk(self, index: int, chunk: Chunk) -> bytes:
-        return b"data: %s\n\n" % json.dumps(candidate(chunk.text)).encode() if chunk.text else b""
-
-    def finish(self, index: int, result: Generated) -> bytes:
-        return b'data: {"candidates":[{"finishReason":"STOP"}]}\n\n'
-
-    def error(self, fault: Fault) -> bytes:
-        return b"data: %s\n\n" % json.dumps(error(fault)).encode()
+def items(answer: dict[str, Any]) -> str:
+    if "output" in answer:
+        return "".join(part["text"] for one in answer["output"] for part in one["content"])
+    return answer["delta"] if answer["type"] == "response.output_text.delta" else ""
 
 
-FORM = Form("google", read, whole, Pieces, error, complete=complete)
+APIS = {
+    "chat": Api(
+        "/v1/chat/completions",
+        lambda said: {"messages": said, "max_tokens": NUM, "stream_options": {"include_usage": True}},
+        choice,
+        lambda answer: openais(answer["usage"]),
+    ),
+    "messages": Api(
+        "/v1/messages",
+        lambda said: {"messages": said, "max_tokens": NUM},
+        blocks,
+        lambda answer: anthropics(answer["usage"]),
+    ),
+    "responses": Api(
+        "/v1/responses",
+        lambda said: {"input": said, "max_output_tokens": NUM},
+        items,
+        lambda answer: (
+            answer["usage"]["input_tokens"],
+            answer["usage"]["input_tokens_details"]["cached_tokens"],
+            answer["usage"]["output_tokens"],
+        ),
+    ),
+    "ollama": Api(
+        "/api/chat",
+        lambda said: {"model": "m", "messages": said, "options": {"num_predict": NUM}},
+        lambda answer: str(answer["message"]["content"]),
+        lambda answer: (answer["prompt_eval_count"], -1, answer["eval_count"]),
+    ),
+}
 
 
-MODEL = "/v1beta/models/{model}"
-GOOGLE = Dialect(
-    error,
-    "/v1beta/",
-    [
-        Route(f"{MODEL}:generateContent", ["POST"], Handlers.answer, FORM, "Whole", Asked),
-        Route(f"{MODEL}:{{stream}}GenerateContent", ["POST"], Handlers.answer, FORM, "As a stream", Asked),
-    ],
-    key_header="x-goog-api-key",
-)
+def user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
 
 
-async def test_a_dialect_with_its_model_and_kind_of_answer_in_the_path_is_added_by_the_list_alone(
-    local_worker: Start, door: Start, tmp_path: Path
+def events(name: str, written: str) -> list[dict[str, Any]]:
+    """Parse the lines of Ollama's stream, or the server-sent events of the others."""
+    lines = written.splitlines()
+    if name != "ollama":
+        lines = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    return [json.loads(line) for line in lines]
+
+
+@pytest.mark.parametrize("name", APIS)
+async def test_a_stream_equals_the_whole_answer_and_each_turn_prefills_only_what_is_new(
+    name: str, local_worker: Start, door: Start, endless_model: Path
 ) -> None:
-    worker = await local_worker()
-    (tmp_path / "keys").write_text("secret default\n")
-    keys = Keys.read(tmp_path / "keys")
-    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys, dialects=(*DIALECTS, GOOGLE))
+    worker, api = await local_worker(model=str(endless_model)), APIS[name]
+    served = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
-        refused = await http.post(f"{PATH}:generateContent", json=HELLO)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (401, 401)
-        assert "x-goog-api-key: KEY" in refused.text
-        http.headers["x-goog-api-key"] = "secret"
-        answer = (await http.post(f"{PATH}:generateContent", json=HELLO)).json()
-        assert answer["modelVersion"] == "tiny"
-        text = answer["candidates"][0]["content"]["parts"][0]["text"]
-        assert text
-        streamed = await http.post(f"{PATH}:streamGenerateContent", json=HELLO)
-        assert streamed.headers["content-type"].startswith("text/event-stream")
-        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: ")]
-        parts = [one["candidates"][0].get("content", {"parts": [{"text": ""}]}) for one in events]
-        assert "".join(one["parts"][0]["text"] for one in parts) == text
-        said = [*HELLO["contents"], {"role": "model", "parts": [{"text": text}]}, *HELLO["contents"]]
-        again = await http.post(f"{PATH}:generateContent", json={"contents": said})
-        assert again.headers["x-turnkeep-session"].endswith(" continued")
-        for path, status in [(f"{PATH}:countTokens", 404), (f"{PATH}:generateContent", 405)]:
-            assert (await http.get(path)).json()["error"]["code"] == status
-        assert f"{MODEL}:generateContent" in (await http.get("/openapi.json")).text
+
+        async def ask(*said: dict[str, Any], **more: Any) -> tuple[httpx2.Response, str]:
+            body = {"logit_bias": LETTERS, "temperature": 0.9, "stream": False, **api.asked([*said]), **more}
+            answer = await http.post(api.path, json=body)
+            assert answer.status_code == 200, answer.text
+            return answer, answer.headers["x-turnkeep-session"].split()[1]
+
+        whole, _ = await ask(user("One?"), seed=5)
+        streamed, _ = await ask(user("One?"), seed=5, stream=True)
+        text, (num_prompt, _, num_made) = api.text(whole.json()), api.usage(whole.json())
+        assert "".join(api.text(one) for one in events(name, streamed.text)) == text != ""
+        assert num_made == NUM
+        told = [user("One?"), {"role": "assistant", "content": text}]
+        for question, expected in (("Two?", "continued"), ("Too?", "forked")):
+            more, how = await ask(*told, user(question))
+            assert how == expected
+            _, num_cached, _ = api.usage(more.json())
+            assert name == "ollama" or num_cached >= num_prompt + NUM - 1
+        _, how = await ask(user("Else?"), *told[1:], user("Two?"))
+        assert how == "begun"
 
 
 async def test_an_error_has_the_form_of_the_api_that_the_path_or_a_header_belongs_to(

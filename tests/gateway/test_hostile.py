@@ -101,42 +101,41 @@ async def test_a_body_of_100_mib_is_refused_before_all_of_it_is_sent(served: Any
         assert num_sent < 60, "32 MiB and what the sockets hold"
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        b"content-length: -5\r\n",
-        b"content-length: 5\r\ncontent-length: 6\r\n",
-        b"content-length: 0x10\r\n",
-        b"content-length: 99\r\ntransfer-encoding: chunked\r\n",
-        b"transfer-encoding: gzip, chunked\r\n",
-        b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
-        b"x" * 70_000 + b": a\r\n",
-        b"a: b\r\n" * 20_000,
-        b"a\x00b: c\r\n",
-        b" folded: at the start\r\n",
-    ],
-    ids=lambda header: header[:40].decode(),
-)
+MALFORMED = [
+    b"content-length: -5\r\n",
+    b"content-length: 5\r\ncontent-length: 6\r\n",
+    b"content-length: 0x10\r\n",
+    b"content-length: 99\r\ntransfer-encoding: chunked\r\n",
+    b"transfer-encoding: gzip, chunked\r\n",
+    b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n",
+    b"x" * 70_000 + b": a\r\n",
+    b"a: b\r\n" * 20_000,
+    b"a\x00b: c\r\n",
+    b" folded: at the start\r\n",
+]
+
+
 async def test_malformed_or_endless_request_heads_are_refused_and_not_logged(
-    served: Any, header: bytes, caplog: pytest.LogCaptureFixture
+    served: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with connected(served) as wire:
-        with contextlib.suppress(ConnectionError):
-            await wire.send(POST + header)
-            await wire.send(b"\r\n" + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
-        answer = await wire.rest()
-        assert answer == b"" or status(answer) in {400, 431, 501}, answer[:200]
-    assert not served.gateway.connections._conversations or not sessions(served), "nothing was asked"
+    for header in MALFORMED:
+        async with connected(served) as wire:
+            with contextlib.suppress(ConnectionError):
+                await wire.send(POST + header)
+                await wire.send(b"\r\n" + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
+            answer = await wire.rest()
+            assert answer == b"" or status(answer) in {400, 431, 501}, (header[:40], answer[:200])
+        assert not served.gateway.connections._conversations or not sessions(served), header[:40]
     assert not caplog.records, "a client cannot fill the log"
 
 
-@pytest.mark.parametrize("target", [b"/v1/../v1/models", b"//v1/models", b"/v1/models%00", b"/v1/%6dodels/"])
 async def test_a_path_may_have_a_trailing_slash_and_escapes_but_is_not_otherwise_normalised(
-    served: Any, target: bytes
+    served: Any,
 ) -> None:
-    async with connected(served) as wire:
-        await wire.send(b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-        assert status(await wire.rest()) in ({200} if target.endswith(b"/") else {400, 404})
+    for target in (b"/v1/../v1/models", b"//v1/models", b"/v1/models%00", b"/v1/%6dodels/"):
+        async with connected(served) as wire:
+            await wire.send(b"GET " + target + b" HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            assert status(await wire.rest()) in ({200} if target.endswith(b"/") else {400, 404}), target
 
 
 async def test_a_body_too_short_for_its_content_length_times_out_and_surplus_bytes_are_refused(

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from commands.agents import AGENTS, INSTALLS, Door, start_of
+from commands.agents import AGENTS, INSTALLS, GatewayAccess, start_of
+from tests.commands.command_runs import turnkeep
 from tests.parts import TINY_CONTEXT
 
 #: Writes its environment and arguments.
@@ -38,14 +39,10 @@ async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
     for name in (*AGENTS, "other"):
         (folder / name).write_text(_AGENT)
         (folder / name).chmod(0o755)
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "commands", "launch", "--data-dir", str(folder / "data"), *arguments),
-        env={"HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", **environment},
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    said, complained = await process.communicate()
-    return process.returncode or 0, said.decode(), complained.decode()
+    given = {"HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    words = ("launch", "--data-dir", folder / "data", *arguments)
+    done = await asyncio.to_thread(turnkeep, *words, **given)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("name", [*AGENTS, "other"])
@@ -83,7 +80,7 @@ async def test_launch_starts_an_agent_with_the_gateways_url_key_and_model(
 @pytest.mark.parametrize(("context", "most"), [(8192, 512), (131_072, 32_000)])
 def test_claude_codes_output_limit_shrinks_with_the_models_context(context: int, most: int) -> None:
     """After an answer that reaches this limit, Claude Code asks three times for the rest."""
-    asked = start_of("claude", Door("http://127.0.0.1:1", "none", "m", context)).environment
+    asked = start_of("claude", GatewayAccess("http://127.0.0.1:1", "none", "m", context)).environment
     assert int(asked["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.keys import Key, Keys, Limits
+from gateway.keys import ApiKey, KeyLimits, Keys
 from gateway.turn import Fault
 from turnkeep_client.errors import TurnkeepError
 
@@ -30,7 +30,7 @@ class Clock:
         return self.now_s
 
 
-def refusal(key: Key) -> float | None:
+def refusal(key: ApiKey) -> float | None:
     """Begin and end a request; if it is refused, return the seconds until it may be sent again, else None."""
     try:
         with key.one_request():
@@ -41,7 +41,7 @@ def refusal(key: Key) -> float | None:
 
 def test_the_request_limit_of_an_api_key_refills_with_time_up_to_one_minutes_worth() -> None:
     clock = Clock()
-    key = Key("t", Limits(requests=6), clock)
+    key = ApiKey("t", KeyLimits(requests=6), clock)
     assert [refusal(key) for _ in range(7)] == [*[None] * 6, 10.0]
     clock.now_s += 9
     assert refusal(key) == pytest.approx(1.0)
@@ -53,7 +53,7 @@ def test_the_request_limit_of_an_api_key_refills_with_time_up_to_one_minutes_wor
 
 def test_an_api_key_that_overspent_its_tokens_is_refused_until_they_have_refilled() -> None:
     clock = Clock()
-    key = Key("t", Limits(tokens=600), clock)
+    key = ApiKey("t", KeyLimits(tokens=600), clock)
     key.spend(900)
     assert refusal(key) == pytest.approx(30.1), "until one is left"
     clock.now_s += 31

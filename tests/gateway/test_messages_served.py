@@ -9,17 +9,10 @@ from typing import Any
 import httpx2
 import pytest
 from anthropic.types import beta
-from crafted import events, generated
+from crafted import events
 
 from gateway import boundaries
-from gateway.anthropic import common as anthropic
 from gateway.anthropic import messages
-from gateway.turn import Fault, fault_of
-from turnkeep_client.errors import NoServerError, RequestFailedError, TokenLimit
-from turnkeep_client.messages import (
-    CallPart,
-    Chunk,
-)
 
 Start = Any
 PATH = "/v1/messages"
@@ -107,25 +100,6 @@ async def test_an_answer_of_the_messages_api_has_anthropics_fields_and_usage(
     assert answer["usage"]["output_tokens"] == 8
 
 
-async def test_a_stream_of_the_messages_api_has_the_same_text_as_a_whole_answer(
-    http: httpx2.AsyncClient,
-) -> None:
-    more = {"seed": 5, "temperature": 0.9, "max_tokens": 30}
-    whole, _ = await ask(http, user("Hello."), **more)
-    streamed = await http.post(PATH, json=body(user("Hello."), stream=True, **more))
-    assert streamed.headers["content-type"].startswith("text/event-stream")
-    first, opened, *deltas, closed, last, stopped = events(streamed.text)
-    assert (first["type"], first["message"]["content"]) == ("message_start", [])
-    assert opened == {"type": "content_block_start", "index": 0, "content_block": text("")}
-    assert {(one["type"], one["index"], one["delta"]["type"]) for one in deltas} == {
-        ("content_block_delta", 0, "text_delta")
-    }
-    assert "".join(one["delta"]["text"] for one in deltas) == whole["content"][0]["text"]
-    assert closed == {"type": "content_block_stop", "index": 0}
-    assert last["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
-    assert (last["usage"]["output_tokens"], stopped) == (30, {"type": "message_stop"})
-
-
 async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
@@ -140,39 +114,6 @@ async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     used = called["usage"]
     assert more.json() == {"input_tokens": used["input_tokens"] + used["cache_read_input_tokens"]}
     assert len(served.index.sessions) == 2
-
-
-async def test_errors_of_the_messages_api_have_anthropics_shape(http: httpx2.AsyncClient) -> None:
-    for sent, says in [
-        (body(user([7])), "with a type"),
-        (body(user([{"type": "text"}])), "must have a text"),
-        (body(user([{"type": "tool_result", "content": 7}])), "Expected `str | array | null`"),
-        (body({"role": "tool", "content": "a"}), "role"),
-        (body(user("a"), assistant("b ")), "trailing whitespace"),
-        (body(), "empty"),
-        (body(user("a"), tool_choice={"type": "any"}), "tools"),
-        (body(user("a"), tools=[TOOL], tool_choice={"type": "tool", "name": "x"}), "tool_choice"),
-        (body(user("a"), tools=[{"type": "function", "function": {"name": "x"}}]), "input_schema"),
-        (body(user("a"), mcp_servers=[{"url": "x"}]), "mcp_servers"),
-        (body(user("a"), thinking={"type": "enabled"}), "budget_tokens"),
-        (body(user("a"), max_tokens=-2), "max_tokens"),
-        ({"messages": 1}, "messages"),
-    ]:
-        for path in (PATH, f"{PATH}/count_tokens"):
-            answer = await http.post(path, json=sent)
-            error = answer.json()["error"]
-            assert (answer.status_code, answer.json()["type"]) == (400, "error"), sent
-            assert error.keys() == {"type", "message"}
-            assert (error["type"], says in error["message"]) == ("invalid_request_error", True), error
-    answer = await http.get(PATH)
-    assert (answer.status_code, answer.json()["type"]) == (405, "error")
-    for stream in (False, True):
-        answer = await http.post(PATH, json=body(user("word " * 500), stream=stream))
-        assert answer.status_code == 400
-        found = answer.json()["error"]
-        assert found["type"] == "invalid_request_error"
-        head, _, tail = found["message"].partition(" tokens > ")
-        assert (head.removeprefix("prompt is too long: ").isdigit(), tail) == (True, "2048 maximum")
 
 
 def test_anthropic_messages_are_read_into_system_user_assistant_and_tool_messages() -> None:
@@ -276,44 +217,6 @@ def test_cache_markers_billing_lines_and_thinking_do_not_change_a_conversations_
     assert plain != end_of(user("Hello."), assistant("Yes."), user("Well!"), system="A")
 
 
-def test_an_answer_and_its_stream_have_thinking_text_and_tool_use_blocks_in_order() -> None:
-    done = generated("tool_calls", ("c1", "f", '{"a": 1}'), text="\n\nSo.", reasoning="Hm.")
-    whole = messages.whole(read(), "x", 5, [done])
-    thinking, said, used = whole["content"]
-    assert (thinking["thinking"], len(thinking["signature"])) == ("Hm.", 64)
-    assert (said["text"], used) == (
-        "\n\nSo.",
-        {"type": "tool_use", "id": "c1", "name": "f", "input": {"a": 1}},
-    )
-    assert (whole["stop_reason"], whole["usage"]["input_tokens"]) == ("tool_use", 3)
-    writer = messages.MessageEvents(read(), "x", 5)
-    chunks = [
-        Chunk(0, (1,), "", reasoning="H"),
-        Chunk(1, (1,), "\n\n", reasoning="m."),
-        Chunk(2, (1,), "So."),
-        Chunk(3, (1,), "", tool_calls=(CallPart(0, "c1", "f"), CallPart(0, arguments='{"a": '))),
-        Chunk(4, (1,), "\n", tool_calls=(CallPart(0, arguments="1}"),)),
-    ]
-    written = b"".join(writer.chunk(0, chunk) for chunk in chunks) + writer.finish(0, done)
-    found = events(written.decode())
-    assert [(one["type"].removeprefix("content_block_"), one.get("index")) for one in found] == [
-        ("start", 0),
-        *[("delta", 0)] * 3,
-        ("stop", 0),
-        ("start", 1),
-        ("delta", 1),
-        ("stop", 1),
-        ("start", 2),
-        *[("delta", 2)] * 2,
-        ("stop", 2),
-        ("message_delta", None),
-    ]
-    assert found[3]["delta"] == {"type": "signature_delta", "signature": thinking["signature"]}
-    assert found[6]["delta"] == {"type": "text_delta", "text": "\n\nSo."}
-    assert events(writer.heartbeat.decode()) == [{"type": "ping"}]
-    assert events(writer.error(Fault(500, "broken")).decode())[0]["error"]["type"] == "api_error"
-
-
 async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.AsyncClient) -> None:
     drawn = {"max_tokens": 30, "temperature": 0.9, "seed": 5}
     whole, _ = await ask(http, user("Hello."), **drawn)
@@ -325,42 +228,3 @@ async def test_the_stop_sequence_that_ended_an_answer_is_named(http: httpx2.Asyn
     streamed = await http.post(PATH, json=body(user("Hello."), stream=True, **more))
     last = next(event for event in events(streamed.text) if event["type"] == "message_delta")
     assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": said[3:5]}
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind", "says"),
-    [
-        (
-            fault_of(
-                RequestFailedError(
-                    "context_exceeded",
-                    "no",
-                    retryable=False,
-                    limit=TokenLimit(asked=9, allowed=9),
-                )
-            ),
-            "invalid_request_error",
-            "prompt is too long: 10 tokens > 9 maximum",
-        ),
-        (
-            fault_of(RequestFailedError("memory_exceeded", "no", retryable=False)),
-            "invalid_request_error",
-            "prompt is too long",
-        ),
-        (
-            fault_of(RequestFailedError("overloaded", "wait", retryable=True)),
-            "rate_limit_error",
-            None,
-        ),
-        (fault_of(NoServerError("nobody")), "overloaded_error", None),
-        (Fault(401, "no"), "authentication_error", "no"),
-        (Fault(413, "large"), "request_too_large", "large"),
-        (Fault(403, "no"), "permission_error", "no"),
-    ],
-)
-def test_each_fault_maps_to_an_anthropic_error_type_and_message(
-    fault: Fault, kind: str, says: str | None
-) -> None:
-    error = anthropic.error(fault)["error"]
-    assert error["type"] == kind
-    assert error["message"] == (says or fault.message)

@@ -12,7 +12,7 @@ import pytest
 from crafted import generated
 
 from gateway.http import answer_response
-from gateway.models import ServedModel
+from gateway.models import GatewayModel
 from gateway.ollama import answers, requests
 from gateway.turn import Fault
 from turnkeep_client.chunks import Assembly
@@ -173,7 +173,7 @@ async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: htt
 
 def test_an_unloaded_model_is_listed_as_such_and_a_reasoning_model_as_a_thinking_one() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
-    model = ServedModel("m", unloaded(**more))
+    model = GatewayModel("m", unloaded(**more))
     (studio,) = answers.page_v0([model])["data"]
     assert (studio["state"], studio["max_context_length"]) == ("not-loaded", 2048)
     assert "loaded_context_length" not in studio

@@ -14,7 +14,6 @@ CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
 LETTERS = {str(token): 100 for token in range(68, 90)}
 ASKED = [{"role": "user", "content": "Where?"}]
 BEGUN = [*ASKED, {"role": "assistant", "content": "It is in"}]
-TOOL = {"type": "object", "properties": {}}
 
 
 @pytest.fixture
@@ -98,26 +97,3 @@ async def test_the_gateway_and_the_worker_give_the_same_answer_after_a_prefix(
     plain, shorter, _, _ = await ask(http, MESSAGES, empty, temperature=0)
     assert shorter == num_prompt - len("It is in")
     assert (await session.generate(**asked)).text != plain, "it has other tokens before it"
-
-
-async def test_a_prefilled_answer_that_cannot_be_continued_is_refused_with_the_reason(
-    http: httpx2.AsyncClient,
-) -> None:
-    function = {"type": "function", "function": {"name": "f", "parameters": TOOL}}
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    used = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
-    form = {"type": "json_schema", "schema": {"type": "object"}}
-    for path, messages, more, says in [
-        (CHAT, BEGUN, {"tools": [function], "tool_choice": "required"}, "must call a tool"),
-        (CHAT, BEGUN, {"response_format": {"type": "json_object"}}, "format"),
-        (CHAT, [*ASKED, {"role": "assistant", "tool_calls": [call]}], {}, "tool calls"),
-        (CHAT, BEGUN[1:], {}, "before"),
-        (MESSAGES, BEGUN, {"tools": [{"name": "f"}], "tool_choice": {"type": "any"}}, "must call a tool"),
-        (MESSAGES, BEGUN, {"output_config": {"format": form}}, "format"),
-        (MESSAGES, [*ASKED, {"role": "assistant", "content": [used]}], {}, "tool calls"),
-        (MESSAGES, [*ASKED, {"role": "assistant", "content": "So "}], {}, "trailing whitespace"),
-    ]:
-        answer = await http.post(path, json={"messages": messages, "max_tokens": 2, **more})
-        assert answer.status_code == 400, more
-        error = answer.json()["error"]
-        assert (error["type"], says in error["message"]) == ("invalid_request_error", True), error

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import openai
 import pytest
 
+from gateway.anthropic import common as anthropic
 from gateway.keys import Keys
-from gateway.turn import fault_of
+from gateway.turn import Fault, fault_of
 from ops.log.sessions import list_sessions
 from tests.parts import TINY_CONTEXT
 from turnkeep_client.client import connect as client_connect
@@ -24,6 +24,7 @@ from turnkeep_client.errors import (
     NoServerError,
     RequestFailedError,
     ResultRemovedError,
+    TokenLimit,
     TurnkeepError,
 )
 from turnkeep_client.messages import decode_chunk
@@ -31,6 +32,24 @@ from turnkeep_client.messages import decode_chunk
 Start = Any
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+OPTIONAL = {
+    "user": "u",
+    "store": True,
+    "metadata": {"a": "b"},
+    "service_tier": "auto",
+    "reasoning_effort": "low",
+    "prompt_cache_key": "k",
+    "response_format": {"type": "text"},
+    "tools": None,
+    "tool_choice": "auto",
+    "stream_options": None,
+    "max_tokens": 2,
+    "max_completion_tokens": 2**40,
+    "messages": [
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]},
+    ],
+}
 
 
 @pytest.fixture
@@ -47,80 +66,6 @@ def said(**more: Any) -> dict[str, Any]:
 
 def content(part: Any) -> dict[str, Any]:
     return said(messages=[{"role": "user", "content": [part]}])
-
-
-async def test_an_invalid_or_unsupported_field_is_refused_with_its_name(
-    http: httpx2.AsyncClient,
-) -> None:
-    call = {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}
-    for body, says, param in [
-        (content({"type": "text", "text": 7}), "must have a text", "messages[0].content[0]"),
-        (content({"type": 7}), "with a type", "messages[0].content[0]"),
-        (said(modalities=["text", "audio"]), "modality", "modalities"),
-        (said(functions=[{"name": "f"}]), "functions", "functions"),
-        (said(web_search_options={"a": 1}), "web_search_options", "web_search_options"),
-        (said(response_format={"type": "yaml"}), "response_format", "response_format.type"),
-        (said(tools=[{"type": "custom"}]), "custom", "tools[0]"),
-        (said(tools=[{"name": "f"}]), "needs the field function", "tools[0]"),
-        (said(tool_choice="required"), "tools", "tool_choice"),
-        (said(top_logprobs=2), "logprobs", "top_logprobs"),
-        (said(n=99), "n must be 1 to 16", "n"),
-        (said(n=0), "n must be 1 to 16", "n"),
-        (said(logit_bias={"a": 1}), "token ids", "logit_bias"),
-        (said(max_tokens=0), "max_tokens", "max_tokens"),
-        (said(max_tokens="9"), "Expected `int", "max_tokens"),
-        (said(temperature=-1), "temperature", "temperature"),
-        (said(stop=["a"] * 17), "stop", "stop"),
-        (said(messages=[]), "empty", "messages"),
-        (said(messages=[{"role": "critic", "content": "a"}]), "role", "messages[0].role"),
-        (said(messages=[{"role": "user"}]), "no content", "messages[0].content"),
-        (said(messages=[call]), "custom", "messages[0].tool_calls[0]"),
-        (said(logit_bias={"99999": 1}), "99999", "logit_bias"),
-        ({"model": "m"}, "messages", "messages"),
-        ([], "Expected `object`", None),
-    ]:
-        answer = await http.post(CHAT, json=body)
-        assert answer.status_code == 400, body
-        error = answer.json()["error"]
-        assert error.keys() == {"message", "type", "param", "code"}
-        assert (error["type"], error["param"]) == ("invalid_request_error", param), body
-        assert says in error["message"], body
-    for body, says in [
-        ({"prompt": "a", "echo": True}, "echo is not supported"),
-        ({"prompt": ["a"] * 129}, "128 prompts"),
-        ({"prompt": ["a", "b"], "n": 17}, "n must be"),
-        ({"prompt": [1, "a"]}, "a text, or token ids"),
-        ({"prompt": [1, 2**40]}, "tokens[1]"),
-        ({"prompt": [99_999]}, "vocabulary"),
-        ({"prompt": ""}, "a text, or token ids"),
-        ({"prompt": "a", "best_of": 3}, "best_of"),
-        ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ]:
-        answer = await http.post("/v1/completions", json=body)
-        error = answer.json()["error"]
-        assert (answer.status_code, says in error["message"]) == (400, True), body
-        assert error["param"].partition("[")[0] in {*body}, body
-
-
-async def test_common_optional_fields_of_chat_requests_are_accepted(http: httpx2.AsyncClient) -> None:
-    more = {
-        "user": "u",
-        "store": True,
-        "metadata": {"a": "b"},
-        "service_tier": "auto",
-        "reasoning_effort": "low",
-        "prompt_cache_key": "k",
-        "response_format": {"type": "text"},
-        "tools": None,
-        "tool_choice": "auto",
-        "stream_options": None,
-        "max_completion_tokens": 2**40,
-        "messages": [
-            {"role": "assistant", "content": None},
-            {"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "x"}}]},
-        ],
-    }
-    assert (await http.post(CHAT, json=said(**more, stop=["."], seed=1))).status_code == 200
 
 
 async def test_bodies_that_are_not_valid_json_or_too_large_are_refused(http: httpx2.AsyncClient) -> None:
@@ -184,48 +129,45 @@ async def test_health_and_models_are_served_and_unknown_paths_and_methods_are_re
         assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), path
 
 
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_conversation_longer_than_the_context_is_refused_in_openais_words(
-    served: Any, *, stream: bool
-) -> None:
-    long = [{"role": "user", "content": "word " * 500}]
-    with pytest.raises(
-        openai.BadRequestError, match=r"maximum context length is 2048 tokens\. However"
-    ) as refused:
-        await served.openai.chat.completions.create(model="m", messages=long, stream=stream)
-    assert refused.value.code == "context_length_exceeded"
-    async with asyncio.timeout(20):
-        while [row.state for row in await list_sessions(served.worker.client, "default")] != ["forgotten"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert not served.index.sessions
+def failed(code: str, *, retryable: bool = False, limit: TokenLimit | None = None) -> RequestFailedError:
+    return RequestFailedError(code, "so many words", retryable=retryable, limit=limit)
 
 
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (RequestFailedError("overloaded", "wait", retryable=True), 429, "rate_limit_exceeded"),
-        (RequestFailedError("invalid_request", "no", retryable=False), 400, None),
-        (
-            RequestFailedError("context_exceeded", "other words", retryable=False),
-            400,
-            "context_length_exceeded",
-        ),
-        (RequestFailedError("memory_exceeded", "too much", retryable=False), 400, "context_length_exceeded"),
-        (RequestFailedError("internal", "broken", retryable=True), 500, None),
-        (RequestFailedError("of_a_later_version", "broken", retryable=True), 500, None),
-        (NoServerError("nobody"), 503, "no_worker"),
-        (MessageTooLargeError("large"), 413, "request_too_large"),
-        (InvalidMessageError("logprob must be a number"), 500, None),
-        (ResultRemovedError("gone"), 500, None),
-    ],
-    ids=str,
-)
-def test_each_protocol_error_maps_to_an_http_status_and_code(
-    error: TurnkeepError, status: int, code: str | None
+LONG = "context_length_exceeded"
+#: Errors, with the status, OpenAI's code and Anthropic's type for them.
+ERRORS: list[tuple[TurnkeepError | Fault, int, str | None, str]] = [
+    (failed("overloaded", retryable=True), 429, "rate_limit_exceeded", "rate_limit_error"),
+    (failed("invalid_request"), 400, None, "invalid_request_error"),
+    (failed("context_exceeded"), 400, LONG, "invalid_request_error"),
+    (failed("context_exceeded", limit=TokenLimit(asked=9, allowed=9)), 400, LONG, "invalid_request_error"),
+    (failed("memory_exceeded"), 400, LONG, "invalid_request_error"),
+    (failed("internal", retryable=True), 500, None, "api_error"),
+    (failed("of_a_later_version", retryable=True), 500, None, "api_error"),
+    (NoServerError("nobody"), 503, "no_worker", "overloaded_error"),
+    (MessageTooLargeError("large"), 413, "request_too_large", "request_too_large"),
+    (InvalidMessageError("logprob must be a number"), 500, None, "api_error"),
+    (ResultRemovedError("gone"), 500, None, "api_error"),
+    (Fault(401, "no"), 401, None, "authentication_error"),
+    (Fault(403, "no"), 403, None, "permission_error"),
+]
+
+
+@pytest.mark.parametrize(("error", "status", "code", "kind"), ERRORS, ids=str)
+def test_each_error_maps_to_an_http_status_and_to_codes_of_the_apis(
+    error: TurnkeepError | Fault, status: int, code: str | None, kind: str
 ) -> None:
-    fault = fault_of(error)
+    fault = error if isinstance(error, Fault) else fault_of(error)
     assert (fault.status, fault.code) == (status, code)
-    assert error.args[0].partition(": ")[2] in fault.message
+    has_limit = isinstance(error, RequestFailedError) and error.limit is not None
+    assert has_limit or str(error).partition(": ")[2] in fault.message
+    said = anthropic.error(fault)["error"]
+    assert said["type"] == kind
+    if code != LONG:
+        assert said["message"] == fault.message
+    elif has_limit:
+        assert said["message"] == "prompt is too long: 10 tokens > 9 maximum"
+    else:
+        assert said["message"].startswith("prompt is too long")
 
 
 async def test_an_invalid_message_from_the_worker_is_a_server_error(
@@ -382,10 +324,13 @@ async def test_a_session_whose_answer_came_too_late_is_removed_once_it_is_idle(
             await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    ("path", "body"),
-    [
+async def test_the_legal_edges_of_options_and_common_optional_fields_are_accepted(
+    http: httpx2.AsyncClient,
+) -> None:
+    once = {"prompt": "Once", "stream": False, "options": {"num_predict": 1}}
+    for path, body in [
         (CHAT, {**HELLO, "top_p": 0}),
+        (CHAT, {**OPTIONAL, "stop": ["."], "seed": 1}),
         ("/v1/completions", {"prompt": "a", "max_tokens": 2, "top_p": 0}),
         ("/v1/responses", {"input": "a", "max_output_tokens": 2, "top_p": 0}),
         ("/v1/messages", {**HELLO, "top_p": 0}),
@@ -395,14 +340,13 @@ async def test_a_session_whose_answer_came_too_late_is_removed_once_it_is_idle(
         ("/v1/messages", {**HELLO, "max_tokens": 0, "stream": True}),
         ("/api/chat", {**HELLO, "options": {"num_predict": 0}}),
         ("/api/generate", {"prompt": "a", "stream": False, "options": {"num_predict": 0}}),
-    ],
-)
-async def test_the_legal_edges_of_options_are_accepted(
-    http: httpx2.AsyncClient, path: str, body: dict[str, Any]
-) -> None:
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    assert "error" not in answer.text.replace('"error":null', "")
+        ("/api/generate", {**once, "context": []}),
+        ("/api/generate", {**once, "context": None}),
+        ("/api/generate", {**once, "template": ""}),
+    ]:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200, (body, answer.text)
+        assert "error" not in answer.text.replace('"error":null', "")
 
 
 async def test_a_special_token_that_was_drawn_is_no_text(http: httpx2.AsyncClient) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.index import Index, IndexedSession
+from gateway.index import IndexedSession, SessionIndex
 from gateway.removal import remove, sweep
 from tests.parts import LocalWorker
 from turnkeep_client.errors import RequestFailedError
@@ -17,10 +17,10 @@ from turnkeep_client.errors import RequestFailedError
 Start = Callable[..., Awaitable[LocalWorker]]
 
 
-async def indexed(worker: LocalWorker) -> tuple[Index, IndexedSession]:
+async def indexed(worker: LocalWorker) -> tuple[SessionIndex, IndexedSession]:
     """Return an index with one session, which has one append and was last used long ago."""
     appended = await worker.client.session("s").append(text="hello")
-    index, session = Index(), IndexedSession("s", appended.position, 0.0)
+    index, session = SessionIndex(), IndexedSession("s", appended.position, 0.0)
     index.add(session)
     return index, session
 

@@ -97,33 +97,3 @@ async def test_many_documents_are_ranked_and_a_long_one_is_truncated_only_if_req
     refused = await http.post("/v2/rerank", json=long | {"max_tokens_per_doc": None})
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith("documents[0] has 12")
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"documents": []}, "documents"),
-        ({"documents": ["a"] * 1001}, "documents"),
-        ({"documents": ["a", {"title": "b"}]}, "documents[1].text"),
-        ({"documents": "a"}, "documents"),
-        ({"documents": ["a"], "query": None}, "query"),
-        ({"documents": ["a"], "top_n": 0}, "top_n"),
-        ({"documents": ["a"], "max_tokens_per_doc": 0}, "max_tokens_per_doc"),
-    ],
-)
-async def test_an_invalid_rerank_request_is_refused_with_the_field_at_fault(
-    http: httpx2.AsyncClient, body: dict[str, Any], param: str
-) -> None:
-    answer = await http.post("/v1/rerank", json={"query": QUERY, **body})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
-async def test_a_model_that_cannot_rerank_refuses_and_names_one_that_can(
-    local_worker: Start, door: Start, tiny_model: Path
-) -> None:
-    worker = await local_worker(model=str(tiny_model))
-    found = await door(worker.settings.nats, worker.settings.prefix)
-    async with httpx2.AsyncClient(base_url=found.url) as http:
-        answer = await http.post("/v1/rerank", json={"query": QUERY, "documents": DOCUMENTS})
-    assert answer.status_code == 400
-    assert "Qwen/Qwen3-Reranker-0.6B" in answer.json()["error"]["message"]

@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import pytest
 from crafted import events, generated
 
 from gateway import boundaries
 from gateway.responses import answers
 from gateway.responses import requests as responses
-from gateway.turn import Fault, fault_of
-from turnkeep_client.chunks import Assembly
+from gateway.turn import fault_of
 from turnkeep_client.errors import NoServerError
-from turnkeep_client.messages import (
-    CallPart,
-    Chunk,
-    Generated,
-    TokenLogprob,
-)
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTION = {"type": "function", "name": "weather", "parameters": PARAMETERS}
@@ -216,115 +208,6 @@ def test_options_of_the_responses_api_are_mapped_and_repeated_in_the_response() 
     }
     assert not read(store=False).is_kept
     assert "encrypted_content" not in answers.whole(read(), "x", 5, [generated(reasoning="Hm.")])["output"][0]
-
-
-def stream(turn: Any, done: Generated, *chunks: Chunk) -> list[dict[str, Any]]:
-    writer = answers.ResponseEvents(turn, "x", 5)
-    written = writer.start(0) + writer.heartbeat + b"".join(writer.chunk(0, chunk) for chunk in chunks)
-    found = events(written + writer.finish(0, done) + writer.end([done]))
-    life = found.pop(2)
-    assert (life["type"], life["sequence_number"]) == ("response.in_progress", 1)
-    assert [one["sequence_number"] for one in found] == list(range(len(found)))
-    assert [one["type"] for one in found[:2]] == [f"response.{kind}" for kind in ("created", "in_progress")]
-    replayed = answers.ResponseEvents(turn, "x", 5)
-    whole = Assembly().finish(done)
-    again = replayed.start(0) + (replayed.chunk(0, whole) if whole else b"") + replayed.finish(0, done)
-    assert events(again) == found, "the events follow from the answer alone"
-    items = {one["output_index"]: one["item"] for one in found if one["type"] == "response.output_item.done"}
-    assert [items[index]["id"] for index in sorted(items)] == [
-        one["item"]["id"] for one in found if one["type"] == "response.output_item.added"
-    ]
-    return found
-
-
-def test_a_stream_of_the_responses_api_has_the_same_items_as_the_whole_response() -> None:
-    turn = read(tools=[FUNCTION, CUSTOM, NAMESPACE])
-    done = generated(
-        "tool_calls",
-        ("c1", "weather", '{"city": "Rome"}'),
-        ("c2", "patch", '{"input": "*** a"}'),
-        ("c3", "agents__close", "{}"),
-        text="\n\nSo.\n",
-        reasoning="Hm.",
-    )
-    found = stream(
-        turn,
-        done,
-        Chunk(0, (1,), "", reasoning="H"),
-        Chunk(1, (1,), "\n\n", reasoning="m."),
-        Chunk(2, (1,), "So."),
-        Chunk(3, (1,), "", tool_calls=(CallPart(0, "c1", "weather"), CallPart(0, arguments='{"city": '))),
-        Chunk(4, (1,), "\n", tool_calls=(CallPart(0, arguments='"Rome"}'), CallPart(1, "c2", "patch"))),
-        Chunk(5, (1,), "", tool_calls=(CallPart(1, arguments='{"input": "*** a"}'),)),
-        Chunk(6, (1,), "", tool_calls=(CallPart(2, "c3", "agents__close", "{}"),)),
-    )
-    last = found[-1]
-    assert (last["type"], last["response"]) == (
-        "response.completed",
-        answers.whole(turn, "x", 5, [done]),
-    )
-    kinds = [(one["type"].removeprefix("response."), one.get("output_index")) for one in found[2:-1]]
-    assert kinds == [
-        ("output_item.added", 0),
-        ("content_part.added", 0),
-        *[("reasoning_text.delta", 0)] * 2,
-        ("reasoning_text.done", 0),
-        ("content_part.done", 0),
-        ("output_item.done", 0),
-        ("output_item.added", 1),
-        ("content_part.added", 1),
-        *[("output_text.delta", 1)] * 3,
-        ("output_text.done", 1),
-        ("content_part.done", 1),
-        ("output_item.done", 1),
-        ("output_item.added", 2),
-        ("function_call_arguments.delta", 2),
-        ("function_call_arguments.done", 2),
-        ("output_item.done", 2),
-        ("output_item.added", 3),
-        ("custom_tool_call_input.delta", 3),
-        ("custom_tool_call_input.done", 3),
-        ("output_item.done", 3),
-        ("output_item.added", 4),
-        ("function_call_arguments.delta", 4),
-        ("function_call_arguments.done", 4),
-        ("output_item.done", 4),
-    ]
-    deltas = [one["delta"] for one in found if one["type"].endswith("output_text.delta")]
-    assert deltas == ["\n", "\nSo.", "\n"]
-    (told,) = (one for one in found if one["type"].endswith("input.done"))
-    assert told["input"] == "*** a"
-
-
-@pytest.mark.parametrize("space", ["", "\n"])
-def test_an_answer_without_text_is_an_empty_message_unless_it_calls_a_tool(space: str) -> None:
-    chunks = [Chunk(0, (1,), space)] if space else []
-    found = stream(read(), generated(text=space), *chunks)
-    assert found[-1]["response"]["output"][0]["content"][0]["text"] == space
-    called = generated("tool_calls", ("c1", "weather", "{}"), text=space)
-    (item,) = answers.whole(read(tools=[FUNCTION]), "x", 5, [called])["output"]
-    assert item["type"] == "function_call"
-
-
-def test_streamed_log_probabilities_cover_every_token_of_the_answer() -> None:
-    turn = read(include=["message.output_text.logprobs"])
-    tokens = tuple(TokenLogprob(1, text, -0.5) for text in ("\n", "So"))
-    done = generated(text="\nSo", logprobs=tokens)
-    chunks = [Chunk(number, (1,), one.token, logprobs=(one,)) for number, one in enumerate(tokens)]
-    found = stream(turn, done, *chunks)
-    deltas = [one for one in found if one["type"].endswith("text.delta")]
-    assert [[one["token"] for one in delta["logprobs"]] for delta in deltas] == [["\n"], ["So"]]
-    told = [one for delta in deltas for one in delta["logprobs"]]
-    assert told == found[-1]["response"]["output"][0]["content"][0]["logprobs"]
-
-
-def test_an_error_in_a_stream_of_the_responses_api_is_sent_as_response_failed_and_as_error() -> None:
-    writer = answers.ResponseEvents(read(), "x", 5)
-    writer.start(0)
-    failed, error = events(writer.error(Fault(500, "broken", kind="server_error")))
-    assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
-    assert failed["response"]["error"] == {"code": "server_error", "message": "broken"}
-    assert (error["type"], error["message"], error["error"]["message"]) == ("error", "broken", "broken")
 
 
 def test_a_stream_of_the_responses_api_does_not_say_failed_if_no_worker_can_be_reached() -> None:

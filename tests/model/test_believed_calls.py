@@ -23,11 +23,11 @@ from hypothesis import given
 from test_splitting import FAMILIES, markup, outcome, splitter, wide, written
 
 from worker.models.answer_markup import markup_of
-from worker.models.call_parsers import Written
+from worker.models.call_parsers import WrittenCall
 from worker.models.catalog import habits, named
 from worker.models.model_files import ModelError
 from worker.models.tokenizer import Tokenizer
-from worker.text.arguments import NoCallError, Offered
+from worker.text.arguments import NoCallError, OfferedTools
 from worker.text.splitting import call_id
 
 
@@ -525,6 +525,9 @@ def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:
     assert one.push(", and <tool_call> ends it no").text == ", and <tool_call> ends it no"
 
 
+# The end of an answer
+
+
 def test_an_answer_of_thousands_of_broken_call_markers_stays_text() -> None:
     for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
         assert outcome(splitter("generic"), [text])[0] == text
@@ -532,9 +535,6 @@ def test_an_answer_of_thousands_of_broken_call_markers_stays_text() -> None:
     for text in (begun * 5_000, f"{begun}</parameter>\n" * 5_000, f"{begun}</tool_call>" * 5_000):
         assert outcome(splitter("qwen3_coder"), [text])[0].rstrip() == text.rstrip()
         assert outcome(splitter("qwen3_coder"), re.findall(".{1,50}", text, re.DOTALL))[3]
-
-
-# The end of an answer
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])
@@ -603,8 +603,8 @@ def test_a_call_equal_to_the_previous_call_ends_an_answer_that_must_consist_of_c
 
 def fitted(value: Any, schema: Any, *, is_text: bool = False) -> Any:
     """Return an argument, converted by its schema; raises `NoCallError` if it does not fit."""
-    offered = Offered([{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}])
-    return json.loads(offered.believed(Written("f", {"x": value}, is_text=is_text)).arguments)["x"]
+    offered = OfferedTools([{"function": {"name": "f", "parameters": {"properties": {"x": schema}}}}])
+    return json.loads(offered.believed(WrittenCall("f", {"x": value}, is_text=is_text)).arguments)["x"]
 
 
 WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
@@ -738,19 +738,19 @@ def test_an_argument_that_does_not_fit_its_schema_makes_the_call_invalid(value: 
 def test_a_recursive_schema_is_applied_at_every_depth_and_an_endless_one_allows_no_call() -> None:
     tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
     parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
-    offered = Offered([{"function": {"name": "f", "parameters": parameters}}])
-    found = offered.believed(Written("f", {"x": {"of": {"n": "3"}}}))
+    offered = OfferedTools([{"function": {"name": "f", "parameters": parameters}}])
+    found = offered.believed(WrittenCall("f", {"x": {"of": {"n": "3"}}}))
     assert json.loads(found.arguments) == {"x": {"of": {"n": 3}}}
     both = {"anyOf": [{"$ref": "#/$defs/x"}, {"$ref": "#/$defs/x"}], "type": "object"}
-    endless = Offered(
+    endless = OfferedTools(
         [{"function": {"name": "f", "parameters": {"$ref": "#/$defs/x", "$defs": {"x": both}}}}]
     )
     with pytest.raises(NoCallError):
-        endless.believed(Written("f", {}))
+        endless.believed(WrittenCall("f", {}))
 
 
 def test_an_argument_with_a_lone_surrogate_is_encoded_as_valid_json() -> None:
-    found = Offered(TOOLS).believed(Written("bash", json.loads(r'{"command": "\ud800"}')))
+    found = OfferedTools(TOOLS).believed(WrittenCall("bash", json.loads(r'{"command": "\ud800"}')))
     assert found.arguments.encode()
     assert json.loads(found.arguments) == {"command": "\ud800"}
 

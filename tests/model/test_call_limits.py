@@ -11,21 +11,21 @@ from typing import Any
 import pytest
 from test_splitting import markup, outcome, splitter
 
-from worker.models.call_parsers import Written
+from worker.models.call_parsers import WrittenCall
 from worker.text import arguments
-from worker.text.arguments import NoCallError, Offered
+from worker.text.arguments import NoCallError, OfferedTools
 from worker.text.grammar import text_matcher
-from worker.text.splitting import Calls
+from worker.text.splitting import AnswerCalls
 
 
-def offered(parameters: Any) -> Offered:
-    return Offered([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
+def offered(parameters: Any) -> OfferedTools:
+    return OfferedTools([{"type": "function", "function": {"name": "f", "parameters": parameters}}])
 
 
 def fitted(value: Any, schema: Any, **defined: Any) -> Any:
     """Return an argument, converted by its schema; raises `NoCallError` if it does not fit."""
     tools = offered({"properties": {"x": schema}, "$defs": defined})
-    return json.loads(tools.believed(Written("f", {"x": value})).arguments)["x"]
+    return json.loads(tools.believed(WrittenCall("f", {"x": value})).arguments)["x"]
 
 
 def test_a_schemas_patterns_are_compiled_before_its_calls_and_matched_a_limited_number_of_times(
@@ -50,12 +50,12 @@ def test_a_schemas_patterns_are_compiled_before_its_calls_and_matched_a_limited_
     tools = offered({"$defs": {"any": {"anyOf": patterns[:100]}}, "properties": {"a": either}})
     for _ in range(20):
         with pytest.raises(NoCallError, match="too long"):
-            tools.believed(Written("f", {"a": "q"}))
+            tools.believed(WrittenCall("f", {"a": "q"}))
     assert counted["compiled"] == 100
     assert counted["matched"] < 1_500
     tools = offered({"$defs": {"any": {"anyOf": patterns}}, "properties": {"a": either}})
     assert counted["compiled"] == 228
-    assert tools.believed(Written("f", {"a": "q"})), "one of the patterns is not checked"
+    assert tools.believed(WrittenCall("f", {"a": "q"})), "one of the patterns is not checked"
 
 
 LONG = [[num] for num in range(9_000)]
@@ -85,9 +85,9 @@ def test_a_long_check_is_made_once_but_a_schema_that_asks_for_it_often_allows_no
 def test_an_answer_may_have_many_valid_calls_though_all_their_checks_take_long() -> None:
     tools = offered({"properties": {"x": {"items": {"pattern": "^[0-9]+$"}}}})
     for _ in range(2_000):
-        assert tools.believed(Written("f", {"x": []}))
+        assert tools.believed(WrittenCall("f", {"x": []}))
     for _ in range(3):
-        assert tools.believed(Written("f", {"x": [str(num) for num in range(200)]}))
+        assert tools.believed(WrittenCall("f", {"x": [str(num) for num in range(200)]}))
 
 
 def test_texts_for_which_a_pattern_is_too_costly_are_accepted_unchecked() -> None:
@@ -101,13 +101,13 @@ def test_texts_for_which_a_pattern_is_too_costly_are_accepted_unchecked() -> Non
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The texts that were parsed as calls, one for each try."""
     found: list[str] = []
-    believed = Calls.believed
+    believed = AnswerCalls.believed
 
-    def noted(calls: Calls, parse: Any, text: str, **more: Any) -> Any:
+    def noted(calls: AnswerCalls, parse: Any, text: str, **more: Any) -> Any:
         found.append(text)
         return believed(calls, parse, text, **more)
 
-    monkeypatch.setattr(Calls, "believed", noted)
+    monkeypatch.setattr(AnswerCalls, "believed", noted)
     return found
 
 

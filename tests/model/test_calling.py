@@ -11,7 +11,7 @@ import pytest
 from test_splitting import FAMILIES, markup, wide, written
 
 from turnkeep_client.messages import LarkFormat
-from worker.batch.row_sampler import Grammar
+from worker.batch.row_sampler import Constraint
 from worker.models.answer_markup import AnswerMarkup, markup_of
 from worker.models.tokenizer import Tokenizer
 from worker.text.calling import calls_grammar
@@ -50,14 +50,14 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 async def compiled(
     grammars: Grammars, tokenizer: Tokenizer, family: str, answer: str | None, *, several: bool = True
-) -> Grammar:
+) -> Constraint:
     source = calls_grammar(of(family), TOOLS, tokenizer.control_id, answer=answer, several=several)
     found = await grammars.compiled(LarkFormat(source))
     assert found is not None
     return found
 
 
-def accepts(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
+def accepts(tokenizer: Tokenizer, grammar: Constraint, text: str) -> bool:
     return grammar.follow(tokenizer.encode(tokenizer.as_text(text), at_start=False)).is_complete
 
 
@@ -136,7 +136,7 @@ async def test_the_grammar_for_tools_and_a_response_format_accepts_a_call_or_tex
     assert not accepts(tokenizer, grammar, "maybe")
 
 
-def thinking(tokenizer: Tokenizer, grammar: Grammar | None = None, **more: Any) -> Thinking:
+def thinking(tokenizer: Tokenizer, grammar: Constraint | None = None, **more: Any) -> Thinking:
     def ids(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, at_start=False))
 

@@ -134,9 +134,29 @@ async def test_a_grammar_is_compiled_once_and_kept_until_64_others_replace_it(gr
     assert await grammars.compiled(TextFormat()) is None
 
 
+def by_schema(schema: dict[str, Any]) -> JsonSchemaFormat:
+    return JsonSchemaFormat(JsonSchema(schema))
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "null"}
+    for _ in range(levels):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 @pytest.mark.parametrize(
     ("asked", "says"),
     [
+        (by_schema({"type": "objekt"}), "Invalid type: objekt"),
+        (by_schema({"$ref": "http://127.0.0.1/x"}), "does not fetch"),
+        (by_schema({"type": "string", "pattern": "("}), "unclosed group"),
+        (by_schema({"minimum": 5, "maximum": 3, "type": "integer"}), "minimum .5. is greater than maximum"),
+        (by_schema(deep(300)), "recursion limit exceeded at line 1 column"),
+        (by_schema({"multipleOf": True}), "multipleOf"),
+        (RegexFormat("a("), "unclosed group"),
+        (LarkFormat("start: foo"), r"at 1\(8\): unknown name"),
+        (LarkFormat('root: "a"'), "no start rule"),
         (LarkFormat("start: " + '"a"? ' * 3_000), "row has [0-9]+ items; max is 2000"),
         (LarkFormat('start: "a"\nstart: "b"'), "."),
         (

@@ -9,13 +9,16 @@ import resource
 import struct
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from worker.models.model import load
 from worker.models.vision import image_file
+from worker.models.vision.eyes import Eyes
 from worker.models.vision.image_file import MOST_BYTES, ImageError, decode
 
 RED, BLUE = (250, 5, 5), (5, 5, 250)
@@ -44,6 +47,26 @@ def png(width: int, height: int, *, kind: int = 2, data: bytes | None = None) ->
     header = struct.pack(">IIBBBBB", width, height, 8, kind, 0, 0, 0)
     pixels = zlib.compress(b"\0" * (1 + 3 * width) if data is None else data)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", pixels) + chunk(b"IEND", b"")
+
+
+def chunked(whole: bytes, name: bytes, content: bytes) -> bytes:
+    """Return a PNG file with one more chunk, behind its header."""
+    chunk = name + content
+    end = 33
+    return (
+        whole[:end]
+        + struct.pack(">I", len(content))
+        + chunk
+        + struct.pack(">I", zlib.crc32(chunk))
+        + whole[end:]
+    )
+
+
+def slow_jpeg(num_scans: int) -> bytes:
+    """Return a progressive JPEG that repeats its last scan."""
+    whole = saved(halves(size=(64, 64)), "JPEG", progressive=True)
+    last = whole.rindex(b"\xff\xda")
+    return whole[:last] + whole[last:-2] * num_scans + whole[-2:]
 
 
 def near(image: Image.Image, at: tuple[int, int], shade: tuple[int, int, int]) -> bool:
@@ -90,15 +113,54 @@ def test_an_image_is_turned_as_its_camera_was() -> None:
     assert near(found, (16, 56), BLUE)
 
 
-def test_the_first_frame_of_a_gif_is_taken() -> None:
-    frames = [Image.new("RGB", (8, 8), shade) for shade in (RED, BLUE)]
-    animated = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
-    assert near(decode(animated), (3, 3), RED)
+@pytest.mark.parametrize("form", ["GIF", "MPO"])
+def test_the_first_frame_of_a_gif_and_the_main_picture_of_a_camera_is_taken(form: str) -> None:
+    """Many phones write the picture and a small or brighter one into one JPEG file: an MPO."""
+    assert near(decode(_animated(form)), (3, 3), RED)
+
+
+def _camera(orientation: int, form: str, **options: Any) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return saved(halves(size=(64, 32)), form, exif=exif.tobytes(), **options)
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_every_orientation_of_every_format_is_turned(form: str) -> None:
+    for orientation in range(10):
+        image = decode(_camera(orientation, form))
+        assert image.size == ((32, 64) if orientation in (5, 6, 7, 8) else (64, 32))
+        is_turned = orientation in (2, 3, 7, 8)
+        assert near(image, (4, 4), BLUE if is_turned else RED), orientation
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
+def test_a_picture_with_broken_notes_is_decoded() -> None:
+    for exif in (b"Exif\0\0" + b"\xff" * 40, b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\xff" * 40):
+        assert near(decode(saved(halves(size=(64, 32)), "JPEG", exif=exif)), (4, 4), RED)
+
+
+def test_colours_of_16_bits_lose_the_low_ones() -> None:
+    deep = b"\xc8\x00\x10\xff\x20\x80"
+    for kind, row in ((2, deep * 4), (6, (deep + b"\xff\xff") * 4), (6, (deep + b"\0\0") * 4)):
+        whole = bytearray(png(4, 4, kind=kind, data=(b"\0" + row) * 4))
+        whole[24] = 16
+        whole[29:33] = struct.pack(">I", zlib.crc32(whole[12:29]))
+        shade = (255, 255, 255) if row.endswith(b"\0\0") else (200, 16, 32)
+        assert decode(bytes(whole)).getpixel((3, 3)) == shade
 
 
 def _animated(form: str) -> bytes:
     frames = [Image.new("RGB", (8, 8), shade) for shade in (RED, BLUE)]
     return saved(frames[0], form, save_all=True, append_images=frames[1:])
+
+
+def _resized_jpeg(width: int, height: int) -> bytes:
+    """Return a JPEG file that its header says to be of this size."""
+    whole = bytearray(saved(halves(), "JPEG"))
+    at = whole.index(b"\xff\xc0") + 5
+    whole[at : at + 4] = struct.pack(">HH", height, width)
+    return bytes(whole)
 
 
 BROKEN: dict[str, Callable[[], bytes]] = {
@@ -129,17 +191,55 @@ BROKEN: dict[str, Callable[[], bytes]] = {
     "a WebP of 16,383 x 16,383": lambda: (
         b"RIFF\x20\0\0\0WEBPVP8X\x0a\0\0\0\x10\0\0\0" + b"\xfe\x3f\0\xfe\x3f\0" + b"\0" * 8
     ),
+    "a PNG without its last pixels": lambda: saved(Image.effect_noise((64, 64), 90))[:-40],
+    "a PNG with another checksum": lambda: saved(halves()).replace(b"IDAT", b"IDAU"),
+    "a PNG whose text unpacks to 200 MB": lambda: chunked(
+        saved(halves()), b"zTXt", b"a\0\0" + zlib.compress(b"a" * 200_000_000)
+    ),
+    "a PNG whose profile unpacks to 200 MB": lambda: chunked(
+        saved(halves()), b"iCCP", b"a\0\0" + zlib.compress(b"a" * 200_000_000)
+    ),
+    "a JPEG of two bytes": lambda: b"\xff\xd8",
+    "a JPEG's first bytes": lambda: saved(halves(), "JPEG")[:200],
+    "a JPEG without its end": lambda: saved(Image.effect_noise((64, 64), 90), "JPEG")[:-40],
+    "half a progressive JPEG": lambda: saved(Image.effect_noise((64, 64), 90), "JPEG", progressive=True)[
+        :2000
+    ],
+    "a lossless JPEG": lambda: saved(halves(), "JPEG").replace(b"\xff\xc0", b"\xff\xc3"),
+    "a JPEG of 65,500 x 65,500": lambda: _resized_jpeg(65_500, 65_500),
+    "a JPEG of no height": lambda: _resized_jpeg(9, 0),
+    "a JPEG of 1,000 scans": lambda: slow_jpeg(1000),
+    "a WebP without its last byte": lambda: saved(Image.effect_noise((64, 64), 90), "WEBP")[:-1],
+    "half a lossless WebP": lambda: saved(Image.effect_noise((64, 64), 90), "WEBP", lossless=True)[:2000],
+    "a WebP's first bytes": lambda: saved(halves(), "WEBP")[:16],
+    "a GIF without frames": lambda: b"GIF89a\x0a\0\x0a\0\0\0\0;",
+    "a GIF with a frame beyond its edges": lambda: (
+        b"GIF89a\x0a\0\x0a\0\0\0\0,\0\0\0\0" + struct.pack("<HH", 60_000, 60_000) + b"\0\x02\x02\x4c\x01\0;"
+    ),
+    "a GIF with a frame of no pixels": lambda: (
+        b"GIF89a\x0a\0\x0a\0\0\0\0,\0\0\0\0\0\0\0\0\0\x02\x02\x4c\x01\0;"
+    ),
     "an animated PNG": lambda: _animated("PNG"),
     "an animated WebP": lambda: _animated("WEBP"),
     "21 MB": lambda: saved(halves()) + b"\0" * MOST_BYTES,
 }
 
 
+@pytest.fixture(scope="module")
+def eyes(taught_model: Path) -> Eyes:
+    """What a model reads images with."""
+    sight = load(taught_model, dtype="float32").sight
+    assert not isinstance(sight, str), sight
+    sight.eyes.read(saved(halves(size=(64, 64))))
+    return sight.eyes
+
+
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(name: str) -> None:
-    data, before_kib = BROKEN[name](), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(name: str, eyes: Eyes) -> None:
+    data = BROKEN[name]()
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ImageError, match=r"^the image .*; ") as raised:
-        decode(data)
+        eyes.read(data)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 160
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 << 10

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fake_hub import FakeHub
 
-from commands.shelf import Shelf
+from commands.servable_models import ServableModels
 from worker.models import hub, known
 from worker.models.model_files import ModelError
 from worker.process.settings import Settings
@@ -54,12 +54,12 @@ def server(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_downloaded_model_is_listed_with_the_command_that_serves_it_and_the_memory_it_needs(
     server: FakeHub, tmp_path: Path
 ) -> None:
-    shelf = Shelf(Settings(data_dir=tmp_path))
-    assert shelf.pull("org/tiny") == "downloading org/tiny"
-    while shelf.listed()["pulls"]:
-        assert "error" not in shelf.listed()["pulls"].get("org/tiny", {})
+    models = ServableModels(Settings(data_dir=tmp_path))
+    assert models.pull("org/tiny") == "downloading org/tiny"
+    while models.listed()["pulls"]:
+        assert "error" not in models.listed()["pulls"].get("org/tiny", {})
         time.sleep(0.02)
-    (entry,) = [one for one in shelf.listed()["here"] if one["name"] == "org/tiny"]
+    (entry,) = [one for one in models.listed()["here"] if one["name"] == "org/tiny"]
     assert entry["serve"].endswith(f"serve --data-dir {tmp_path} --model org/tiny")
     assert entry["fits"]
     assert entry["needed_bytes"] > entry["size_bytes"]
@@ -68,11 +68,11 @@ def test_a_downloaded_model_is_listed_with_the_command_that_serves_it_and_the_me
 def test_a_failed_download_reports_its_error_and_can_be_started_again(
     server: FakeHub, tmp_path: Path
 ) -> None:
-    shelf = Shelf(Settings(data_dir=tmp_path))
+    models = ServableModels(Settings(data_dir=tmp_path))
     with pytest.raises(ModelError, match="is no id of the hub"):
-        shelf.pull("tiny")
+        models.pull("tiny")
     for _ in range(2):
-        assert shelf.pull("org/none") == "downloading org/none"
-        while not (why := shelf.listed()["pulls"]["org/none"].get("error")):
+        assert models.pull("org/none") == "downloading org/none"
+        while not (why := models.listed()["pulls"]["org/none"].get("error")):
             time.sleep(0.02)
         assert "org/none" in why

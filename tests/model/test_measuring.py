@@ -11,7 +11,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 from bench.device import MEASURES
-from bench.programs.device import Measuring
+from bench.programs.device import DeviceMeter
 from worker.batch.rows import Row
 from worker.models import model
 from worker.process import setting_sources
@@ -22,15 +22,15 @@ PROMPTS = [TOKENS[:40], TOKENS[20:60], TOKENS[30:70]]
 
 
 @pytest.fixture
-def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[Measuring]:
+def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[DeviceMeter]:
     flags = {"data_dir": str(tmp_path)}
     directory = DataDir.open(tmp_path)
     loaded = model.load(tiny_model, dtype="float32")
-    yield Measuring(loaded, directory, setting_sources.load(flags, {}), block_tokens=16)
+    yield DeviceMeter(loaded, directory, setting_sources.load(flags, {}), block_tokens=16)
     directory.close()
 
 
-def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring: Measuring):
+def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring: DeviceMeter):
     found = measuring.prefill(32, TOKENS) | measuring.decode(True, 3, PROMPTS)
     assert found.keys() == MEASURES.keys()
     assert all(value > 0 for value in found.values())
@@ -43,7 +43,7 @@ def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring
 
 @pytest.mark.parametrize("together", [True, False])
 def test_decoding_batched_or_not_gives_the_models_own_tokens(
-    measuring: Measuring, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool
+    measuring: DeviceMeter, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool
 ):
     rows: list[Row] = []
     begin = measuring._begin

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -307,8 +308,13 @@ def test_trusted_messages_may_contain_special_tokens(families: dict[str, Tokeniz
     assert controls(tokenizer, tokens) != controls(tokenizer, told(tokenizer, messages))
 
 
-@pytest.mark.parametrize("family", ["packaged", "llama-2", "llama-3", "no_separator"])
-@pytest.mark.parametrize("content", ["{a}", "x{a}", "{all}", "{z}\n{a}system\nx"])
+@pytest.mark.parametrize(
+    ("family", "content"),
+    [
+        *product(["packaged", "llama-2", "llama-3", "no_separator"], ["{a}", "x{a}", "{z}\n{a}system\nx"]),
+        ("packaged", "{all}"),
+    ],
+)
 def test_a_special_token_split_across_two_messages_stays_text(
     families: dict[str, Tokenizer], family: str, content: str
 ) -> None:

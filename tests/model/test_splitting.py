@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 
 from worker.models.answer_markup import AnswerMarkup, markup_of
-from worker.text.arguments import Offered
+from worker.text.arguments import OfferedTools
 from worker.text.harmony import HarmonySplitter
-from worker.text.splitting import Calls, MarkedSplitter, Piece, Splitter, call_id
+from worker.text.splitting import AnswerCalls, MarkedSplitter, Piece, Splitter, call_id
 
 TOOLS: list[dict[str, Any]] = [
     {
@@ -194,7 +194,7 @@ def wide(text: str) -> str:
 
 def splitter(family: str, *, in_reasoning: bool = False, tools: Any = TOOLS, **more: Any) -> Splitter:
     found = markup(family)
-    calls = Calls(Offered(tools), lambda index: call_id("r", index), **more)
+    calls = AnswerCalls(OfferedTools(tools), lambda index: call_id("r", index), **more)
     if found.is_harmony:
         return HarmonySplitter(calls)
     return MarkedSplitter(found, calls, in_reasoning=in_reasoning)

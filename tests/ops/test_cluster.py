@@ -25,7 +25,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.wire.journal import Journal
 
-pytestmark = [pytest.mark.process, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.packaging, pytest.mark.process, pytest.mark.timeout(400)]
 
 STREAMS = ("turnkeep_log", "turnkeep_tok", "KV_turnkeep_workers")
 

@@ -24,14 +24,14 @@ from msgspec.structs import replace
 from commands.console import token_of
 from ops.console import question_api, streams
 from ops.console import serving as console_serving
-from ops.console.app import Console, Place
-from ops.console.door import PAGE
-from ops.console.live import Live
-from ops.console.model_api import Served
+from ops.console.app import Addresses, Console
+from ops.console.live import LiveFigures
+from ops.console.model_api import ServedPrefix
 from ops.console.serving import listening, server
+from ops.console.token_check import PAGE
 from ops.console.turns import shown
-from ops.log import copies, searching
-from ops.log.conversation import Turn, part
+from ops.log import searching, session_file
+from ops.log.conversation import LoggedTurn, part
 from tests.commands.command_runs import command, environment, where
 from tests.ops.test_workers_history import Watched
 from tests.parts import LocalWorker, WorkerProcess, free_port
@@ -97,7 +97,7 @@ class OnShelf:
         return f"downloading {name}"
 
 
-PLACE = Place(
+PLACE = Addresses(
     "nats://127.0.0.1:4222", "http://127.0.0.1:8080", True, "turnkeep launch", "turnkeep info --url"
 )
 SHELF = OnShelf()
@@ -114,10 +114,12 @@ async def serving(
 ) -> AsyncIterator[str]:
     """Serve a console in this process for `client`, and one for each of `others`; yield the address."""
     clients = [client, *others]
-    served = [Served(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))]
+    served = [
+        ServedPrefix(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))
+    ]
     consoles = {
         of.prefix: Console(
-            *(one, live or Live(one, 60), plainly, lambda: PLACE, SHELF),
+            *(one, live or LiveFigures(one, 60), plainly, lambda: PLACE, SHELF),
             clients=dict(zip(served, clients, strict=True)),
             prefix=of.prefix,
             read_only=read_only,
@@ -407,7 +409,7 @@ def test_a_turn_shows_its_text_reasoning_tool_calls_and_costs_separately() -> No
     )
     told = [{"role": "tool", "content": "21", "tool_call_id": "b"}]
     request = decode_request(encode({"type": "generate", "id": "r", "messages": told}))
-    turn = Turn(
+    turn = LoggedTurn(
         number=1, seq=3, stored=datetime.now(UTC), request=request, result=result, model=None, build={}
     )
     found = json.loads(encode(shown(turn)))
@@ -452,7 +454,7 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         answer = await page.http.get("/api/sessions/a/export")
         assert 'filename="a.turnkeep"' in answer.headers["content-disposition"]
         file.write_bytes(answer.content)
-        manifest, lines = copies.read(file)
+        manifest, lines = session_file.read(file)
         assert (manifest.session, len(lines)) == ("a", 1)
         assert (await page.post("a/close"))["said"] == "closed at position 40"
         assert (await page.get("sessions/a"))["row"]["state"] == "closed"

@@ -50,6 +50,7 @@ async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]
         yield http
 
 
+@pytest.mark.packaging
 async def test_the_console_switches_its_worker_to_another_model_and_sessions_continue(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
@@ -94,29 +95,6 @@ async def test_the_console_switches_its_worker_to_another_model_and_sessions_con
         await worker.client(timeout_s=0)
 
 
-async def test_the_console_keeps_the_draft_model_only_if_the_new_model_has_its_vocabulary(
-    worker_process: Callable[..., WorkerProcess], tiny_model: Path
-) -> None:
-    worker = worker_process("--console", str(free_port()), "--draft-model", str(tiny_model))
-    worker.forks = False
-    folders = [shutil.copytree(tiny_model, worker.data_dir / "models" / name) for name in ("kin", "foreign")]
-    path = folders[1] / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    names = tokenizer["model"]["vocab"]
-    names["A"], names["B"] = names["B"], names["A"]
-    path.write_text(json.dumps(tokenizer))
-    worker.start()
-    async with console_of(worker) as http:
-        for name in ("foreign", "kin"):
-            answer = await http.post("/api/models/serve", json={"name": name})
-            without = ", without the draft model" if name == "foreign" else ""
-            assert answer.json()["said"].startswith(f"the worker restarts with {name}{without};")
-            lines = await get(http, "log", lambda lines, name=name: name in served(lines))
-            told = [one for one in map(json.loads, lines) if one["event"] == "loaded the model"][-1]
-            assert told.get("draft_model") == (None if without else str(tiny_model))
-    assert worker.stop() == 0
-
-
 async def test_an_unloaded_model_is_loaded_by_its_next_request(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
@@ -155,35 +133,7 @@ async def test_an_unloaded_model_is_loaded_by_its_next_request(
     assert not [one for one in family if one.is_running()]
 
 
-async def test_one_of_several_models_can_be_unloaded_and_its_next_request_loads_it_again(
-    tmp_path: Path, tiny_model: Path
-) -> None:
-    own = shutil.copytree(tiny_model, tmp_path / "tiny")  # others serve that one
-    config = tmp_path / "several.toml"
-    config.write_text(f"[models.tiny]\nmodel = '{own}'\ndevice_memory = '20MiB'\n")
-    options = ("--config", str(config), "--console", str(free_port()))
-    worker = WorkerProcess(tmp_path / "data", None, free_port(), *options)
-    worker.start()
-    try:
-        client = await worker.client(timeout_s=60, prefix="turnkeep-tiny")
-        async with client, console_of(worker) as http:
-            assert (await get(http, "models", bool))["served"] == [{"name": "tiny", "is_loaded": False}]
-            await client.session("s").generate(text="a", max_tokens=2, timeout_s=60)
-            await get(http, "models", lambda found: found["served"][0]["is_loaded"])
-            refused = await http.post("/api/models/unload", json={"name": "other"})
-            assert refused.json()["error"].startswith("other is not served here; ")
-            said = await http.post("/api/models/unload", json={"name": "tiny"})
-            assert said.json()["said"] == "tiny is unloaded; its next request loads it again"
-            await get(http, "models", lambda found: not found["served"][0]["is_loaded"])
-            assert (await client.worker_metrics()).device == "unloaded"
-            result = await client.session("s").generate(text="b", max_tokens=2, timeout_s=60)
-            assert result.position > 4
-            refused = await http.post("/api/models/serve", json={"name": "other"})
-            assert "turnkeep.toml" in refused.json()["error"]
-    finally:
-        worker.stop()
-
-
+@pytest.mark.packaging
 async def test_the_console_refuses_to_change_a_model_that_another_worker_serves_too(
     worker_process: Callable[..., WorkerProcess],
     local_worker: Callable[..., Awaitable[LocalWorker]],

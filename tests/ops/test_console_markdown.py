@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ops.console import markdown
-from ops.console.markdown import Growing, highlighted, rendered
+from ops.console.markdown import GrowingText, highlighted, rendered
 
 PIECES = (
     *(
@@ -213,7 +213,7 @@ def _tags(nodes: Any) -> list[str]:
 
 @given(st.lists(st.sampled_from(PIECES), max_size=60), st.integers(1, 9))
 def test_markdown_parsed_piece_by_piece_equals_markdown_parsed_at_once(pieces: list[str], each: int) -> None:
-    text, growing, blocks = "".join(pieces), Growing(), list[Any]()
+    text, growing, blocks = "".join(pieces), GrowingText(), list[Any]()
     for at in range(0, len(text), each):
         growing.add(text[at : at + each])
         first, changed = growing.take()
@@ -224,7 +224,7 @@ def test_markdown_parsed_piece_by_piece_equals_markdown_parsed_at_once(pieces: l
 
 
 def test_a_growing_answer_sends_only_the_blocks_that_changed() -> None:
-    growing = Growing()
+    growing = GrowingText()
     growing.add("a\n\nb\n\n```py\nx = 1\n")
     assert growing.take()[0] == 0
     growing.add("y = 2\n")
@@ -238,7 +238,7 @@ def test_text_or_code_over_the_size_limit_is_shown_without_formatting(
     monkeypatch.setattr(markdown, "_MAX_TEXT", 20)
     monkeypatch.setattr(markdown, "_MAX_CODE", 3)
     assert rendered("**a**" * 5) == (["pre", {}, "**a**" * 5],)
-    growing = Growing()
+    growing = GrowingText()
     growing.add("**a**" * 5)
     assert growing.take() == (0, [["pre", {}, "**a**" * 5]])
     assert highlighted("x = 1", "python") == ("x = 1",)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ops.log import copies
+from ops.log import session_file
 from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.errors import NoWorkerError
@@ -47,7 +47,7 @@ def sound(folder: Path, num_requests: int = 2) -> dict[str, bytes]:
             Entry(2 * number + 1, KEY, "in", STORED, bodies[0], {}),
             Entry(2 * number + 2, KEY, "out", STORED, bodies[1], HEADERS),
         ]
-    copies.export(folder / "sound", paired(KEY, entries), {})
+    session_file.export(folder / "sound", paired(KEY, entries), {})
     with tarfile.open(folder / "sound") as tar:
         return {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
 
@@ -81,7 +81,7 @@ def resealed(whole: dict[str, bytes], change: Callable[[dict[str, Any]], None]) 
     log = b"\n".join([json.dumps(line).encode(), *rest])
     head = json.loads(whole["session.json"]) | {"digest": blake2b(log, digest_size=16).hexdigest()}
     head.pop("checksum", None)
-    return {"session.json": copies._signed(json.dumps(head).encode()), "log.jsonl": log}
+    return {"session.json": session_file._signed(json.dumps(head).encode()), "log.jsonl": log}
 
 
 def sparse(name: str, real_bytes: int) -> bytes:
@@ -166,7 +166,9 @@ async def test_an_export_with_a_field_of_a_later_version_is_refused_and_the_fiel
     tmp_path: Path,
 ) -> None:
     made = packed(tmp_path, resealed(sound(tmp_path), lambda line: line["request"].update(novel=1)))
-    await refused(made, f"was written by turnkeep {copies.read(tmp_path / 'sound')[0].version}, and this one")
+    await refused(
+        made, f"was written by turnkeep {session_file.read(tmp_path / 'sound')[0].version}, and this one"
+    )
     await refused(made, "novel")
 
 

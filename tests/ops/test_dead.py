@@ -107,17 +107,3 @@ async def test_dropping_a_dead_letter_leaves_its_request_in_the_log(worker: Loca
     assert done.stdout == "there are no dead letters\n"
     assert len(await worker.client.log("s")) == 4
     assert (await dead(worker, "drop", "s", "bad")).returncode == 1
-
-
-async def test_a_retry_with_anyway_also_sends_a_request_that_expected_the_old_position(
-    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Doubt, "attempt", venomous)
-    worker = await local_worker(max_attempts=1)
-    session = worker.client.session("s")
-    with pytest.raises(RequestFailedError, match="LookupError: bitten"):
-        await session.append(text="VENOM", request_id="bad", expect_position=0)
-    monkeypatch.undo()
-    await session.append(tokens=[5])
-    done = await dead(worker, "retry", "s", "bad", "--anyway")
-    assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from ops.fleet import MAX_MESSAGES, MAX_WORKERS, Fleet
-from ops.history import MOST_POINTS, History
+from ops.history import MOST_POINTS, FigureHistory
 from tests.ops.test_exporter import key, page, samples
 from tests.ops.test_top import Clock, screen
 from tests.protocol.scripted_worker import metrics
@@ -25,7 +25,7 @@ def forged(**changes: Any) -> Metrics:
 
 
 def charted(fleet: Fleet) -> dict[str, Any]:
-    history = History(60)
+    history = FigureHistory(60)
     history.take(fleet.sightings(), 0.0)
     return history.shown()
 
@@ -103,7 +103,7 @@ def test_a_worker_that_publishes_rarely_is_not_forgotten_between_its_messages() 
 
 
 def test_the_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:
-    history = History(3600)
+    history = FigureHistory(3600)
     fleet = Fleet(3600)
     fleet.hear(metrics("w1"))
     for number in range(3 * MOST_POINTS):

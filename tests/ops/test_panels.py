@@ -144,6 +144,7 @@ def exporter_and_prometheus(nats_url: str, tmp_path: Path) -> Iterator[Callable[
         one.stop()
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
 async def test_every_query_of_every_panel_and_alert_returns_data(
@@ -250,6 +251,7 @@ def test_each_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_pa
             ],
             [one, three],
         ),
+        "TurnkeepWrongKv": ([series("wrong_blocks_total", "0x18 1 1 1", **one)], [one]),
         # A single one is no reason to wake somebody.
         "TurnkeepSnapshotsDropped": (
             [

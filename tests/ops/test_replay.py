@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from tests.commands.command_runs import Terminal, command, where
+from tests.commands.command_runs import command, where
 from tests.parts import CHAT_TEMPLATE, LocalWorker
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -63,20 +63,6 @@ async def test_sessions_with_long_similar_names_are_replayed_apart(local_worker:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-async def test_an_answer_that_was_cancelled_before_its_least_number_of_tokens_is_replayed_up_to_there(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    session = worker.client.session("garden")
-    answer = session.generate(text="x", max_tokens=50_000, min_tokens=40_000, request_id="long")
-    async for _ in answer:
-        break
-    await session.cancel("long")
-    assert (await answer).tokens
-    done = await replay(worker, "--speed", "max")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 async def test_a_replay_shows_the_first_difference_with_its_likely_cause(
     local_worker: Start, tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -113,22 +99,3 @@ async def test_a_replay_that_is_impossible_fails_with_one_line_that_says_why(loc
         assert line.startswith(says), line
     for options in (("--speed", "0"), ("--speed", "fast"), ("--until", "soon")):
         assert (await replay(worker, *options)).returncode == 2
-
-
-async def test_an_interrupted_replay_leaves_no_unanswered_requests(local_worker: Start) -> None:
-    worker = await local_worker()
-    await converse(worker)
-    await asyncio.sleep(2)
-    await worker.client.session("garden").append(text="much later")
-    with Terminal("replay", "--speed", "0.1", "--into-tenant", "again", *where(worker)) as terminal:
-        await asyncio.to_thread(terminal.wait_for, "replaying")
-        terminal.type("\x03")
-        assert await asyncio.to_thread(terminal.end) == 130
-    async with asyncio.timeout(30):
-        while True:
-            log = await worker.client.stored.subjects()
-            left = [kinds for key, kinds in log.items() if key.tenant == "again"]
-            if all(kinds.get("in") == kinds.get("out") == 1 for kinds in left):
-                break
-            await asyncio.sleep(0.1)
-    assert len(left) == 2

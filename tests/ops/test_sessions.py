@@ -14,7 +14,7 @@ import pytest
 
 from ops.log.conversation import taken_over
 from ops.log.sessions import list_sessions
-from tests.commands.command_runs import Terminal, command, where
+from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
@@ -278,45 +278,3 @@ def test_a_change_of_model_is_named_by_what_differs_if_both_have_one_name(
         previous_model=before,
     )
     assert taken_over(result) == says
-
-
-async def test_show_wraps_lines_at_word_boundaries_on_a_terminal(local_worker: Start) -> None:
-    worker = await local_worker()
-    said = "\n".join(
-        ("some words of several lengths " * 9, "    code = indented" + " + more" * 20, "x" * 100)
-    )
-    question = [{"role": "user", "content": said}]
-    await worker.client.session("garden").generate(messages=question, max_tokens=2)
-
-    def look() -> str:
-        with Terminal("show", "garden", *where(worker), columns=60) as terminal:
-            assert terminal.end() == 0
-            return terminal.transcript
-
-    lines = (await asyncio.to_thread(look)).splitlines()
-    assert [line for line in lines if len(line) > 60] == ["    " + "x" * 100], "what has no words stays whole"
-    told = [line for line in lines if "lengths" in line or "more" in line or "some" in line]
-    assert {len(line) - len(line.lstrip()) for line in told} == {4, 8}
-    words = " ".join(lines).split()
-    assert (words.count("lengths"), words.count("more"), words.count("position")) == (9, 20, 1)
-
-
-async def test_showing_an_unknown_session_fails_with_one_line(local_worker: Start) -> None:
-    worker = await local_worker()
-    done = await command("show", "nobody", *where(worker))
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "turnkeep: there is no session nobody; see turnkeep sessions\n"
-
-
-async def test_sessions_and_info_show_which_of_two_workers_owns_a_session(
-    local_worker: Start, tmp_path: Path
-) -> None:
-    two = [await local_worker(worker=name, data_dir=tmp_path / name) for name in ("one", "two")]
-    await two[0].client.session("s").append(text="hello")
-    owner = (await two[1].client.session("s").info()).worker
-    assert owner.requests == {"append": {"ok": 1}}
-    listed = await command("sessions", *where(two[0]))
-    assert re.search(rf"^s +default .* {owner.worker} ", listed.stdout, re.MULTILINE), listed
-    shown = await command("info", "s", *where(two[0]))
-    assert re.search(rf"^worker +{owner.worker}$", shown.stdout, re.MULTILINE), shown
-    assert re.search(rf"^other workers +{owner.others[0]}$", shown.stdout, re.MULTILINE), shown

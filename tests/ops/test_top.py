@@ -10,7 +10,7 @@ from msgspec import UNSET, structs
 from rich.console import Console
 
 from ops.figures import Figures, percentile, since
-from ops.fleet import MAX_WORKERS, Fleet, Gateways
+from ops.fleet import Fleet, Gateways
 from ops.formatting import amount, count, seconds, span
 from ops.screen import draw
 from tests.commands.command_runs import Terminal, turnkeep, where
@@ -103,16 +103,6 @@ def test_the_screen_sums_up_the_gateways_that_publish_in_one_line() -> None:
     clock.now_s += 16
     assert not gateways.now(), "a gateway that is silent is gone"
     assert "gateway" not in "\n".join(screen(fleet_of(1)))
-
-
-def test_a_full_table_of_gateways_still_takes_new_messages_of_known_ones() -> None:
-    gateways = Gateways(Clock())
-    for number in range(MAX_WORKERS + 1):
-        gateways.hear(of_gateway(f"made-up-{number}"))
-    gateways.hear(of_gateway("made-up-0", requests={"200": 7}))
-    heard = {one.gateway: one.requests for one in gateways.now()}
-    assert len(heard) == MAX_WORKERS
-    assert heard["made-up-0"] == {"200": 7}
 
 
 def test_the_share_of_cached_tokens_counts_only_tokens_between_two_messages() -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec import structs
 
 from ops.fleet import Fleet
-from ops.history import SERIES, History
+from ops.history import SERIES, FigureHistory
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import Histogram, Metrics
 
@@ -35,12 +35,12 @@ def message(worker: str, second: int) -> Metrics:
 
 
 class Watched:
-    """A stand-in for `Live`: a history whose workers have sent messages for `seconds` of a fake clock."""
+    """Replaces `LiveFigures`: a history whose workers have sent messages for `seconds` of a fake clock."""
 
     def __init__(self, seconds: int, *workers: str, keep_s: float = 3600) -> None:
         self.now_s = 0.0
         self.fleet = Fleet(keep_s, lambda: self.now_s, window_s=60)
-        self.history = History(keep_s)
+        self.history = FigureHistory(keep_s)
         self.hear(seconds, *workers)
 
     def hear(self, seconds: int, *workers: str) -> None:
@@ -52,7 +52,7 @@ class Watched:
             self.history.take(self.fleet.sightings(), self.now_s)
 
     def shown(self, worker: str | None) -> dict[str, Any]:
-        """Return the figures and one worker's history; see `Live.shown`."""
+        """Return the figures and one worker's history; see `LiveFigures.shown`."""
         return {"connected": True, **self.history.shown(worker)}
 
 

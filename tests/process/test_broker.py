@@ -119,22 +119,6 @@ async def test_the_nats_server_syncs_to_disk_as_often_as_the_settings_say(
     assert config["sync_interval"] == seconds * 10**9
 
 
-async def test_stopping_the_nats_server_ends_its_process_and_the_next_start_has_its_messages(
-    embed, directory, settings
-):
-    first = embed(directory, settings)
-    await first.start()
-    pid = first.pid
-    await store(url_of(first), b"1", b"2")
-    await first.stop()
-    assert not psutil.pid_exists(pid)
-    assert first.pid is None
-    await first.stop()
-    second = embed(directory, settings)
-    await second.start()
-    assert await stored(url_of(second)) == 2
-
-
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
 async def test_a_nats_server_ends_with_its_owner_and_the_next_one_has_its_messages(
@@ -257,15 +241,6 @@ async def test_the_start_without_a_nats_server_program_fails_and_names_the_packa
         await server.start()
 
 
-async def test_connecting_where_no_server_answers_fails_without_repeating_the_password(free_port):
-    with pytest.raises(BrokerError) as caught:
-        await connect(f"nats://me:secret@127.0.0.1:{free_port}", name="test", timeout_s=0.5)
-    message = str(caught.value)
-    assert f"no NATS server answers at nats://127.0.0.1:{free_port} within 0.5 s" in message
-    assert "leave out --nats" in message
-    assert "secret" not in message
-
-
 async def test_connecting_to_a_server_that_does_not_speak_nats_fails_and_says_so(free_port):
     async def hang_up(reader, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
@@ -280,20 +255,6 @@ async def test_connecting_to_a_server_without_jetstream_fails_and_says_so(foreig
     url = await foreign_server()
     with pytest.raises(BrokerError, match=r"JetStream does not answer at .*nats-server -js"):
         await connect(url, name="test")
-
-
-async def test_connecting_with_refused_credentials_fails_without_repeating_the_password(
-    foreign_server, tmp_path
-):
-    url = await foreign_server(
-        jetstream={"store_dir": str(tmp_path / "js")}, authorization={"user": "me", "password": "right"}
-    )
-    for address in (url, url.replace("://", "://me:wrong@")):
-        with pytest.raises(BrokerError, match="refuses the credentials") as caught:
-            await connect(address, name="test", timeout_s=10)
-        assert "wrong" not in str(caught.value)
-    client = await connect(url.replace("://", "://me:right@"), name="test")
-    await client.close()
 
 
 async def test_connecting_to_a_server_with_too_small_a_message_limit_fails_and_says_so(

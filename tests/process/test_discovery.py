@@ -10,7 +10,6 @@ from urllib.parse import urlsplit
 import nats
 import nats.errors
 import pytest
-from nats.micro.service import ServiceInfo, ServicePing, ServiceStats
 
 from turnkeep_client.errors import TurnkeepError
 
@@ -72,12 +71,6 @@ async def test_service_info_lists_the_request_subjects_as_endpoints(nc: Client, 
         {"name": "ctl", "subject": f"{prefix}.*.*.ctl", "queue_group": "worker", "metadata": {}},
         {"name": "ask", "subject": f"{prefix}.*.*.ask", "queue_group": "worker", "metadata": {}},
     ]
-
-
-async def test_nats_py_can_parse_the_discovery_answers_of_a_worker(nc: Client, worker: LocalWorker) -> None:
-    assert ServicePing.from_dict(await ask(nc, "$SRV.PING")).name == "turnkeep"
-    assert len(ServiceInfo.from_dict(await ask(nc, "$SRV.INFO")).endpoints) == 3
-    assert len(ServiceStats.from_dict(await ask(nc, "$SRV.STATS")).endpoints) == 3
 
 
 async def test_service_statistics_count_requests_errors_and_processing_time(
@@ -168,14 +161,3 @@ async def test_a_stopped_worker_does_not_answer_discovery(nc: Client, worker: Lo
     for subject in ("$SRV.PING", f"$SRV.INFO.turnkeep.{ping['id']}"):
         with pytest.raises(nats.errors.NoRespondersError):
             await ask(nc, subject)
-
-
-async def test_each_start_of_a_worker_has_a_new_service_id(
-    nc: Client, local_worker: Callable[..., Awaitable[LocalWorker]]
-) -> None:
-    seen = set()
-    for _ in range(2):
-        worker = await local_worker()
-        seen.add((await ask(nc, "$SRV.PING"))["id"])
-        await worker.stop()
-    assert len(seen) == 2

@@ -12,7 +12,7 @@ import pytest
 from nats.aio.client import Client, ServerVersion
 
 import commands.checks
-from commands.checks import Check, checks, exit_code, show
+from commands.checks import Diagnosis, checks, exit_code, show
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
 from worker.process.datadir import DataDir
@@ -41,7 +41,7 @@ async def test_the_doctor_reports_no_fault_if_the_worker_of_the_data_directory_r
     await server.start()
     found = await examine(small)
     assert "in use by worker test" in found["data directory"].found
-    assert found["port"] == Check(
+    assert found["port"] == Diagnosis(
         "port", "ok", f"{small.nats_port} is held by this data directory's own server"
     )
 
@@ -217,17 +217,8 @@ def test_a_draft_model_that_does_not_fit_into_memory_fails_the_doctors_check(pai
     assert "leave draft_model out" in draft.mend
 
 
-async def test_the_doctor_checks_the_draft_model_of_each_of_several_models(small, pair):
-    found = await asyncio.to_thread(checks, small, {"a": small, "b": pair})
-    assert [check.name for check in found[-3:]] == ["model a", "model b", "draft model b"]
-
-
-def test_an_empty_model_folder_fails_the_doctors_check(settings, tmp_path):
-    assert commands.checks._model(dataclasses.replace(settings, model=str(tmp_path))).state == "fail"
-
-
 def test_the_doctor_prints_each_finding_on_one_line_in_a_pipe(capsys):
-    found = [Check("disk", "warn", "1 GiB free", "up to 30 GiB", "lower --max-disk [and] more")]
+    found = [Diagnosis("disk", "warn", "1 GiB free", "up to 30 GiB", "lower --max-disk [and] more")]
     show(found)
     assert capsys.readouterr().out.splitlines()[1:] == [
         "warn  disk   1 GiB free  up to 30 GiB  lower --max-disk [and] more"

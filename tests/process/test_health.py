@@ -8,13 +8,11 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from typing import TYPE_CHECKING
 
 import anyio
-import psutil
 import pytest
 
 from tests.parts import free_port
@@ -206,27 +204,6 @@ async def test_serve_is_ready_while_its_worker_answers_and_live_while_the_worker
     assert told._hangs() == []
     told._models[0].reported_s = anyio.current_time() - model_process._SILENT_S - 1
     assert told._hangs() == ["the worker does not report"]
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="psutil sets limits of another process on Linux only")
-async def test_a_worker_that_runs_out_of_file_descriptors_answers_probes_once_it_has_some_again(
-    worker_process: Callable[..., WorkerProcess], endpoint: Endpoint
-) -> None:
-    process = worker_process("--health", str(endpoint))
-    process.start()
-    async with asyncio.timeout(WAIT_S):
-        while '"ready"' not in process.log:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        limits = psutil.Process(process.pid)
-        usual = limits.rlimit(psutil.RLIMIT_NOFILE)
-        limits.rlimit(psutil.RLIMIT_NOFILE, (3, usual[1]))
-        probing = asyncio.create_task(get(endpoint, "/livez"))
-        while "Too many open files" not in process.log:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        await asyncio.sleep(2 * health_module._RETRY_S)
-        limits.rlimit(psutil.RLIMIT_NOFILE, usual)
-        assert await probing == (200, "ok")
-    assert process.log.count("Too many open files") == 1
 
 
 MALFORMED = {

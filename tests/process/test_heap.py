@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from worker.models.blas import computes_on_linux_cpu
-from worker.process.heap import Spare
+from worker.process.heap import SpareMemory
 
 MIB = 2**20
 PAGES = 48 * MIB // 4096
@@ -67,4 +67,4 @@ def test_half_of_freed_memory_is_reused_even_if_it_exceeds_the_memory_reserve() 
 
 
 def test_releasing_an_empty_memory_reserve_raises_no_error() -> None:
-    Spare(0).release()
+    SpareMemory(0).release()

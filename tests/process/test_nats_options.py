@@ -320,18 +320,3 @@ async def test_a_worker_warns_once_of_a_nats_server_version_that_can_lose_entrie
         lines = [one for one in logs if "#8475" in one["event"]]
         assert [one["version"] for one in lines] == [version] * num_lines
         assert all("install 2.12.16, 2.14.6, 2.15.0 or newer" in one["event"] for one in lines)
-
-
-async def test_a_worker_that_logs_in_by_nkey_over_tls_answers_a_request(
-    foreign_server: Any, local_worker: Any, tmp_path: Path, keys: Path
-) -> None:
-    seed = seed_of(nkeys.PREFIX_BYTE_USER)
-    url = await foreign_server(
-        jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60},
-        authorization={"users": [{"nkey": public(seed)}]},
-        tls={"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")},
-    )
-    file = write(tmp_path / "seed", seed)
-    worker = await local_worker(nats=url, nats_creds=file, nats_ca=keys / "ca.pem")
-    result = await worker.client.session("s").generate(text="abc", max_tokens=2)
-    assert len(result.tokens) == 2

@@ -44,12 +44,12 @@ def worker(worker_process: Callable[..., WorkerProcess]) -> WorkerProcess:
     return worker
 
 
-def place(worker: WorkerProcess) -> list[str]:
-    return ["--data-dir", str(worker.data_dir), "--nats-port", port_of(worker)]
-
-
 def port_of(worker: WorkerProcess) -> str:
     return worker.url.rpartition(":")[2]
+
+
+def place(worker: WorkerProcess) -> list[str]:
+    return ["--data-dir", str(worker.data_dir), "--nats-port", port_of(worker)]
 
 
 async def test_commands_read_the_nats_token_from_the_data_directory(worker: WorkerProcess) -> None:
@@ -61,16 +61,9 @@ async def test_commands_read_the_nats_token_from_the_data_directory(worker: Work
         if words != ["top"]:
             assert (done.returncode, done.stderr) == (0, ""), words
     assert "needs a terminal" in done.stderr, "it has come further than the connection"
-
-
-async def test_info_url_prints_an_address_that_other_programs_can_connect_to(
-    worker: WorkerProcess,
-) -> None:
-    done = await command("info", "--url", *place(worker)[:2])
-    assert done.returncode == 0
-    client = await nats.connect(done.stdout.strip())
-    assert (await client.request("$SRV.PING", timeout=5)).data
-    await client.close()
+    printed = await command("info", "--url", *where[:2])
+    other = await nats.connect(printed.stdout.strip())  # as any program may
+    await other.close()
 
 
 async def first_word(port: int, **login: str) -> bytes:

@@ -6,9 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from datetime import UTC, datetime
@@ -19,7 +16,7 @@ import anyio
 import nats
 import psutil
 import pytest
-from nats.js.errors import NotFoundError
+from parts import WorkerProcess, free_port
 
 from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
@@ -28,7 +25,7 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker.cluster.members import Members
 from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.records import Member, address, recorded
 
 if TYPE_CHECKING:
@@ -113,36 +110,9 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
     return found
 
 
-async def test_each_session_stays_with_one_worker_and_prefills_only_its_new_tokens(
-    cluster: Start, look: Any
-) -> None:
-    first, _ = await cluster("first"), await cluster("second")
-    appended = await turns(first.client, number=4)
-    shares = Counter[str]()
-    for name in SESSIONS:
-        (maker,) = set(await look(first.settings.prefix).makers(name))
-        shares[maker] += 1
-    assert set(shares) == {"first", "second"}, shares
-    assert all(one.prefilled_tokens <= 65 + 32 for one in appended)
-
-
 async def until_at_work(workers: list[Any], key: SessionKey) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def test_a_worker_learns_whether_another_one_has_requests_of_a_session(cluster: Start) -> None:
-    workers = [await cluster("first"), await cluster("second")]
-    generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
-    await generation.send()
-    key = SessionKey("default", "s")
-    await until_at_work(workers, key)
-    assert sorted([await one.app._parts.owners.num_busy(key) for one in workers]) == [0, 1]
-    await generation.cancel()
-    await generation
-    async with asyncio.timeout(PATIENCE_S):
-        while any([await one.app._parts.owners.num_busy(key) for one in workers]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -267,42 +237,6 @@ async def test_a_draining_worker_hands_each_session_over_between_two_requests(
     assert {await log.last_maker(name) for name in SESSIONS} == {drained.settings.worker}
 
 
-async def test_the_last_worker_that_takes_sessions_refuses_to_drain(cluster: Start, look: Any) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    nc = look(first.settings.prefix).nc
-    ask = [one.app._members.address(one.app._members.me, "drain") for one in (first, second)]
-    assert json.loads((await nc.request(ask[0], b"true", timeout=5)).data) == ["second"]
-    assert json.loads((await nc.request(ask[1], b"true", timeout=5)).data) == []
-    await second.stop()
-    async with asyncio.timeout(PATIENCE_S):
-        while first.app._members.others:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    assert (await first.client.session("s").append(text="hello", timeout_s=PATIENCE_S)).position == 5
-
-
-async def test_workers_make_their_membership_records_again_if_the_stream_is_deleted(
-    cluster: Start, look: Any
-) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    await turns(first.client)
-    log, stream = look(first.settings.prefix), first.app._members.stream
-    await log.nc.jetstream().delete_stream(stream)
-    await turns(first.client, number=2)
-    async with asyncio.timeout(PATIENCE_S):
-        while len(await _recorded(log.nc, first.app._members.stream)) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
-    assert [one.app._members.others.keys() for one in (first, second)] == [{"second"}, {"first"}]
-    await turns(first.client)
-    assert {len(await log.makers(name)) for name in SESSIONS} == {4}
-
-
-async def _recorded(nc: Nats, stream: str) -> list[str]:
-    with contextlib.suppress(NotFoundError):
-        info = await nc.jetstream().stream_info(stream, subjects_filter="$KV.*.live.>")
-        return [*(info.state.subjects or {})]
-    return []
-
-
 async def test_a_stopping_worker_hands_its_sessions_over_within_seconds(cluster: Start, look: Any) -> None:
     first, second = await cluster("first"), await cluster("second")
     await turns(second.client, number=2)
@@ -317,35 +251,6 @@ async def test_a_stopping_worker_hands_its_sessions_over_within_seconds(cluster:
     assert max(late) < 5.0
     for name in SESSIONS:
         assert (await look(second.settings.prefix).makers(name))[-1] == "second"
-
-
-async def test_forgetting_a_session_at_one_worker_erases_its_snapshots_at_another(
-    cluster: Start, look: Any
-) -> None:
-    first = await cluster("first")
-    session = first.client.session("s")
-    await session.append(text="x" * 400)
-    await session.append(text="y")
-    key = SessionKey("default", "s")
-    history = first.app._parts.sessions._get(key).history
-
-    def stored(worker: Any) -> int:
-        store = worker.app._store
-        match = store.kv.match(store.kv.chain("default", history.policy), history.tokens)
-        num = len(match.nodes)
-        store.kv.release(match)
-        return num
-
-    async with asyncio.timeout(PATIENCE_S):
-        while not stored(first):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    second = await cluster("second")
-    for one in (first, second):  # as if the first one had been away
-        one.app._parts.owners.remember(key, second.app._members.me.boot)
-    closed = await second.client.session("s").close(forget=True, timeout_s=PATIENCE_S)
-    assert closed.settled
-    assert await look(second.settings.prefix).last_maker("s") == "second"
-    assert not stored(first)
 
 
 async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_at_either(
@@ -449,61 +354,28 @@ async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_recei
     assert not first.task.done()
 
 
-class Process:
-    """A worker in a process of its own, on a NATS server that several workers share."""
-
-    def __init__(self, url: str, prefix: str, folder: Path, model: Path) -> None:
-        self.name = folder.name
-        self._log = folder.with_suffix(".log")
-        command = [*(sys.executable, "-m", "commands", "serve", "--data-dir", str(folder), "--nats", url)]
-        command += ["--prefix", prefix, "--model", str(model), "--worker", self.name, "--log-format", "json"]
-        command += ["--log-max-bytes", "64MiB", "--min-free-disk", "0"]
-        command += []  # the server redelivers later than any of these tests waits
-        with self._log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log)
-
-    async def ready(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while '"event": "ready"' not in self._log.read_text():
-                assert self.process.poll() is None, self._log.read_text()
-                await asyncio.sleep(0.02)
-
-    @property
-    def worker(self) -> psutil.Process:
-        """The process that has the model; `serve` is its parent."""
-        lines = [json.loads(line) for line in self._log.read_text().splitlines() if line.startswith("{")]
-        return psutil.Process(next(one["pid"] for one in reversed(lines) if one["event"] == "ready"))
-
-    def end(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
-        self.process.wait(PATIENCE_S)
-
-    @property
-    def num_resumed(self) -> int:
-        """How often the worker has gone on with an interrupted answer."""
-        return self._log.read_text().count("resuming an interrupted answer")
-
-
 @pytest.fixture
 async def processes(
     nats_url: str, endless_model: Path, tmp_path: Path
-) -> AsyncIterator[Callable[..., Awaitable[tuple[str, dict[str, Process]]]]]:
+) -> AsyncIterator[Callable[..., Awaitable[tuple[str, dict[str, WorkerProcess]]]]]:
     """Yield a function that starts workers as processes; it returns their prefix, and the workers by name."""
-    made: dict[str, Process] = {}
+    made: dict[str, WorkerProcess] = {}
     prefix = f"several{time.monotonic_ns()}"
 
-    async def start(*names: str) -> tuple[str, dict[str, Process]]:
+    async def start(*names: str) -> tuple[str, dict[str, WorkerProcess]]:
         for name in names:
-            made[name] = Process(nats_url, prefix, tmp_path / name, endless_model)
-        for name in names:
-            await made[name].ready()
+            options = ("--nats", nats_url, "--prefix", prefix, "--worker", name)
+            made[name] = WorkerProcess(tmp_path / name, endless_model, free_port(), *options)
+            made[name].start()
+        async with asyncio.timeout(PATIENCE_S):
+            while not all('"event": "ready"' in one.log for one in made.values()):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
         return prefix, made
 
     yield start
     for one in made.values():
-        if one.process.poll() is None:
-            one.process.send_signal(signal.SIGCONT)
-            one.end(signal.SIGTERM)
+        if one.running:
+            one.stop()
 
 
 def member(name: str, **fields: Any) -> Member:
@@ -593,8 +465,8 @@ async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_ow
 async def test_a_stopping_worker_leaves_a_delivery_that_is_passed_on_to_it_to_its_sender(stops: str) -> None:
     stored, accepted = datetime.now(UTC), list[Any]()
 
-    async def entry(seq: int) -> Entry:
-        return Entry(seq, "in", stored, b"", {})
+    async def entry(seq: int) -> StoredMessage:
+        return StoredMessage(seq, "in", stored, b"", {})
 
     async def deliver_late(message: Msg, *_: Any) -> None:
         accepted.append(message)
@@ -680,7 +552,7 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
             tokens += chunk.tokens
             if len(tokens) > 40 and not killed:
                 killed = await log.owner("s")
-                workers[killed].end(signal.SIGKILL)
+                workers[killed].kill()
             times_s.append(time.monotonic())
         assert tokens == list(whole.tokens) == list(generation.result.tokens)
         gaps_s = [later - earlier for earlier, later in itertools.pairwise(times_s)]
@@ -688,6 +560,7 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
         assert await log.makers("s") == [({*workers} - {killed}).pop()]
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_when_it_resumes(
     nats_url: str, processes: Any, look: Any
@@ -697,46 +570,25 @@ async def test_a_paused_worker_swallows_no_request_and_stores_no_second_result_w
     log = look(prefix)
     async with connect(nats_url, prefix=prefix) as client:
         await turns(client)
-        generation = client.session("s").generate(text="eee", max_tokens=300, timeout_s=PATIENCE_S)
+        generation = client.session("s").generate(text="eee", max_tokens=900, timeout_s=PATIENCE_S)
         await generation.send()
         while not (paused := await log.owner("s")):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        workers[paused].worker.suspend()
+        paused_worker = psutil.Process(workers[paused].worker_pid)
+        paused_worker.suspend()
         asks = (client.ask(name, text="x", max_tokens=1, timeout_s=PATIENCE_S) for name in SESSIONS)
         infos = (client.session(name).info() for name in SESSIONS)
         await asyncio.gather(*asks, *infos)
         await turns(client)
         assert (await generation).finish_reason == "length"
-        workers[paused].worker.resume()
+        paused_worker.resume()
         await turns(client, number=2)
         (other,) = {*workers} - {paused}
         assert await log.makers("s") == [other]
         found = [await log.makers(name) for name in SESSIONS]
         assert all(len(one) == 5 for one in found)
         assert {one[-1] for one in found} <= {*workers}
-        assert workers[paused].process.poll() is None
-
-
-@pytest.mark.process
-async def test_a_worker_that_was_paused_in_mid_answer_leaves_the_answer_to_the_worker_that_goes_on(
-    nats_url: str, processes: Any, look: Any
-) -> None:
-    """Otherwise each would end the other's attempt, by turns, until the answer is complete."""
-    prefix, workers = await processes("first", "second")
-    log = look(prefix)
-    async with connect(nats_url, prefix=prefix) as client:
-        generation = client.session("s").generate(text="eee", max_tokens=8000, timeout_s=PATIENCE_S)
-        num_tokens, paused, is_awake = 0, "", False
-        async for chunk in generation:
-            num_tokens += len(chunk.tokens)
-            if num_tokens > 40 and not paused:
-                paused = await log.owner("s")
-                workers[paused].worker.suspend()
-            if paused and not is_awake and sum(one.num_resumed for one in workers.values()):
-                is_awake = True
-                workers[paused].worker.resume()
-        assert is_awake
-    assert sum(one.num_resumed for one in workers.values()) <= 2
+        assert workers[paused].running
 
 
 async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its_model(

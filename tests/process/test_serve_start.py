@@ -87,25 +87,19 @@ def test_a_missing_nats_server_is_reported_before_a_model_is_converted(tmp_path:
     assert "GGUF" not in line
 
 
-def test_a_worker_without_a_terminal_logs_that_it_converts_a_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("log_format", "says"),
+    [("json", '"event": "converting weights"'), ("console", "[info     ] converting weights")],
+)
+def test_a_worker_without_a_terminal_logs_that_it_converts_a_model_and_in_no_colours(
+    log_format: str, says: str, tmp_path: Path
+) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
     path = TinyLlama().write(tmp_path / "tiny.gguf")
-    done = serve(
-        tmp_path / "data",
-        *("--nats-port", str(free_port()), "--model", str(path), "--device-memory", "1MiB"),
-    )
-    events = [json.loads(line)["event"] for line in done.stderr.splitlines() if line.startswith("{")]
-    assert "converting weights" in events
-
-
-def test_log_lines_in_console_format_have_no_colours_in_a_pipe(tmp_path: Path) -> None:
-    from tests.model.tiny_gguf import TinyLlama
-
-    path = TinyLlama().write(tmp_path / "tiny.gguf")
-    options = ("--model", str(path), "--device-memory", "1MiB", "--log-format", "console")
+    options = ("--model", str(path), "--device-memory", "1MiB", "--log-format", log_format)
     done = serve(tmp_path / "data", "--nats-port", str(free_port()), *options)
-    assert "[info     ] converting weights" in done.stderr
+    assert says in done.stderr
     assert "\x1b" not in done.stderr
 
 

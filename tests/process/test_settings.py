@@ -7,7 +7,7 @@ import pytest
 from cache.names.policy import FULL, Policy
 from turnkeep_client.subjects import check_id
 from worker.process import settings as module
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 from worker.process.setting_sources import load, load_models
 from worker.process.settings import Settings, SettingsError, describe
 
@@ -110,11 +110,11 @@ def test_a_cache_policy_has_the_given_sizes_or_default_ones(tmp_path):
 
 def test_the_limits_of_tenants_are_a_table_of_the_file_or_one_text(tmp_path):
     write(tmp_path, "[tenants]\nrows = 2\nmemory = '1GiB'\n[models.a]\nmodel = 'x'\n")
-    expected = Tenants(rows=2, memory=2**30)
+    expected = TenantLimits(rows=2, memory=2**30)
     assert load({}, {}, None, tmp_path).tenants == expected
     assert load_models({}, {}, None, tmp_path)["a"].tenants == expected
     told = {"TURNKEEP_TENANTS": "sessions=3, metrics=50,rows=off"}
-    assert load({}, told, None, tmp_path).tenants == Tenants(sessions=3, metrics=50), "the whole table"
+    assert load({}, told, None, tmp_path).tenants == TenantLimits(sessions=3, metrics=50), "the whole table"
 
 
 def test_nats_urls_without_a_scheme_get_one(tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import shutil
-import signal
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from parts import WorkerProcess, free_port, make_tiny_model
 from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
 from turnkeep_client.subjects import Subjects
 from worker import model_memory, standby, supervisor
-from worker.model_memory import InMemory, leaving
+from worker.model_memory import IdleModel, leaving
 from worker.model_process import UNKNOWN
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
@@ -128,6 +126,7 @@ async def test_a_request_loads_its_model_and_unloads_another_one_if_memory_is_sh
     await until(lambda: not any(one.is_running() for one in left))
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(house: Any) -> None:
     at = await house(unload_after_s="1")
@@ -196,6 +195,7 @@ async def test_one_tenants_questions_to_a_model_that_is_being_loaded_leave_room_
     await nc.close()
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, embedding_model: Path) -> None:
     at = await house(unload_after_s="1", tiny=embedding_model)
@@ -206,33 +206,6 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
     await until(lambda: not at.workers())
 
 
-@pytest.mark.process
-async def test_a_draft_model_may_be_named_as_one_in_the_data_directory(
-    house: Any, tmp_path: Path, tiny_model: Path
-) -> None:
-    shutil.copytree(tiny_model, tmp_path / "data" / "models" / "small")
-    at = await house(of_wide="draft_model = 'small'", memory="'1GiB'")
-    assert (await at.chat("wide:1b", LONG)).json()["model"] == "wide:1b"
-
-
-@pytest.mark.process
-async def test_each_model_may_have_its_own_size_of_messages(house: Any) -> None:
-    at = await house(of_wide="max_message_bytes = '4MiB'", memory="'1GiB'")
-    for name in ("wide:1b", "tiny"):
-        assert (await at.chat(name, LONG)).json()["model"] == name
-
-
-@pytest.mark.process
-async def test_settings_that_are_read_again_reach_a_worker_that_is_being_started(house: Any) -> None:
-    at = await house()
-    asking = asyncio.create_task(at.chat("tiny", LONG))
-    await until(lambda: '"loading"' in at.process.log)
-    psutil.Process(at.process.pid).send_signal(signal.SIGHUP)
-    assert (await asking).is_success
-    await until(lambda: "read the settings again" in at.process.log)
-    assert "a worker has ended" not in at.process.log
-
-
 async def test_settings_that_are_read_again_hold_for_the_next_worker_too() -> None:
     alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
     await alone.reload(Settings(), {"a": Settings(max_disk=5)})
@@ -240,6 +213,7 @@ async def test_settings_that_are_read_again_hold_for_the_next_worker_too() -> No
     assert (model.settings.max_disk, model.settings.other_model) == (5, "refuse"), "others need a restart"
 
 
+@pytest.mark.packaging
 @pytest.mark.process
 async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
     at = await house(memory="'25MiB'")
@@ -251,7 +225,7 @@ async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any)
 
 
 def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_too_little() -> None:
-    old, new = InMemory(1.0, 10, "old"), InMemory(2.0, 20, "new")
+    old, new = IdleModel(1.0, 10, "old"), IdleModel(2.0, 20, "new")
     assert leaving(0, [new, old]) == []
     assert leaving(5, [new, old]) == ["old"]
     assert leaving(11, [new, old]) == ["old", "new"]

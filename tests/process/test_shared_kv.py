@@ -43,21 +43,6 @@ async def stored(worker: Any) -> None:
     await asyncio.to_thread(uploading.submit(lambda: None).result, PATIENCE_S)
 
 
-async def test_a_worker_that_takes_a_session_over_restores_its_kv_from_the_remote_tier(
-    cluster: Start,
-) -> None:
-    first = await cluster("first")
-    session = first.client.session("s")
-    appended = await session.append(text=TEXT, timeout_s=PATIENCE_S)
-    await stored(first)
-    second = await cluster("second")
-    await first.stop()
-    usage = (await second.client.session("s").generate(text="eee", max_tokens=4, timeout_s=PATIENCE_S)).usage
-    assert usage.prefilled_tokens <= usage.prompt_tokens - appended.position + 1, usage
-    metrics = await second.client.session("s").info()
-    assert metrics.worker.snapshots.remote_fetched_bytes > 0
-
-
 async def test_a_worker_that_takes_over_a_windowed_session_fetches_only_its_visible_blocks(
     cluster: Start, tmp_path: Path
 ) -> None:

@@ -106,20 +106,6 @@ async def test_the_consumer_delivers_only_requests_and_delivers_them_again_witho
     await second.ack()
 
 
-async def test_the_streams_can_be_made_concurrently_and_making_them_again_changes_nothing(js, settings):
-    await asyncio.gather(*(ensure(js, SUBJECTS, settings) for _ in range(4)))
-    before = (
-        (await js.stream_info("turnkeep_log")).config,
-        (await js.consumer_info("turnkeep_log", CONSUMER)).config,
-    )
-    await ensure(js, SUBJECTS, settings)
-    after = (
-        (await js.stream_info("turnkeep_log")).config,
-        (await js.consumer_info("turnkeep_log", CONSUMER)).config,
-    )
-    assert before == after
-
-
 async def test_workers_with_different_settings_can_make_the_streams_at_the_same_time(js, settings):
     others = [dataclasses.replace(settings, log_max_bytes=size) for size in (2**24, 2**25, 2**26)]
     await asyncio.gather(*(ensure(js, SUBJECTS, other) for other in others))

@@ -58,6 +58,7 @@ async def reach(url: str) -> Client:
 
 
 pytestmark = [
+    pytest.mark.packaging,
     pytest.mark.process,
     pytest.mark.skipif(not is_there(), reason="this user has no systemd"),
 ]

@@ -16,7 +16,6 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from otlp_receiver import Receiver
 from structlog.testing import capture_logs
 
-from tests.parts import free_port
 from turnkeep_client.errors import RequestFailedError
 from worker.observe.otlp import Traces
 from worker.observe.traces import Phase, TurnTimes
@@ -287,30 +286,3 @@ async def test_a_worker_with_a_collector_but_without_the_opentelemetry_library_f
     monkeypatch.setitem(sys.modules, "worker.observe.otlp", None)
     with pytest.raises(TracesError, match=r"otlp_endpoint: .* missing; pip install 'turnkeep\[traces\]'"):
         await local_worker(otlp_endpoint="http://127.0.0.1:1")
-
-
-@pytest.mark.process
-async def test_an_answer_resumed_after_a_crash_is_one_span_of_the_second_worker(
-    worker_process: Callable[..., Any], endless_model: Path, receiver: Receiver
-) -> None:
-    worker = worker_process("--otlp-endpoint", receiver.url, model=endless_model, port=free_port())
-    worker.start()
-    async with await worker.client() as client:
-        answer = client.session("garden").generate(
-            text="a", max_tokens=1500, headers={"traceparent": PARENT, "tracestate": "a=1"}
-        )
-        killed = False
-        async for chunk in answer:
-            if not killed and chunk.i > 20:
-                worker.kill()
-                worker.start()
-                killed = True
-        assert killed
-    assert worker.stop() == 0
-    (turn,) = receiver.turns()
-    parts = receiver.children(turn)
-    assert (turn.trace_id, turn.parent_id, turn.state) == (TRACE_ID, SPAN_ID, "a=1")
-    resumed = turn.attributes["turnkeep.resumed_tokens"]
-    assert resumed > 20
-    assert turn.attributes["gen_ai.usage.output_tokens"] == 1500
-    assert parts["decode"].attributes["turnkeep.tokens"] == 1500 - resumed

@@ -13,7 +13,8 @@ import pytest
 import yaml
 from scripted_worker import generated, metrics, plain_result, session_info
 
-from turnkeep_client import asyncapi
+import turnkeep_client
+from turnkeep_client import asyncapi, typescript
 from turnkeep_client.messages import (
     Append,
     CachePolicy,
@@ -223,3 +224,28 @@ def test_the_official_asyncapi_parser_accepts_the_document(tmp_path: Path) -> No
     command = ["node", "-e", script, str(WRITTEN)]
     parsed = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
     assert json.loads(parsed.stdout) == []
+
+
+TYPES = Path(__file__).parents[2] / "protocol" / "typescript" / "src" / "messages.ts"
+
+
+def test_the_typescript_types_match_the_asyncapi_document() -> None:
+    assert typescript.main(["--check", str(TYPES)]) == 0
+
+
+def test_the_typescript_package_has_the_python_clients_version_and_pins_its_dependencies() -> None:
+    package = json.loads((TYPES.parents[1] / "package.json").read_text())
+    assert package["version"] == turnkeep_client.__version__
+    versions = {**package["dependencies"], **package["devDependencies"]}.values()
+    assert all(version[0].isdigit() for version in versions), "there is no lock file"
+
+
+def test_outdated_typescript_types_fail_the_check_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "messages.ts"
+    old.write_text(TYPES.read_text().replace("tool_calls?:", "calls?:"))
+    assert typescript.main(["--check", str(old)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert typescript.main([]) == 0
+    assert capsys.readouterr().out == TYPES.read_text()

@@ -92,24 +92,6 @@ async def test_chunks_arrive_one_by_one_and_join_to_the_result(client: Client, w
     assert generation.seq == worker.requests[0][0]
 
 
-async def test_a_client_gets_the_first_chunk_before_the_answer_is_finished(
-    client: Client, worker: FakeWorker
-) -> None:
-    seen = asyncio.Event()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [11], "He")
-        await asyncio.wait_for(seen.wait(), 5)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    texts = []
-    async for chunk in client.session("s1").generate(text="hi"):
-        texts.append(chunk.text)
-        seen.set()
-    assert texts == ["He", TEXT[2:]]
-
-
 async def test_a_generation_can_be_awaited_without_reading_its_chunks(
     client: Client, worker: FakeWorker
 ) -> None:
@@ -141,22 +123,6 @@ async def test_reading_the_result_before_the_generation_has_ended_raises_an_erro
     generation = client.session("s1").generate(text="hi")
     with pytest.raises(RuntimeError, match="await it first"):
         _ = generation.result
-
-
-@pytest.mark.parametrize("num_chunks", [6, 4, 0])
-async def test_an_answer_ends_with_its_result_if_its_last_chunks_were_lost(
-    client: Client, worker: FakeWorker, num_chunks: int
-) -> None:
-    """A killed server may lose the last chunks, and the empty message that ends the token stream."""
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        for i, (token, text) in enumerate(zip(TOKENS[:num_chunks], TEXTS, strict=False)):
-            await worker.chunk(request, i, [token], text)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    chunks = await read_all(client.session("s1").generate(text="hi", timeout_s=10))
-    assert len(chunks) == num_chunks + (num_chunks < len(TOKENS))
 
 
 async def test_leaving_the_iteration_early_leaves_no_subscriptions_or_tasks_behind(
@@ -218,31 +184,6 @@ async def test_a_task_that_waits_for_a_result_ends_whenever_it_is_cancelled(
         assert done
         assert task.cancelled()
     assert subscriptions(client) == 0
-
-
-async def test_cancelling_a_running_answer_ends_it_with_the_finish_reason_cancelled(
-    client: Client, worker: FakeWorker
-) -> None:
-    cancelled = asyncio.Event()
-
-    async def on_control(message: Msg) -> None:
-        request = decode_control(message.data)
-        assert isinstance(request, CancelRequest)
-        await message.respond(encode(Cancelled(id=request.id, was="running")))
-        cancelled.set()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [11], "He")
-        await cancelled.wait()
-        await worker.result(generated(seq, request, text="He", tokens=(11,), finish_reason="cancelled"))
-
-    await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
-    await heard(worker.nats)
-    worker.script = script
-    generation = client.session("s1").generate(text="hi")
-    async for _ in generation:
-        assert (await generation.cancel()).was == "running"
-    assert generation.result.finish_reason == "cancelled"
 
 
 class Cancelling:
@@ -504,24 +445,6 @@ async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_an
     assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]
 
 
-async def test_a_chunk_published_after_its_successor_is_yielded_before_the_answer_ends(
-    client: Client, worker: FakeWorker
-) -> None:
-    seen = asyncio.Event()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 1, [12], "llo")
-        await asyncio.sleep(0.3)
-        await worker.js.purge_stream(SUBJECTS.token_stream)
-        await worker.chunk(request, 0, [11, 12, 13], "Hello, ")
-        await asyncio.wait_for(seen.wait(), 5)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    async for _ in client.session("s1").generate(text="hi"):
-        seen.set()
-
-
 @pytest.mark.parametrize("lost", [{0}, {2}, {5}, {1, 2, 4}, {0, 1, 2, 3, 4, 5}])
 async def test_the_content_of_lost_chunks_comes_with_the_result(
     client: Client, worker: FakeWorker, lost: set[int]
@@ -538,25 +461,6 @@ async def test_the_content_of_lost_chunks_comes_with_the_result(
     assert generation.result.text == TEXT
 
 
-async def test_tokens_published_again_in_different_chunks_are_yielded_once(
-    client: Client, worker: FakeWorker
-) -> None:
-    """A worker that resumes an answer may publish tokens again, in other chunks."""
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [11], "He")
-        await worker.chunk(request, 1, [12, 13], "llo, ")
-        await worker.chunk(request, 1, [12], "llo")
-        await worker.chunk(request, 2, [13, 14], ", wör")
-        await worker.chunk(request, 0, [11, 12, 13, 14, 15], "Hello, wörld")
-        await worker.chunk(request, 5, [16], "!")
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    chunks = await read_all(client.session("s1").generate(text="hi"))
-    assert [chunk.text for chunk in chunks] == ["He", "llo, ", "wör", "ld", "!"]
-
-
 @pytest.mark.parametrize(("tokens", "text"), [([11, 99], "Hello"), ([11, 12], "Hullo")])
 async def test_chunks_that_contradict_each_other_raise_an_error(
     client: Client, worker: FakeWorker, tokens: list[int], text: str
@@ -569,19 +473,6 @@ async def test_chunks_that_contradict_each_other_raise_an_error(
     with pytest.raises(StreamBrokenError, match="twice"):
         await read_all(client.session("s1").generate(text="hi"))
     assert subscriptions(client) == 0
-
-
-async def test_chunks_that_contradict_the_recorded_result_raise_an_error(
-    client: Client, worker: FakeWorker
-) -> None:
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [99], "He")
-        await asyncio.sleep(0.1)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    with pytest.raises(StreamBrokenError, match="recorded tokens"):
-        await read_all(client.session("s1").generate(text="hi"))
 
 
 async def test_a_slow_reader_gets_every_chunk(
@@ -604,18 +495,6 @@ async def test_a_slow_reader_gets_every_chunk(
         await asyncio.sleep(0.02)
         texts.append(chunk.text)
     assert texts == list(TEXTS)
-
-
-async def test_a_client_that_receives_no_messages_finds_its_answer_in_the_log(
-    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        return lambda: asyncio.sleep(0)
-
-    monkeypatch.setattr(client._wire, "listen", deaf)
-    generation = client.session("s1").generate(text="hi")
-    await read_all(generation)
-    assert generation.result.text == TEXT
 
 
 async def test_a_client_finds_its_result_in_the_log_behind_many_other_results(

@@ -260,15 +260,6 @@ async def test_invalid_session_tenant_prefix_and_worker_names_are_refused_by_the
         await anext(client.metrics("a.b"))
 
 
-async def test_a_refused_request_raises_an_error_with_its_code_and_whether_it_is_retryable(
-    client: Client, worker: FakeWorker
-) -> None:
-    worker.script = refuse
-    with pytest.raises(RequestFailedError, match="overloaded: 4 requests wait") as caught:
-        await client.session("s1").append(text="a")
-    assert (caught.value.code, caught.value.retryable) == ("overloaded", True)
-
-
 async def test_submit_stores_a_request_in_the_log_and_returns_a_failure_as_a_value(
     client: Client, worker: FakeWorker
 ) -> None:

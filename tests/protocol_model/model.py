@@ -146,7 +146,6 @@ class Rules(NamedTuple):
     reads_at_once: bool = False  # whether a log that was not read before is read in one step
     routes_freely: bool = False  # whether a worker that is not the owner may take a session
     most_chunks: int | None = 1  # None: an answer may have any number
-    wakes: bool = False  # whether a worker that leaves a session wakes its owner
     without: frozenset[str] = frozenset()
 
     def has(self, rule: str) -> bool:
@@ -429,9 +428,12 @@ class Model(NamedTuple):
             return
         last = last_out(session.log)
         owner = session.log[last - 1].by if last else None
-        for members, _ in _beliefs(shared):
-            if owner is not None and owner != w and owner in members:
-                yield ("leave", w), self._ring(left, owner) if self.rules.wakes else left
+        for members, drained in _beliefs(shared):
+            takers = [one for one in members if one not in drained] or members
+            if owner is not None and owner != w and owner in takers:
+                hears = shared.workers[owner].status != DEAD
+                wakes = hears and self.rules.has("a worker that leaves a session wakes its owner")
+                yield ("leave", w), self._ring(left, owner) if wakes else left
             else:
                 yield ("read anew", w), _with(session, w, Memory())
 

@@ -21,7 +21,7 @@ from tests.simulation.actors import EXPECT_HEADER, SUBJECTS
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Close, Generate, decode_chunk, decode_request, decode_result
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 from worker.sessions.record import changes_nothing
 
 from .model import Chunk, Entry, Memory, Model, Rules, Session, Shared, Worker, last_out
@@ -56,7 +56,7 @@ _SETTINGS: Final = {
     "max_attempts": 3,
     "max_batch": 16,
     "max_waiting": 100,
-    "tenants": Tenants(sessions=100),
+    "tenants": TenantLimits(sessions=100),
     "idle_timeout_s": 0.3,
     "closed_ttl_s": None,  # sessions that were closed and not forgotten stay
     "cache_policy": FULL,

@@ -75,6 +75,12 @@ def test_what_the_model_forgets_of_stale_workers_changes_no_verdict() -> None:
             AT_ONCE._replace(num_faults=2, num_losses=1),
             "has no result",
         ),
+        (
+            "a worker that leaves a session wakes its owner",
+            "AA",
+            AT_ONCE._replace(num_losses=1),
+            "has no result",
+        ),
         ("a removed request has a safe result", "A", POWER_CUT, "neither queue nor results"),
         (
             "a restart makes no result safe",

@@ -94,20 +94,6 @@ def test_serve_on_a_port_of_another_program_exits_with_one_line_that_names_the_p
     check_one_line(done, 1, f"port {taken_port} of 127.0.0.1 is taken", "--nats-port")
 
 
-@pytest.mark.process
-async def test_a_second_worker_on_a_data_directory_exits_and_the_first_one_keeps_answering(
-    worker_process: Callable[..., WorkerProcess],
-) -> None:
-    process = worker_process()
-    process.start()
-    async with await process.client() as client:
-        assert (await client.session("s").append(text="hello")).position == 5
-        done = await asyncio.to_thread(turnkeep, "serve", "--data-dir", process.data_dir, "--nats", NOBODY)
-        check_one_line(done, 1, "is in use by", "(pid ", "--data-dir")
-        assert (await client.session("s").append(text="hello")).position == 10
-    assert process.stop() == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -125,16 +111,6 @@ def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
     done = CliRunner().invoke(main, ["serve", *arguments])
     assert done.exit_code == 2
     assert says in done.output
-
-
-def test_an_unknown_name_or_invalid_toml_in_the_settings_file_stops_serve_with_one_line(
-    tmp_path: Path,
-) -> None:
-    config = tmp_path / "turnkeep.toml"
-    config.write_text("max_bach = 4\n")
-    check_one_line(turnkeep("serve", "--config", config), 2, "max_bach", "did you mean max_batch?")
-    config.write_text("max_batch = \n")
-    check_one_line(turnkeep("serve", "--config", config), 2, "is not valid TOML")
 
 
 # Without a disk for KV
@@ -300,22 +276,6 @@ def test_a_command_on_a_nats_server_without_a_worker_exits_with_one_line_that_sa
     check_one_line(turnkeep("cancel", "s", "r", *options), 1, "no worker serves nobody-here.default.s.ctl")
 
 
-async def test_a_refused_command_exits_with_one_line_that_says_why(local_worker: Callable[..., Any]) -> None:
-    worker = await local_worker()
-    await worker.client.session("s").append(text="x")
-    options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
-    for command, says in (
-        (("ask", "hello", "--session", "a.b"), "session 'a.b' is not valid"),
-        (("info", "a b"), "session 'a b' is not valid"),
-        (("ask", "hello", "--tenant", "*"), "tenant '*' is not valid"),
-        (("cancel", "s", "r/1"), "request id 'r/1' is not valid"),
-        (("ask", "hello", "--max-tokens", "5", "--min-tokens", "6"), "min_tokens of at most"),
-        (("info", "never-made"), "there is no session never-made"),
-        (("cancel", "s", "never-made"), "the session has no request with this id"),
-    ):
-        check_one_line(await asyncio.to_thread(turnkeep, *command, *options), 1, says)
-
-
 async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_time(
     local_worker: Callable[..., Any],
 ) -> None:
@@ -333,29 +293,3 @@ async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_t
     nothing = await asyncio.to_thread(turnkeep, "chat", *options)
     assert (nothing.returncode, nothing.stdout) == (0, "")
     assert (await worker.client.session("chat").info()).requests == 4
-
-
-async def test_with_a_running_worker_the_commands_ask_info_and_cancel_succeed(
-    local_worker: Callable[..., Any],
-) -> None:
-    worker = await local_worker()
-    options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix)
-    ask = ("ask", "hello", "--max-tokens", 5, "--temperature", 0, *options)
-    once = await asyncio.to_thread(turnkeep, *ask, fresh=True)
-    cut = "turnkeep: ended at max_tokens (5): the answer is cut\n"
-    assert (once.returncode, once.stderr) == (0, cut)
-    kept = await asyncio.to_thread(turnkeep, *ask, "--session", "s")
-    assert (kept.returncode, kept.stdout) == (0, once.stdout)
-    shown = await asyncio.to_thread(turnkeep, "info", "s", "--json", *options, fresh=True)
-    assert (shown.returncode, json.loads(shown.stdout)["session"]) == (0, "s")
-    table = await asyncio.to_thread(turnkeep, "info", "s", *options)
-    assert (table.returncode, table.stderr) == (0, "")
-    assert "position" in table.stdout
-    of_worker = await asyncio.to_thread(turnkeep, "info", *options)
-    assert (of_worker.returncode, of_worker.stderr) == (0, "")
-    assert "2 ok" in of_worker.stdout
-    running = worker.client.session("s").generate(text="eee", max_tokens=1500, request_id="long")
-    async for _ in running:
-        break
-    done = await asyncio.to_thread(turnkeep, "cancel", "s", "long", *options)
-    assert done.stdout == "cancelled long, which was running\n" or "answered already" in done.stderr

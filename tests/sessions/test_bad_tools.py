@@ -80,16 +80,6 @@ async def test_excessive_tools_or_stop_strings_are_refused_while_another_answer_
     assert (await served.result(running))["tokens"] == expected["tokens"]
 
 
-@pytest.mark.parametrize("says", BOMBS)
-async def test_a_non_strict_tool_with_an_unenforceable_schema_is_accepted_with_a_warning(
-    served: Wire, says: str
-) -> None:
-    tools = [tool(f"f{n}", one) for n, one in enumerate(BOMBS[says])]
-    told = await served.send("s", asked("a", tools=tools, tool_choice="required"))
-    assert told["type"] == "generated"
-    assert says in " ".join(told["warnings"])
-
-
 async def test_a_tool_with_an_unenforceable_schema_leaves_the_other_tools_held_to_theirs(
     served: Wire,
 ) -> None:

@@ -79,32 +79,6 @@ def _parameters(model: Any) -> list[tuple[str, mx.array]]:
     return parameters
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-async def test_models_with_states_or_windows_prefill_only_the_new_tokens_after_a_restart(
-    local_worker, make_folder, tmp_path, kind
-) -> None:
-    folder = str(make_folder(kind))
-    worker = await local_worker(model=folder)
-    session = worker.client.session("s")
-    await session.append(text="Once upon a time " * 8)
-    first = await session.generate(max_tokens=41)
-    await worker.stop()
-    worker = await local_worker(model=folder)
-    session = worker.client.session("s")
-    second = await session.generate(text=" and then", max_tokens=20)
-    assert second.usage.cached_tokens == first.position - 1
-    assert second.usage.prefilled_tokens == len(" and then") + 1
-    await worker.stop()
-
-    other = await local_worker(
-        model=folder, data_dir=tmp_path / "other", prefix=f"whole-{kind}", snapshots="off"
-    )
-    session = other.client.session("s")
-    await session.append(text="Once upon a time " * 8)
-    assert (await session.generate(max_tokens=41)).tokens == first.tokens
-    assert (await session.generate(text=" and then", max_tokens=20)).tokens == second.tokens
-
-
 async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new_model_code(
     local_worker, tiny_model, tmp_path, monkeypatch
 ) -> None:
@@ -174,25 +148,6 @@ async def test_a_worker_does_not_start_with_kv_bits_and_a_model_whose_kv_cannot_
         await local_worker(kv_bits=8)
 
 
-async def test_a_sliding_window_layer_needs_memory_only_for_its_window_and_256_tokens_before_it(
-    local_worker, make_folder
-) -> None:
-    """600 tokens of 256 bytes would exceed the memory limit. One layer keeps the KV of all tokens.
-
-    The other has a window of 24 tokens, and keeps the KV of the 256 tokens before the window too.
-    """
-    model = str(make_folder("gemma3_text"))
-    worker = await local_worker(model=model, kv_bytes=120 * 2**10, block_tokens=16)
-    session = worker.client.session("s")
-    appended = await session.append(text="x" * 600)
-    assert appended.kv_live_bytes == (599 + 24) * 128
-    assert (await session.info()).kv_live_bytes == (599 + 24) * 128
-    answer = await session.generate(max_tokens=20)
-    assert answer.kv_live_bytes == (answer.position - 1 + 24) * 128
-    with pytest.raises(RequestFailedError, match="take 125440 bytes of KV, the limit is 122880"):
-        await session.append(text="x" * (700 - answer.position))
-
-
 async def test_the_log_line_of_a_loaded_model_names_kv_bits_bytes_per_token_and_cache_classes(
     local_worker, make_folder
 ) -> None:
@@ -201,6 +156,9 @@ async def test_the_log_line_of_a_loaded_model_names_kv_bits_bytes_per_token_and_
     said = next(line for line in lines if line["event"] == "loaded the model")
     assert (said["kv_bits"], said["kv_bytes_per_token"]) == (8, 320)
     assert said["caches"] == "2*QuantizedKVCache(32,8)"
+
+
+OF_WINDOW = "RingCache(sink_window(0,24))"
 
 
 async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
@@ -219,9 +177,6 @@ async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
     answer = await session.generate(max_tokens=8)
     assert (len(answer.tokens), answer.usage.cached_tokens) == (8, 10)
     assert not list((tmp_path / "data").rglob("*.safetensors"))
-
-
-OF_WINDOW = "RingCache(sink_window(0,24))"
 
 
 @pytest.mark.parametrize(
@@ -309,16 +264,3 @@ async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_
     with pytest.raises(WorkerError) as stopped:
         await local_worker(model=folder, cache_policy=Policy(4, 64))
     assert str(stopped.value) == f"cache_policy cannot be the default here: {refused.value.message}"
-
-
-async def test_a_layer_with_a_sliding_window_keeps_only_that_window_under_the_policy_sink_window(
-    local_worker, make_folder
-) -> None:
-    worker = await local_worker(model=str(make_folder("gemma3_text")))
-    session = worker.client.session("s", cache={"policy": "sink_window", "sink": 2, "window": 64})
-    first = await session.append(text="Once upon a time " * 20)
-    assert first.visible_from == first.position - 64
-    live = [(await session.generate(text="more", max_tokens=4)).kv_live_bytes for _ in range(4)]
-    assert {first.kv_live_bytes, *live} == {(66 + 24) * 2 * 2 * 8 * 4}, (
-        "a full layer, and one with a window of 24"
-    )

@@ -26,12 +26,12 @@ from cache.names.policy import FULL, Policy
 from cache.names.tokens import pack
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
-from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Open, Rewind
+from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Rewind
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, record
 from worker.sessions.attachments import _Body
-from worker.sessions.session import Session
-from worker.wire.consistent_reads import Entry
+from worker.sessions.session import ServedSession
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.written import answers
 
 EVERY = 4
@@ -82,21 +82,21 @@ async def converse(world: World, turns: range) -> None:
         await stored(world)
 
 
-async def opened(world: World) -> Session:
+async def opened(world: World) -> ServedSession:
     """Open the session a second time from the log, as another worker would."""
     return await world.refolded()
 
 
-def checkpoints(world: World) -> list[Entry]:
+def checkpoints(world: World) -> list[StoredMessage]:
     return [entry for entry in world.log.entries if entry.kind == "checkpoint"]
 
 
-def is_first(checkpoint: Entry) -> bool:
+def is_first(checkpoint: StoredMessage) -> bool:
     """Say whether a message of the subject `checkpoint` is the first one of its value."""
     return "before" not in json.loads(checkpoint.body)
 
 
-def resumed_at(session: Session) -> int:
+def resumed_at(session: ServedSession) -> int:
     return session.log.record._checkpoint_seq
 
 
@@ -110,7 +110,7 @@ def without_checkpoints(world: World) -> World:
     return other
 
 
-async def whole(world: World) -> Session:
+async def whole(world: World) -> ServedSession:
     """Open the session from its whole log, without checkpoints."""
     return await without_checkpoints(world).refolded()
 
@@ -145,7 +145,7 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     read: list[int] = []
     page = world.log.page
 
-    async def counting(*arguments: Any, **more: Any) -> tuple[list[Entry], bool]:
+    async def counting(*arguments: Any, **more: Any) -> tuple[list[StoredMessage], bool]:
         entries, is_more = await page(*arguments, **more)
         read.extend(entry.seq for entry in entries)
         return entries, is_more
@@ -190,32 +190,6 @@ async def test_an_id_used_before_the_checkpoint_is_recognised_when_it_is_used_ag
     assert resumed_at(world.session) > repeated.repeat_of
     conflict = await world.ask(Append(id="q2", text="something else"))
     assert conflict.code == "id_conflict"
-
-
-@pytest.mark.parametrize("to", [0, 1, 37, 120, 300])
-@pytest.mark.parametrize("crash", [False, True])
-async def test_a_rewind_to_before_a_checkpoint_gives_the_same_history_as_without_checkpoints(
-    world: World, to: int, crash: bool
-) -> None:
-    await converse(world, range(20))
-    if crash:
-        world.crash()
-    assert (await world.ask(Rewind(id="back", position=to))).position == to
-    await converse(world, range(20, 30))
-    for session in (await opened(world), await whole(world)):
-        assert_same(session.history, world.session.history)
-
-
-async def test_a_reopened_session_opened_from_a_checkpoint_has_nothing_from_before_its_close(
-    world: World,
-) -> None:
-    await converse(world, range(12))
-    await world.ask(Close(id="close"))
-    await world.ask(Open(id="open"))
-    await converse(world, range(12, 24))
-    session = await opened(world)
-    assert resumed_at(session) > 0
-    assert_same(session.history, (await whole(world)).history)
 
 
 async def test_a_session_that_another_worker_removes_during_a_read_of_its_log_is_read_again(

@@ -18,8 +18,9 @@ import structlog
 from raw_wire import Start, Wire, append, generate
 
 from cache.disk import format as snapshot_format
+from cache.disk.header import read_name
 from cache.names import blocks
-from cache.names.tokens import unpack
+from cache.names.tokens import TOKEN_BYTES, unpack
 from cache.store import Store
 from tests.parts import BLOCK, WorkerProcess
 from worker.app import App
@@ -50,9 +51,10 @@ async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: p
     await w.send("s", append("a", text("x", 20 * BLOCK)))
     await settled(w)
     assert snapshots(w) == 20
-    assert len(hashed) == 20
+    assert sum(len(packed) == BLOCK * TOKEN_BYTES for packed in hashed) == 20
+    assert len(hashed) <= 20 + 1, "and a tail was looked for"
     await w.send("s", generate("g", max_tokens=BLOCK))
-    assert len(hashed) <= 2 * 20 + 1
+    assert len(hashed) <= 2 * 20 + 2
 
 
 async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wire: Start) -> None:
@@ -79,8 +81,8 @@ async def test_a_close_with_forget_is_not_settled_while_another_turn_uses_the_sn
     await w.send("s", append("a", text("x")))
     await settled(w)
     store = w.worker.app._store
-    entries = sorted(store._index, key=lambda entry: entry.start)
-    tokens = unpack(b"".join(entry.tokens for entry in entries))
+    names = [read_name(path) for path in store._folder.snapshots.iterdir()]
+    tokens = unpack(b"".join(name.tokens for name in sorted(names, key=lambda name: name.start)))
     held = store.kv.hold(store.kv.chain("default"), tokens)
     closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
     assert (closed["forgotten"], closed["settled"]) == (3, False)

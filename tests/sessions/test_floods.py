@@ -16,12 +16,12 @@ from nats.js import JetStreamContext
 from raw_wire import LONG, Start, Wire, append, generate
 
 from worker.cluster import endpoints
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 from worker.sessions.fold import Fold
-from worker.sessions.history import History
+from worker.sessions.history import TokenHistory
 from worker.sessions.record import Record
-from worker.sessions.session import Session
-from worker.sessions.session_log import SessionLog
+from worker.sessions.session import ServedSession
+from worker.sessions.session_log import FencedLog
 from worker.wire import consistent_reads, intake
 
 pytestmark = pytest.mark.simulated
@@ -57,7 +57,7 @@ async def test_a_tenants_request_is_answered_before_half_of_another_tenants_floo
     wire: Start, num_sessions: int
 ) -> None:
     """Whether the flood is in one session or in many."""
-    one = await wire(max_waiting=MAX_SESSIONS, tenants=Tenants(sessions=MAX_SESSIONS // 2))
+    one = await wire(max_waiting=MAX_SESSIONS, tenants=TenantLimits(sessions=MAX_SESSIONS // 2))
     await one.send("s", append("warm"), tenant="quiet")
     flood = [
         await one.publish(f"s{n % num_sessions}", generate(f"r{n}", text="eee", max_tokens=20), tenant="loud")
@@ -109,14 +109,14 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise it would read all sessions of a flood, and answer none."""
-    fold, folded = SessionLog._read_log, 0
+    fold, folded = FencedLog._read_log, 0
 
-    async def counted(log: SessionLog, record: Record) -> None:
+    async def counted(log: FencedLog, record: Record) -> None:
         nonlocal folded
         folded += 1
         await fold(log, record)
 
-    monkeypatch.setattr(SessionLog, "_read_log", counted)
+    monkeypatch.setattr(FencedLog, "_read_log", counted)
     one = await wire(max_batch=1)
     for n in range(NUM_FLOOD):
         await one.publish(f"s{n}", generate("r", **LONG))
@@ -130,25 +130,12 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
 
 
 @pytest.mark.usefixtures("_small")
-async def test_returning_a_request_because_the_worker_is_full_counts_as_no_attempt(
-    wire: Start,
-) -> None:
-    """A worker notes an attempt only for a request that another worker had before."""
-    one = await wire(max_waiting=2, tenants=Tenants(sessions=1))
-    seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=40)) for n in range(6)]
-    noted = await one.nc.subscribe(f"{one.prefix}.*.*.attempt")
-    for seq in seqs:
-        assert (await one.result(seq))["type"] == "generated"
-    assert noted.pending_msgs == 0
-
-
-@pytest.mark.usefixtures("_small")
 async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_another_tenants_flood(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The worker returns both to the log; those of the flood come again one after another."""
     monkeypatch.setattr(intake, "_RETURNS_PER_S", 2)
-    one = await wire(tenants=Tenants(sessions=1))
+    one = await wire(tenants=TenantLimits(sessions=1))
     flood = [
         await one.publish(f"s{n}", generate("r", text="eee", max_tokens=2), tenant="loud")
         for n in range(NUM_FLOOD)
@@ -227,7 +214,7 @@ async def test_requests_of_a_burst_that_reach_a_stopping_worker_count_no_attempt
 async def test_a_stop_neither_marks_a_forgotten_session_nor_hides_that_a_request_has_crashed_workers(
     wire: Start,
 ) -> None:
-    one = await wire(max_waiting=1, tenants=Tenants(sessions=1))
+    one = await wire(max_waiting=1, tenants=TenantLimits(sessions=1))
     busy = await one.publish("busy", generate("r", text="eee", max_tokens=20))
     gone = await one.publish("secret", append("a", "ab"))  # no room: the worker returns it
     while not one.worker.app._parts.intake.num_returned:  # noqa: ASYNC110 - nothing tells
@@ -288,16 +275,16 @@ async def test_a_waiting_request_that_the_worker_has_not_read_yet_can_be_cancell
 async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go_on, look, waiting = asyncio.Event(), Session.refresh, 0
+    go_on, look, waiting = asyncio.Event(), ServedSession.refresh, 0
 
-    async def waits(session: Session, **how: bool) -> None:
+    async def waits(session: ServedSession, **how: bool) -> None:
         nonlocal waiting
         waiting += 1
         if session.key.tenant == "loud":
             await go_on.wait()
         await look(session, **how)
 
-    monkeypatch.setattr(Session, "refresh", waits)
+    monkeypatch.setattr(ServedSession, "refresh", waits)
     monkeypatch.setattr(endpoints, "_MAX_OPEN", 4)
     one = await wire()
     info = {"type": "info"}
@@ -314,13 +301,13 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a restart the worker reads the log of each of these sessions, a few at a time."""
-    one, fold, num_answered = await wire(), SessionLog._read_log, 0
+    one, fold, num_answered = await wire(), FencedLog._read_log, 0
     for n in range(NUM_FLOOD):
         await one.send(f"s{n}", append("r"), tenant="loud")
     await one.send("s", append("warm"), tenant="quiet")
     await one.worker.stop()
 
-    async def slow(log: SessionLog, record: Record) -> None:
+    async def slow(log: FencedLog, record: Record) -> None:
         await asyncio.sleep(0.5)
         await fold(log, record)
 
@@ -329,7 +316,7 @@ async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tena
         assert (await two.control(f"s{number}", {"type": "info"}, tenant="loud"))["position"] == 5
         num_answered += 1
 
-    monkeypatch.setattr(SessionLog, "_read_log", slow)
+    monkeypatch.setattr(FencedLog, "_read_log", slow)
     two = await wire()
     asked = [asyncio.create_task(ask(n)) for n in range(NUM_FLOOD)]
     await asyncio.sleep(0.1)
@@ -346,7 +333,7 @@ async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tena
     one, extend, tokenised = await wire(), Fold.extend, list[str]()
     one.worker.app._parts.sessions._services.fold.tokenising.num_free = 1  # as on two CPUs
 
-    def slow(fold: Fold, history: History, request: Any, answer: Any = None) -> Any:
+    def slow(fold: Fold, history: TokenHistory, request: Any, answer: Any = None) -> Any:
         time.sleep(0.05)  # tokenising a long text
         tokenised.append(request.id)
         return extend(fold, history, request, answer)

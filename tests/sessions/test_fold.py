@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from dataclasses import replace
 from datetime import UTC, datetime
 from hashlib import blake2b
@@ -49,16 +50,18 @@ from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
 from worker.process.concurrency import SharedLock
 from worker.process.rotation import Rotation
+from worker.sessions import answered_ids
+from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
 from worker.sessions.fold import Fold
 from worker.sessions.formats import Formats
-from worker.sessions.history import History
-from worker.sessions.limits import Limits
+from worker.sessions.history import TokenHistory
+from worker.sessions.limits import RequestLimits
 from worker.sessions.services import Services
-from worker.sessions.session import Session
+from worker.sessions.session import ServedSession
 from worker.sessions.shares import Shares
-from worker.wire.chunks import Published
-from worker.wire.consistent_reads import Entry
+from worker.wire.chunks import PublishedChunks
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
 from worker.wire.retention import Retention
@@ -88,9 +91,9 @@ class AnswerChunks:
     async def remove(self, *_: Any) -> None:
         pass
 
-    async def read(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> Published:
+    async def read(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> PublishedChunks:
         self.looks.append(request_id)
-        return Published(self.stored)
+        return PublishedChunks(self.stored)
 
 
 class Log:
@@ -100,17 +103,17 @@ class Log:
     is_alone = True
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[StoredMessage] = []
         self.asked: list[int] = []  # the sequences of all requests
         self.chunks = AnswerChunks()
         self.notes: list[bytes] = []
 
     def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
         self.asked += [len(self.entries) + 1] if kind == "in" else []
-        self.entries.append(Entry(len(self.entries) + 1, kind, STORED, body, headers or {}))
+        self.entries.append(StoredMessage(len(self.entries) + 1, kind, STORED, body, headers or {}))
         return len(self.entries)
 
-    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[Entry], int]:
+    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[StoredMessage], int]:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
         return found[:PAGE], len(found[PAGE:])
 
@@ -123,15 +126,15 @@ class Log:
     async def last_seq(self, _: SessionKey, kind: str) -> int:
         return max((entry.seq for entry in self.entries if entry.kind == kind), default=0)
 
-    async def last(self, _: SessionKey, kind: str) -> Entry | None:
+    async def last(self, _: SessionKey, kind: str) -> StoredMessage | None:
         if kind == "attempt":
-            return Entry(1, "out", STORED, self.notes[-1], {}) if self.notes else None
+            return StoredMessage(1, "out", STORED, self.notes[-1], {}) if self.notes else None
         return next((entry for entry in reversed(self.entries) if entry.kind == kind), None)
 
     async def is_there(self, _: int) -> bool:
         return True
 
-    async def entry(self, seq: int) -> Entry | None:
+    async def entry(self, seq: int) -> StoredMessage | None:
         found = self.entries[seq - 1]
         return found if found.kind == "in" else None
 
@@ -279,7 +282,7 @@ class World:
         parts: Any = {
             "journal": self.log,
             "engine": self.engine,
-            "limits": Limits(self.engine, policy, **sizes),  # type: ignore[arg-type]
+            "limits": RequestLimits(self.engine, policy, **sizes),  # type: ignore[arg-type]
             "outbox": self.outbox,
             "erasures": SimpleNamespace(note=nothing),
         }
@@ -290,7 +293,7 @@ class World:
             asides=self.tasks,
             ack=self._release,
             is_elsewhere=nothing,
-            give_back=nothing,
+            hand_over=nothing,
             erase_elsewhere=alone,
             reading=Rotation(2),
             shares=Shares(4),
@@ -308,7 +311,7 @@ class World:
             build="",
             **parts,
         )
-        self.session = Session(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
+        self.session = ServedSession(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
 
     async def _release(self, _: SessionKey) -> None:
         self.num_released += 1
@@ -336,7 +339,7 @@ class World:
         bodies = [entry.body for entry in self.log.entries if entry.kind == "out"]
         return [decode_result(body) for body in bodies if body != NO_RESULT]
 
-    async def refolded(self) -> Session:
+    async def refolded(self) -> ServedSession:
         """Return the session as read from its log, up to the first request without a result.
 
         The default policy there is one that no session here has, so that the log must name the policy.
@@ -366,7 +369,7 @@ class World:
         assert folded.out_seq == live.out_seq
 
 
-def assert_same(one: History, other: History) -> None:
+def assert_same(one: TokenHistory, other: TokenHistory) -> None:
     """Assert that two histories are equal; either may have only the last messages of the conversation."""
     assert one.tokens == other.tokens
     assert (one.exists, one.closed, one.model) == (other.exists, other.closed, other.model)
@@ -499,20 +502,6 @@ async def test_a_copied_session_began_at_the_time_that_its_first_request_states_
         assert session.history.conversation.started == began
 
 
-async def test_a_repeated_request_gets_the_recorded_result_and_changes_nothing(world) -> None:
-    request = Generate(id="g", text="hello", max_tokens=5)
-    first = await world.ask(request)
-    await world.ask(Append(id="a", text="more"))
-    before = world.session.history
-    again = await world.ask(request)
-    assert again == msgspec.structs.replace(first, seq=again.seq, repeat_of=first.seq)
-    assert world.session.history == before
-    world.crash()
-    once_more = await world.ask(request)
-    assert once_more.repeat_of == first.seq, "of the first one, also across repeats and restarts"
-    await world.assert_fold_is_life()
-
-
 async def test_a_request_under_the_id_of_another_request_is_refused_as_a_conflict(world) -> None:
     await world.ask(Append(id="a", text="one"))
     for _ in range(2):
@@ -521,27 +510,6 @@ async def test_a_request_under_the_id_of_another_request_is_refused_as_a_conflic
         world.crash()
     repeated = await world.ask(Append(id="a", text="one"))
     assert repeated.repeat_of == 1, "the first one keeps the id"
-
-
-async def test_a_cancelled_request_gets_its_result_before_the_requests_that_wait_in_front_of_it(
-    world,
-) -> None:
-    """So results may be in another order than their requests, which the fold accepts."""
-    first = world.publish(Append(id="first", text="one"))
-    second = world.publish(Append(id="second", text="two"))
-    third = world.publish(Generate(id="third", max_tokens=3))
-    cancelled = await cancel(world.session, "second")
-    assert cancelled.was == "waiting"
-    await world.assert_fold_is_life()
-    world.crash()
-    world.ring(third)
-    await world.session.run()
-    assert [result.seq for result in world.results] == [second, first, third]
-    assert world.result(second).code == "expired"
-    assert list(world.session.history.tokens[:3]) == world.session.services.fold._tokenizer.encode(
-        "one", at_start=True
-    )
-    await world.assert_fold_is_life()
 
 
 async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_during_the_close(
@@ -666,19 +634,6 @@ async def test_the_usage_of_an_answer_resumed_from_published_tokens_adds_up(worl
     assert usage.completion_tokens == 6
 
 
-async def test_a_worker_with_the_session_in_memory_resumes_an_answer_that_another_worker_began(
-    world,
-) -> None:
-    """Clients have received the beginning from the token stream, so every worker must keep it."""
-    await world.ask(Append(id="a", text="one"))
-    begun = tuple(world._tokenizer.encode("ba", at_start=False))
-    world.log.chunks.stored = [Chunk(0, begun, "ba")]
-    result = await world.ask(Generate(id="g", max_tokens=5))
-    assert result.tokens[:2] == begun
-    assert result.text.startswith("ba")
-    await world.assert_fold_is_life()
-
-
 async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(world, monkeypatch) -> None:
     """The worker still runs, so the request, which was delivered before, did not crash it."""
     commit, num_lost = world.log.commit, 0
@@ -698,49 +653,21 @@ async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(
     assert not world.log.notes
 
 
-async def test_a_session_opened_after_its_close_starts_empty(world) -> None:
-    await world.ask(Append(id="a", text="one"))
-    closed = await world.ask(Close(id="c"))
-    assert closed.position == 3
-    refused = await world.ask(Append(id="b", text="two"))
-    assert refused.code == "unknown_session"
-    await world.assert_fold_is_life()
-    world.crash()
-    opened = await world.ask(Open(id="o"))
-    assert opened.position == 0
-    appended = await world.ask(Append(id="d", text="three", expect_position=0))
-    assert appended.position == 5
-    repeated = await world.ask(Append(id="a", text="one"))
-    assert (repeated.repeat_of, repeated.position) == (1, 3), "ids are the session name's, for good"
-    await world.assert_fold_is_life()
-
-
-async def test_an_answer_cancelled_before_its_first_token_adds_neither_tokens_nor_its_input(world) -> None:
-    await world.ask(Append(id="a", text="one"))
-    world.engine.cancel_after = 0
-    result = await world.ask(Generate(id="g", text="two", max_tokens=5))
-    assert (result.finish_reason, result.tokens, result.position) == ("cancelled", (), 3)
-    world.engine.cancel_after = 1
-    partly = await world.ask(Generate(id="h", text="more", max_tokens=5))
-    assert (partly.finish_reason, len(partly.tokens), partly.position) == ("cancelled", 1, 3 + 4 + 1)
-    await world.assert_fold_is_life()
-
-
-def tampered(entries: list[Entry], index: int, **fields: Any) -> list[Entry]:
+def tampered(entries: list[StoredMessage], index: int, **fields: Any) -> list[StoredMessage]:
     """Change fields of the `index`-th result; `headers` are merged."""
     outs = [entry for entry in entries if entry.kind == "out"]
     changed = dict(fields)
     if "headers" in changed:
         changed["headers"] = {**outs[index].headers, **changed["headers"]}
     return [
-        Entry(**{**{name: getattr(entry, name) for name in Entry.__slots__}, **changed})
+        StoredMessage(**{**{name: getattr(entry, name) for name in StoredMessage.__slots__}, **changed})
         if entry is outs[index]
         else entry
         for entry in entries
     ]
 
 
-async def diverged(world: World, entries: list[Entry]) -> str:
+async def diverged(world: World, entries: list[StoredMessage]) -> str:
     """Read the session from these entries; return the message with which it refuses a new request."""
     world.log.entries = entries
     world.crash()
@@ -805,47 +732,10 @@ async def test_a_logged_result_with_an_invalid_change_field_stops_the_session(
     assert why in await diverged(world, entries)
 
 
-def without(entries: list[Entry], *seqs: int) -> list[Entry]:
+def without(entries: list[StoredMessage], *seqs: int) -> list[StoredMessage]:
     """Return the entries as if the log had removed those at these sequences."""
     gone: Any = "gone"
     return [replace(entry, kind=gone, body=b"") if entry.seq in seqs else entry for entry in entries]
-
-
-async def test_a_session_goes_on_without_the_requests_that_have_a_result(world) -> None:
-    """Its results have them: repeats and conflicts are answered as before."""
-    first = await world.ask(Append(id="a", text="one"))
-    answered = await world.ask(Generate(id="g", text="two", max_tokens=3))
-    waiting = world.publish(Append(id="b", text="three"))
-    asked = [entry.seq for entry in world.log.entries if entry.kind == "in"]
-    world.log.entries = without(world.log.entries, *asked[:-1])
-    world.crash()
-    world.ring(waiting)
-    await world.session.run()
-    assert world.result(waiting).position == answered.position + 5
-    assert (await world.ask(Append(id="a", text="one"))).repeat_of == first.seq
-    assert (await world.ask(Append(id="a", text="two"))).code == "id_conflict"
-    await world.assert_fold_is_life()
-
-
-async def test_an_invalid_entry_among_the_results_is_ignored_and_the_session_continues(world) -> None:
-    """A client with the right to publish there must not be able to end a session."""
-    await world.ask(Append(id="a", text="one"))
-    world.log.add("out", NO_RESULT)
-    world.crash()
-    result = await world.ask(Append(id="b", text="two"))
-    assert result.position == 6
-
-
-async def test_a_worker_reads_the_log_again_after_another_workers_result(world) -> None:
-    """It had the session in memory before, and continues after the other worker's result."""
-    await world.ask(Append(id="a", text="one"))
-    other = World(world._tokenizer)
-    other.log = world.log
-    other.crash()
-    await other.ask(Append(id="b", text="two"))
-    result = await world.ask(Append(id="c", text="three"))
-    assert result.position == 3 + 3 + 5
-    await world.assert_fold_is_life()
 
 
 async def test_a_session_whose_log_has_lost_a_result_is_not_continued(world) -> None:
@@ -866,3 +756,24 @@ async def test_a_session_is_not_continued_if_the_result_right_behind_another_one
     assert [entry.kind for entry in world.log.entries] == ["in"] * 3 + ["out"] * 3
     why = await diverged(world, without(world.log.entries, 5))
     assert "has lost the result at sequence 5" in why
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_looking_up_an_id_finds_the_first_of_its_results_that_were_not_dropped(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(answered_ids, "_FEW", 5)
+    dice, ids, left = random.Random(seed), AnsweredIds(), {f"r{n}": list[AnsweredAt]() for n in range(12)}
+    for number in range(1, 300):
+        name = dice.choice([*left])
+        if left[name] and dice.random() < 0.5:
+            ids.drop(name)
+            del left[name][0]
+        else:
+            left[name].append(AnsweredAt(number, number + 1))
+            for _ in range(2 if len(left[name]) == 1 else 1):  # the log may be read again
+                ids.add(name, left[name][-1])
+        if dice.random() < 0.1:
+            ids.load(ids.pack())
+        assert {name: ids.find(name) for name in left} == {name: (*of, None)[0] for name, of in left.items()}
+        assert len(ids) == sum(map(len, left.values()))

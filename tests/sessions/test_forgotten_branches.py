@@ -15,7 +15,7 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record
 from worker.sessions.record import Record
-from worker.sessions.session_log import SessionLog
+from worker.sessions.session_log import FencedLog
 
 Start = Any  # of `local_worker`
 
@@ -132,15 +132,15 @@ async def test_a_session_is_erased_although_its_log_changes_while_it_is_read_fro
     await worker.stop()
     worker = await local_worker(model=str(endless_model))
     await worker.client.session("s").append(tokens=OTHER)
-    add, forgotten = SessionLog._add_results, list[Record]()
+    add, forgotten = FencedLog._add_results, list[Record]()
 
-    async def interrupted(log: SessionLog, read: Record, *until: Any) -> bool:
+    async def interrupted(log: FencedLog, read: Record, *until: Any) -> bool:
         if read is not log.record and not forgotten:
             forgotten.append(log.record)
             worker.app._parts.sessions._sessions[log.key].forget()
         return await add(log, read, *until)
 
-    monkeypatch.setattr(SessionLog, "_add_results", interrupted)
+    monkeypatch.setattr(FencedLog, "_add_results", interrupted)
     await worker.app._parts.sessions.erase(SessionKey("default", "s"))
     assert forgotten
     assert await all_gone(worker.client, tmp_path)

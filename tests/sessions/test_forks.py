@@ -76,23 +76,6 @@ async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_fork_rewound_to
         assert (await fork.info()).position == (await whole.info()).position
 
 
-async def test_a_fork_may_start_at_position_0_or_be_rewound_to_before_the_forked_position(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client)
-    begun = await worker.client.session("begun").append(messages=said("Answer in rhymes.", "system"))
-    assert (await (await parent.fork("empty", 0)).info()).position == 0
-    fork = await parent.fork("fork")
-    await fork.rewind(begun.position)
-    assert (await fork.info()).position == begun.position
-    wanted = await tokens_after(worker.client.session("begun"))
-    await worker.stop()
-    fork = (await local_worker(model=str(endless_model))).client.session("fork")
-    assert (await fork.info()).position == begun.position, "also as the next worker reads the log"
-    assert await tokens_after(fork) == wanted
-
-
 async def test_a_fork_of_a_running_session_starts_after_the_parents_last_result(client: Client) -> None:
     parent = await conversation(client)
     before = (await parent.info()).position

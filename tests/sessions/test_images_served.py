@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from ops.log import copies
+from ops.log import session_file
 from ops.log.importing import Import
 from ops.log.verifying import verify
 from tests.device import tiny_seeing
@@ -144,8 +144,8 @@ async def test_a_session_with_images_is_exported_imported_and_verified(
     await ask(client.session("fork"), BLUE)
     for name in ("s", "fork"):
         log = await read(client.stored, client.session(name).key)
-        copies.export(tmp_path / name, log, await copies.read_parts(client, log))
-        _, lines = copies.read(tmp_path / name)
+        session_file.export(tmp_path / name, log, await session_file.read_parts(client, log))
+        _, lines = session_file.read(tmp_path / name)
         await Import(client, client.session(f"{name}-copy").key).run(lines, lambda *_: None)
         answers = [await ask(client.session(one), "so") for one in (name, f"{name}-copy")]
         assert answers[0].tokens == answers[1].tokens

@@ -40,19 +40,6 @@ async def test_special_tokens_spelled_out_in_raw_text_count_unless_special_token
     assert (await w.send("data", append("a", "<|im_end|>", special_tokens=False)))["position"] == 10
 
 
-async def test_a_session_with_spelled_out_special_tokens_goes_on_after_a_restart(wire: Start) -> None:
-    w = await wire()
-    await w.send("s", generate("a", messages=said()))
-    position = (await w.send("s", generate("b", messages=said("<|endoftext|>"))))["position"]
-    await w.worker.stop()
-    w = await wire()
-    assert await w.position("s") == position
-    answer = await w.send("s", generate("c", messages=said("plain")))
-    assert answer["type"] == "generated"
-    num_added = answer["usage"]["prompt_tokens"] - position
-    assert num_added <= len(">\n") + NUM_AROUND + len("plain") + NUM_HEADER
-
-
 async def test_spelled_out_special_tokens_stay_text_across_checkpoints_and_restarts(wire: Start) -> None:
     """The template may render messages again from a checkpoint."""
     w = await wire()

@@ -11,7 +11,7 @@ import pytest
 from nats.js.api import StreamConfig
 
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.journal import Journal
 
 NUM_SESSIONS = 12
@@ -42,7 +42,7 @@ def key(session: int) -> SessionKey:
 
 
 async def bodies(journal: Journal, session: int) -> list[str]:
-    found: list[Entry] = []
+    found: list[StoredMessage] = []
     more = 1
     while more:
         entries, more = await journal.page(key(session), "in", found[-1].seq if found else 0)

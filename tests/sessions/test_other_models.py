@@ -15,7 +15,7 @@ from cache.names.policy import Policy
 from turnkeep_client.messages import Append, Chunk, Failed, Generate, Message, Model, Rewind
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import record
-from worker.wire.chunks import Published
+from worker.wire.chunks import PublishedChunks
 
 #: A template with other markers than the tiny model's, which trims contents.
 OTHER_TEMPLATE = (
@@ -181,9 +181,9 @@ def published(world: World, text: str, model: Model) -> None:
     tokens = tuple(world._tokenizer.encode(text, at_start=False))
     by = f"{model.weights} {model.tokenizer}"
 
-    async def read(*_: Any) -> Published:
+    async def read(*_: Any) -> PublishedChunks:
         seq = world.log.entries[-1].seq
-        return Published([Chunk(0, tokens, text, seq=seq)], 1, model=by)
+        return PublishedChunks([Chunk(0, tokens, text, seq=seq)], 1, model=by)
 
     world.log.chunks.read = read  # type: ignore[method-assign]
 

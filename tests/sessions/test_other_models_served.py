@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +11,7 @@ import mlx.core as mx
 import pytest
 
 from cache.names.tokens import from_compact
-from commands.sampling import cut
-from tests.commands.command_runs import command, turnkeep, where
+from tests.commands.command_runs import command, where
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
@@ -184,85 +181,3 @@ async def test_a_session_of_two_models_can_be_copied_and_a_refused_one_read_and_
         assert models == ([first.model, answer.model] if original is spoken else [answer.model])
         if original is spoken:
             assert (await ask(spoken, "Three")).tokens == answer.tokens
-
-
-@pytest.mark.process
-@pytest.mark.parametrize("is_tuned", [True, False])
-async def test_an_answer_interrupted_by_a_change_of_model_ends_and_the_session_continues(
-    worker_process: Any, endless_model: Path, tuned: Path, retokenised: Path, *, is_tuned: bool
-) -> None:
-    """The other model has other weights, or another tokenizer.
-
-    An answer that waits beside it was begun, but nothing of it streamed: the other model gives all of it.
-    """
-    other = tuned if is_tuned else retokenised
-    process = worker_process("--max-batch", "1", model=endless_model)
-    process.start()
-    async with await process.client() as client:
-        session, text = client.session("s"), ""
-        first = await session.generate(messages=[{"role": "user", "content": "One"}], max_tokens=8)
-        unstreamed = client.session("unstreamed")
-        await ask(unstreamed, "One")
-        answer = session.generate(messages=[{"role": "user", "content": "Two"}], max_tokens=50_000)
-        async for piece in answer:
-            text += piece.text
-            if len(text) > 200 and process.command[process.command.index("--model") + 1] == str(
-                endless_model
-            ):
-                waiting = asyncio.create_task(ask(unstreamed, "Two", request_id="two"))
-                while (await unstreamed.info()).active != "two":  # noqa: ASYNC110  # a worker has begun it
-                    await asyncio.sleep(0.02)
-                process.kill()
-                process.command[process.command.index("--model") + 1] = str(other)
-                process.start()
-        result = await answer
-        assert (result.text, result.finish_reason) == (text, "model_changed")
-        assert result.previous_model == first.model
-        anew = await waiting
-        assert (anew.model, anew.previous_model, anew.finish_reason) == (result.model, first.model, "length")
-        prompt = await tokens_of(client, "unstreamed")
-        fresh = await client.session("fresh").generate(tokens=prompt, **OPTIONS)
-        assert fresh.tokens == anew.tokens
-        again = await session.generate(messages=[{"role": "user", "content": "Three"}], max_tokens=4)
-        assert (again.model, again.previous_model) == (result.model, None)
-        assert again.rewritten_from is None
-        assert (result.rewritten_from == 0) != is_tuned
-        info = await session.info()
-        assert info.answered_by == again.model
-        assert cut(result, 50_000) == "ended where the worker got another model: the answer is cut"
-        shown = (await asyncio.to_thread(turnkeep, "show", "s", "--nats", process.url)).stdout
-        own, other = first.model.name, result.model.name
-        models = re.findall(r"; position \d+(.*)$", shown, re.MULTILINE)
-        assert models == [f"; by {own}", f"; by {own}, ended by {other}", ""]
-
-
-@pytest.mark.process
-async def test_a_worker_that_is_to_refuse_other_models_answers_with_one_line_and_changes_nothing(
-    worker_process: Any, endless_model: Path, tuned: Path
-) -> None:
-    process = worker_process(model=endless_model)
-    process.start()
-    async with await process.client() as client:
-        first = await ask(client.session("s"), "One")
-    process.stop()
-    options = ("--session", "s", "--max-tokens", "4", "--nats")
-    process.command[process.command.index("--model") + 1] = str(tuned)
-    process.command += ["--other-model", "refuse"]
-    process.start()
-    async with await process.client() as client:
-        refused = await asyncio.to_thread(turnkeep, "ask", *options, process.url, "Two")
-        assert (refused.returncode, refused.stdout) == (1, "")
-        assert refused.stderr == (
-            "turnkeep: history_diverged: endless has answered this session, with other weights or another"
-            " tokenizer than tuned, and this worker has --other-model refuse: serve that model, or go on in a"
-            " new session\n"
-        )
-        assert await said(client.session("s")) == [("user", "One"), ("assistant", first.text)]
-        assert (await client.session("s").info()).answered_by == first.model
-        await ask(client.session("new"), "One")
-    process.stop()
-    process.command[process.command.index("--model") + 1] = str(endless_model)
-    process.start()
-    async with await process.client() as client:
-        again = await ask(client.session("s"), "Three")
-        assert (again.previous_model, again.usage.prompt_tokens > first.position) == (None, True)

@@ -51,42 +51,6 @@ async def test_a_paged_session_reports_its_policy_and_restores_its_kv_after_a_re
     assert metrics.recalled_tokens > 0, "slots are empty after a restart"
 
 
-async def test_a_rewound_paged_session_and_one_with_the_same_prefix_reuse_stored_kv(
-    local_worker: Callable, wide_model: Path
-) -> None:
-    worker = await local_worker(model=str(wide_model))
-    session = worker.client.session("s", cache=CACHE)
-    await session.append(tokens=_words(1500))
-    assert (await session.rewind(700)).position == 700
-    back = await session.generate(max_tokens=4)
-    assert back.usage.prefilled_tokens < 100
-    other = await worker.client.session("t", cache=CACHE).generate(tokens=_words(900), max_tokens=4)
-    assert other.usage.prefilled_tokens < 100
-    plain = await worker.client.session("u").generate(tokens=_words(900), max_tokens=4)
-    assert plain.usage.prefilled_tokens == 900, (
-        "a full session never uses what an answer computed approximately"
-    )
-
-
-async def test_the_first_token_in_a_paged_session_is_that_of_a_full_session_also_after_a_restart(
-    local_worker: Callable, wide_model: Path
-) -> None:
-    """A prompt sees all tokens, so the first token does too; later tokens see only some of them."""
-    worker = await local_worker(model=str(wide_model))
-    full, paged = worker.client.session("f"), worker.client.session("p", cache=CACHE)
-    for session in (full, paged):
-        await session.append(tokens=_words(1500))
-    one = [await session.generate(tokens=_words(40), max_tokens=1) for session in (full, paged)]
-    assert one[0].tokens == one[1].tokens
-    assert one[1].usage.prefilled_tokens == 41, "nothing is run twice"
-    await worker.stop()
-    worker = await local_worker(model=str(wide_model))
-    full, paged = worker.client.session("f"), worker.client.session("p", cache=CACHE)
-    two = [await session.generate(tokens=_words(50), max_tokens=1) for session in (full, paged)]
-    assert two[0].tokens == two[1].tokens
-    assert two[1].usage.prefilled_tokens == 51
-
-
 @pytest.mark.parametrize(
     ("cache", "refusal"),
     [

@@ -1,4 +1,4 @@
-"""A request that crashes workers, or keeps failing, becomes a dead letter; others are answered."""
+"""A request that crashes workers, or fails each time, becomes a dead letter; a returned one does not."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from raw_wire import Start, Wire, append, generate
 from tests.simulation import device
 from tests.simulation.device import POISON
 from tests.simulation.loop import _process as current
+from tests.simulation.world import Server
 from worker.cluster.members import Members
 from worker.sessions import sessions
 from worker.sessions.fold import Fold
 from worker.sessions.giving_up import Doubt
-from worker.sessions.pending import Pending
+from worker.sessions.pending import PendingRequest
 
 pytestmark = pytest.mark.simulated
 
@@ -79,7 +80,7 @@ async def test_a_request_that_raises_an_unknown_error_three_times_fails_and_beco
 ) -> None:
     attempt, bitten = Doubt.attempt, 0
 
-    async def venomous(doubt: Doubt, pending: Pending, answer: Any) -> Any:
+    async def venomous(doubt: Doubt, pending: PendingRequest, answer: Any) -> Any:
         nonlocal bitten
         if pending.id == "venom":
             bitten += 1
@@ -223,3 +224,40 @@ async def test_a_request_with_a_used_id_is_answered_although_workers_ended_while
     await wire(ack_wait_s=1.0, max_attempts=1)
     result = await w.result(seq)
     assert expected in (result["type"], result.get("code"))
+
+
+async def test_requests_that_a_full_worker_only_returned_count_no_attempt_at_another_worker(
+    quiet_wire: Start, server: Server
+) -> None:
+    """The floods come at different times between two pulls, so that the other worker gets some of them."""
+    full = await quiet_wire(worker="full", max_waiting=1, ack_wait_s=60.0)
+    await asyncio.sleep(0.5)
+    await quiet_wire(worker="idle", ack_wait_s=60.0)
+    await asyncio.sleep(1.0)
+    log = server.jetstream.streams["turnkeep_log"]
+    for flood in range(10):
+        await asyncio.sleep(0.1)
+        asked = [await full.publish(f"s{flood}-{number}", generate("g", text="e")) for number in range(12)]
+        for seq in asked:
+            await full.result(seq)
+    assert server.counts["redeliveries"] > 0
+    assert not [one.data for one in log.all if one.subject.endswith(".attempt")]
+
+
+async def test_what_a_stopping_worker_has_not_answered_is_answered_at_once_by_another(
+    quiet_wire: Start, server: Server
+) -> None:
+    """It stops between two steps of pulling, passing on and answering the requests, and keeps no delivery."""
+    stays = await quiet_wire(worker="stays", ack_wait_s=60.0)
+    (consumer,) = server.jetstream.streams["turnkeep_log"].consumers.values()
+    for number in range(10):
+        stops = await quiet_wire(worker="stops", ack_wait_s=60.0)
+        await asyncio.sleep(0.5)
+        asked = [asyncio.create_task(stays.send(f"s{session}", append(f"{number}"))) for session in range(30)]
+        await asyncio.sleep(number * 0.001)
+        stops.worker.app.stop()
+        async with asyncio.timeout(5.0):
+            await asyncio.gather(*asked)
+        await stops.worker.task
+        await asyncio.sleep(1.0)
+        assert not consumer.pending

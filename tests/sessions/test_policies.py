@@ -26,7 +26,7 @@ from turnkeep_client.messages import (
 from worker.device.request import TurnRequest
 from worker.models.tokenizer import Tokenizer
 from worker.sessions.history import RefusedError
-from worker.sessions.limits import MOST_POLICIES, Limits, misfit
+from worker.sessions.limits import MOST_POLICIES, RequestLimits, misfit
 
 SINK_WINDOW = CachePolicy(policy="sink_window", sink=4, window=40)
 SAID = SessionCache(policy="sink_window", sink=4, window=40)
@@ -99,7 +99,7 @@ async def test_clients_can_choose_only_a_bounded_number_of_different_policies(wo
 
 
 def test_one_tenants_many_policies_leave_some_for_another_tenant() -> None:
-    limits = Limits(None, FULL, context_tokens=4096, block_tokens=32, vocab_size=9)  # type: ignore[arg-type]
+    limits = RequestLimits(None, FULL, context_tokens=4096, block_tokens=32, vocab_size=9)  # type: ignore[arg-type]
     for window in range(MOST_POLICIES):
         limits.note(Policy(4, 40 + window), "loud")
     for number in range(MOST_POLICIES // 2):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cache.names.policy import Policy
-from tests.parts import BLOCK, TINY_KV_BYTES
+from tests.parts import BLOCK
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
 from worker.sessions import record
@@ -61,108 +61,6 @@ async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
     assert (await client.session("asked").info()).policy == "full"
     await client.session("begun").close()
     assert (await client.session("asked").info()).worker.sessions_by_policy == {"sink_window": 1, "full": 1}
-
-
-async def test_prompts_and_answers_under_sink_window_may_exceed_the_models_context(
-    local_worker: Callable,
-) -> None:
-    """The tiny model's context has 2,048 tokens."""
-    worker = await local_worker()
-    session = worker.client.session("s", cache=CACHE)
-    await session.append(tokens=[5] * 2040)
-    assert (await session.append(tokens=[7] * 100)).position == 2140
-    answer = await session.generate(max_tokens=5)
-    assert answer.position == 2140 + len(answer.tokens)
-    assert answer.visible_from == answer.position - 32
-    with pytest.raises(RequestFailedError, match="context_exceeded"):
-        await worker.client.session("full").append(tokens=[5] * 2100)
-
-
-async def test_kv_under_sink_window_grows_to_sink_plus_window_tokens_and_then_stays(
-    local_worker: Callable,
-) -> None:
-    """Results and `info` report the KV of at most 34 tokens, even after a prompt longer than the window."""
-    worker = await local_worker()
-    session = worker.client.session("s", cache=CACHE)
-    for num_tokens in (1, 9, 24, 3, 150, 1):
-        appended = await session.append(tokens=[5 + num_tokens % 7] * num_tokens)
-        assert appended.tokens == appended.position - 1 == appended.cached_tokens + appended.prefilled_tokens
-        assert appended.kv_live_bytes == min(appended.position - 1, 34) * TINY_KV_BYTES
-        answer = await session.generate(max_tokens=2)
-        assert answer.kv_live_bytes == min(answer.position - 1, 34) * TINY_KV_BYTES
-        assert (await session.info()).kv_live_bytes == answer.kv_live_bytes
-    back = await session.rewind(60)
-    assert (back.cache, back.visible_from) == (SAID, 28)
-    assert (await session.generate(max_tokens=2)).kv_live_bytes == 34 * TINY_KV_BYTES
-
-
-async def test_after_a_restart_a_sink_window_session_prefills_few_tokens_beside_the_new_ones(
-    local_worker: Callable, endless_model: Path, tmp_path: Path
-) -> None:
-    """Also after a rewind to far before the window. The answers equal those without restarts."""
-
-    async def live(restarts: bool, name: str) -> list[tuple[int, ...]]:
-        settings = {
-            "model": str(endless_model),
-            "data_dir": tmp_path / name,
-            "prefix": f"{tmp_path.name}-{name}",
-        }
-        worker = await local_worker(**settings)
-        answers = []
-        for turn in range(4):
-            session = worker.client.session("s", cache=CACHE)
-            if turn == 3:
-                await session.rewind(150)
-            answer = await session.generate(tokens=[5 + turn] * (150 if turn == 0 else 7), max_tokens=40)
-            answers.append(answer.tokens)
-            if restarts and turn:
-                assert answer.usage.prefilled_tokens <= 7 + 2 * BLOCK
-            if restarts:
-                await worker.stop()
-                worker = await local_worker(**settings)
-        return answers
-
-    assert await live(True, "restarted") == await live(False, "alone")
-
-
-async def test_a_sink_window_session_longer_than_the_disk_limit_answers_as_with_a_larger_limit(
-    local_worker: Callable, endless_model: Path, tmp_path: Path
-) -> None:
-    """With restarts, and after a rewind to a position without snapshots, up to which it prefills again."""
-
-    async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-        settings = {
-            "model": str(endless_model),
-            "data_dir": tmp_path / name,
-            "prefix": f"{tmp_path.name}-{name}",
-            **changes,
-        }
-        answers, sizes, prefilled = [], [], []
-        for part in range(4):
-            worker = await local_worker(**settings)
-            session = worker.client.session("s", cache=CACHE)
-            if part == 3:
-                await session.rewind(250)
-            for turn in range(3):
-                answer = await session.generate(tokens=[5 + part + turn] * 80, max_tokens=20)
-                answers.append(answer.tokens)
-                if turn == 0:
-                    prefilled.append(answer.usage.prefilled_tokens)
-            store = worker.app._store
-            await session.info()  # clients get a result before the worker has finished the turn
-            assert await store.queue.drained(5)
-            await worker.stop()
-            files = (tmp_path / name).rglob("*.safetensors")
-            sizes.append(sum(path.stat().st_size for path in files))
-        return answers, sizes, prefilled
-
-    expected, all_sizes, _ = await live("all")
-    limit = all_sizes[0] // 2
-    answers, sizes, prefilled = await live("bounded", max_disk=limit)
-    assert answers == expected
-    assert max(sizes) <= limit < all_sizes[2] // 5
-    assert max(prefilled[1:3]) < 80 + 2 * BLOCK, "a restart restores the sinks and the window"
-    assert prefilled[3] == 250 + 80 - BLOCK, "all but the block that has its sinks"
 
 
 @pytest.fixture
@@ -231,31 +129,3 @@ async def test_a_restart_after_any_turn_finds_the_kv_of_a_session_under_a_window
         answer = await session.generate(tokens=[5 + turn % 9] * (19 if turn % 3 else 9), max_tokens=6)
         assert answer.usage.prefilled_tokens <= answer.usage.prompt_tokens - answer.usage.cached_tokens
         assert answer.usage.cached_tokens > answer.position - 60, turn
-
-
-@pytest.mark.process
-async def test_an_answer_under_sink_window_continues_after_a_kill_with_the_same_tokens(
-    worker_process: Callable, local_worker: Callable, endless_model: Path, tmp_path: Path
-) -> None:
-    """The tokens are those of a worker that was not interrupted."""
-    process = worker_process("--cache-policy", "sink_window:2,128", model=endless_model)
-    process.start()
-    async with await process.client() as client:
-        session = client.session("s")
-        await session.append(tokens=list(range(5, 105)))
-        answer = session.generate(max_tokens=400, repetition_penalty=1.1)
-        async for chunk in answer:
-            if chunk.i > 150:
-                process.kill()
-                del process.command[-2:]  # the session began under the policy, whatever the default is now
-                process.start()
-                break
-        result = await answer
-        said = SessionCache(policy="sink_window", sink=2, window=128)
-        assert (result.cache, result.position, len(result.tokens)) == (said, 500, 400)
-        more = await session.generate(tokens=[9], max_tokens=20)
-    alone = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone", block_tokens=128)
-    session = alone.client.session("s", cache={**CACHE, "window": 128})
-    await session.append(tokens=list(range(5, 105)))
-    assert (await session.generate(max_tokens=400, repetition_penalty=1.1)).tokens == result.tokens
-    assert (await session.generate(tokens=[9], max_tokens=20)).tokens == more.tokens

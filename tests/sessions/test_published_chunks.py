@@ -264,3 +264,51 @@ async def test_no_worker_can_publish_a_chunk_of_an_answer_that_expired_before_it
     stalled, late = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(0, (7,), "x", seq=seq)
     with pytest.raises(FencedError):
         await stalled.chunks.publish(SessionKey("default", "s"), "g", late, 0, server=stalled.server)
+
+
+@pytest.mark.simulated
+async def test_a_stalled_worker_keeps_its_first_chunk_if_the_request_was_answered_and_left_the_log(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks late whether its session was forgotten; another worker has continued the answer meanwhile."""
+    w = await wire()
+    await w.send("s", append("a"))
+    await w.worker.stop()
+    seq = await w.publish("s", generate("g", text="abc"))
+    stalled, late = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(0, (70,), "x", seq=seq)
+    goes_on, is_gone = asyncio.Event(), stalled.chunks._is_gone
+
+    async def stalls(asked: int) -> bool:
+        await goes_on.wait()
+        return await is_gone(asked)
+
+    monkeypatch.setattr(stalled.chunks, "_is_gone", stalls)
+    publishes = stalled.chunks.publish(SessionKey("default", "s"), "g", late, 0, server=stalled.server)
+    publishing = asyncio.create_task(publishes)
+    await asyncio.sleep(0.5)
+    await wire()
+    assert (await w.result(seq))["tokens"][0] == 70
+    await w.js.delete_msg(f"{w.prefix}_log", seq)
+    goes_on.set()
+    with pytest.raises(FencedError):
+        await publishing
+    first = await w.js.get_msg(f"{w.prefix}_tok", subject=f"{w.prefix}.default.s.tok.g", next=True, seq=1)
+    assert decode_chunk(first.data or b"").tokens == (70,)
+
+
+@pytest.mark.simulated
+async def test_a_worker_that_resumes_an_answer_takes_its_first_chunk_back_if_its_session_was_forgotten(
+    wire: Start,
+) -> None:
+    """The chunk that it has read is of another stalled worker, which will take that one back."""
+    w = await wire()
+    await w.worker.stop()
+    seq = await w.publish("s", generate("g", text="abc"))
+    subject = f"{w.prefix}.default.s.chunk.g"
+    ack = await w.js.publish(subject, json.dumps({"i": 0, "tokens": [50], "text": "x", "seq": seq}).encode())
+    await w.js.delete_msg(f"{w.prefix}_log", seq)
+    stalled, next_one = Journal(w.nc, w.js, w.worker.app._subjects), Chunk(1, (7,), "y", seq=seq)
+    key = SessionKey("default", "s")
+    with pytest.raises(FencedError):
+        await stalled.chunks.publish(key, "g", next_one, ack.seq, server=stalled.server, resumes=True)
+    assert (await w.js.stream_info(f"{w.prefix}_tok")).state.messages == 1

@@ -11,7 +11,7 @@ from unittest.mock import ANY
 
 import pytest
 import structlog
-from raw_wire import LONG, PATIENCE_S, Start, Wire, append, generate
+from raw_wire import LONG, PATIENCE_S, Start, append, generate
 
 from tests.parts import BLOCK, TINY_KV_BYTES
 from tests.simulation.world import Server
@@ -20,14 +20,12 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Appended, Generated, Metrics
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import cancelling
-from worker.sessions.pending import Pending
-from worker.sessions.session import Session
+from worker.sessions.pending import PendingRequest
+from worker.sessions.session import ServedSession
 from worker.wire.consistent_reads import ConsistentReads
 from worker.wire.fence import FencedError
 
 pytestmark = pytest.mark.simulated
-
-EOS = 2
 
 
 @pytest.fixture
@@ -221,7 +219,7 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
 ) -> None:
     """The session's task, not the cancel, then stores the request's result."""
 
-    async def begun(session: Session, pending: Pending) -> bool:
+    async def begun(session: ServedSession, pending: PendingRequest) -> bool:
         session.stop_active()
         await pending.done.wait()
         if is_fenced:
@@ -237,32 +235,6 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
 
 
 # Many at once
-
-
-def turns_of(number: int) -> list[dict[str, Any]]:
-    """Return three requests for session `number`; texts, lengths and sampling differ between sessions."""
-    sampled = {"temperature": 0.8, "seed": number, "top_k": 40} if number % 2 else {}
-    return [
-        generate("a", messages=chat(f"I am number {number}. " * (1 + number % 4)), max_tokens=12, **sampled),
-        append("b", "again, " * (number % 5)),
-        generate("c", text=f"and {number}", max_tokens=5 + number, **sampled),
-    ]
-
-
-async def converse(w: Wire, session: str, number: int) -> list[Any]:
-    results = [await w.send(session, turn) for turn in turns_of(number)]
-    return [(result["position"], result.get("tokens"), result.get("text")) for result in results]
-
-
-@pytest.mark.real
-async def test_sessions_that_share_a_batch_give_the_same_answers_as_alone(wire: Start) -> None:
-    """Twelve sessions of three turns at the same time give the answers of twelve one after the other."""
-    w = await wire(max_batch=8)
-    together = await asyncio.gather(*(converse(w, f"together-{n}", n) for n in range(12)))
-    alone = [await converse(w, f"alone-{n}", n) for n in range(12)]
-    assert together == alone
-    metrics = await seen(w.worker.client, lambda m: m.batch_size.count > 0)
-    assert sum(metrics.batch_size.counts[1:]) > 0  # they did share steps
 
 
 async def test_requests_of_one_session_are_answered_in_order(wire: Start) -> None:
@@ -292,32 +264,6 @@ async def test_a_seed_gives_the_same_tokens_with_and_without_other_running_sessi
 
 
 # How answers end
-
-
-async def test_a_stop_string_ends_the_answer_and_is_not_in_its_text(client: Client) -> None:
-    whole = await client.session("whole").generate(text="aaa", max_tokens=40)
-    cut = next(i for i in range(5, 30) if "\ufffd" not in whole.text[i : i + 3])
-    stop = whole.text[cut : cut + 3]
-    generation = client.session("s").generate(text="aaa", max_tokens=40, stop=["no such", stop])
-    texts = [chunk.text async for chunk in generation]
-    result = generation.result
-    assert (result.finish_reason, result.stop, whole.stop) == ("stop", stop, None)
-    assert result.text == whole.text.partition(stop)[0] == "".join(texts)
-    assert result.tokens == whole.tokens[: len(result.tokens)]
-    assert result.position == 3 + len(result.tokens)
-
-
-@pytest.mark.real
-async def test_an_end_of_turn_token_ends_the_answer(client: Client) -> None:
-    for letter in "fglmn":
-        result = await client.session(letter).generate(text=3 * letter, max_tokens=120)
-        assert len(result.tokens) <= 120
-        assert EOS not in result.tokens[:-1]
-        assert (result.finish_reason == "stop") == (result.tokens[-1] == EOS)
-        assert "<|im_end|>" not in result.text
-        if result.finish_reason == "stop":
-            return
-    raise AssertionError("no answer ended by itself")
 
 
 async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None:
@@ -375,35 +321,6 @@ async def test_a_session_has_no_kv_in_memory_before_its_first_tokens_and_after_i
     await session.close()
     metrics = await seen(client, lambda m: m.requests.get("close", {}).get("ok", 0) == 1)
     assert (metrics.resident_kv_bytes, metrics.resident_sessions) == (0, 0)
-
-
-@pytest.mark.real
-async def test_a_rewound_session_answers_like_a_new_one_with_the_same_tokens(client: Client) -> None:
-    session = client.session("s")
-    await session.append(text="The beginning, ")
-    answer = await session.generate(text="a question?", max_tokens=20)
-    for position in (40, 32, 20, 3, 0):  # in the answer, on the grid, in the text
-        assert (await session.rewind(position)).position == position
-        assert (await session.info()).kv_live_bytes <= position * TINY_KV_BYTES
-        if position == 0:
-            break
-        tokens = (*b"The beginning, a question?",)[:position]
-        kept = [*(await tokens_of(client, bytes(tokens).decode())), *answer.tokens][:position]
-        fresh = client.session(f"fresh-{position}")
-        expected = await fresh.generate(tokens=kept, max_tokens=12)
-        result = await session.generate(max_tokens=12)
-        assert result.tokens == expected.tokens
-        assert result.text == expected.text
-        await session.rewind(position)
-    assert (await session.append(text="anew")).position == 4
-
-
-async def tokens_of(client: Client, text: str) -> list[int]:
-    """Return the tiny model's tokens of an ASCII text: it orders its characters by code point."""
-    from tokenizers import pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return [3 + letters.index("Ġ" if char == " " else char) for char in text]
 
 
 @pytest.mark.real

@@ -21,13 +21,14 @@ from tests.simulation.world import Server as World
 from turnkeep_client.messages import decode_result
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.app import WorkerError
+from worker.cluster.owners import Owners
 from worker.process.concurrency import background
-from worker.sessions.session_log import SessionLog
-from worker.wire.consistent_reads import Entry
+from worker.sessions.session_log import FencedLog
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
 from worker.wire.journal import Journal
-from worker.wire.undelivered import Undelivered
+from worker.wire.undelivered import UndeliveredRequests
 
 
 class Server:
@@ -77,7 +78,7 @@ def lose(world: World, kept: int) -> None:
     world.start()
 
 
-async def overlooks(_: Undelivered, server: str) -> str:
+async def overlooks(_: UndeliveredRequests, server: str) -> str:
     """Replace the search for requests whose result the server lost, so that nothing is found."""
     return server
 
@@ -87,7 +88,7 @@ async def test_a_running_worker_answers_from_the_entries_that_are_left_after_the
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """New requests get sequences that the worker has read before; lost requests can be sent again."""
-    monkeypatch.setattr(Undelivered, "_look", overlooks)
+    monkeypatch.setattr(UndeliveredRequests, "_look", overlooks)
     w = await quiet_wire(ack_wait_s=1.0)
     first = await w.send("s", append("kept"))
     kept = server.jetstream.streams["turnkeep_log"].last_seq
@@ -139,17 +140,17 @@ async def test_a_request_whose_result_the_server_loses_before_the_ack_is_answere
 ) -> None:
     """Otherwise the worker's late acknowledgement would leave the request without a result."""
     asked = await with_a_request(quiet_wire)
-    survived, lost = SessionLog.survived, list[SessionLog]()
+    survived, lost = FencedLog.survived, list[FencedLog]()
 
-    async def loses(log: SessionLog) -> None:
+    async def loses(log: FencedLog) -> None:
         await survived(log)
         if not lost and server.jetstream.streams["turnkeep_log"].matching("turnkeep.default.s.out"):
             lost.append(log)
             lose(server, asked)
             await asyncio.sleep(3.0)
 
-    monkeypatch.setattr(SessionLog, "survived", loses)
-    monkeypatch.setattr(Undelivered, "_look", overlooks)
+    monkeypatch.setattr(FencedLog, "survived", loses)
+    monkeypatch.setattr(UndeliveredRequests, "_look", overlooks)
     await quiet_wire()
     async with asyncio.timeout(20):
         while not lost:  # noqa: ASYNC110
@@ -157,10 +158,40 @@ async def test_a_request_whose_result_the_server_loses_before_the_ack_is_answere
     await answered_again(server)
 
 
+@pytest.mark.simulated
+async def test_a_session_that_a_worker_leaves_to_another_one_is_answered_although_nothing_delivers_it(
+    quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has lost a result and kept the ack; the session's worker was away when it was looked for."""
+    found, is_back, is_elsewhere = asyncio.Event(), asyncio.Event(), Owners.is_elsewhere
+
+    async def late(owners: Owners, key: SessionKey) -> bool:
+        found.set()
+        await is_back.wait()
+        return await is_elsewhere(owners, key)
+
+    monkeypatch.setattr(Owners, "is_elsewhere", late)
+    first = await quiet_wire(worker="first", ack_wait_s=1.0)
+    await first.send("s", append("a"))
+    second = await quiet_wire(worker="second", ack_wait_s=1.0)
+    await first.worker.stop()
+    asked = await second.publish("s", append("b"))
+    await second.result(asked)
+    await asyncio.sleep(1.0)  # until the ack is there
+    lose(server, asked)
+    await asyncio.wait_for(found.wait(), 20)
+    await quiet_wire(worker="first", ack_wait_s=1.0)
+    await asyncio.sleep(5.0)  # it has taken over all sessions that no worker is at work on
+    is_back.set()
+    async with asyncio.timeout(20):
+        while len(server.jetstream.streams["turnkeep_log"].matching("turnkeep.default.s.out")) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+
+
 async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_search() -> None:
     """Another worker may have received it, and crashed after the first search."""
     key, rung = SessionKey("t", "s"), list[int]()
-    entry = Entry(5, "in", datetime.now(UTC), b"", {})
+    entry = StoredMessage(5, "in", datetime.now(UTC), b"", {})
     returned = [True, False]
 
     class Log:
@@ -169,7 +200,7 @@ async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_
         async def unanswered(self) -> list[SessionKey]:
             return [key]
 
-        async def last(self, *_: Any) -> Entry:
+        async def last(self, *_: Any) -> StoredMessage:
             return entry
 
     class Returned:
@@ -179,7 +210,7 @@ async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_
     async def wake(delivery: Delivery) -> None:
         rung.append(delivery.seq)
 
-    looks = Undelivered(Log(), Returned(), wake, lambda: True, ack_wait_s=-1.0)  # type: ignore[arg-type]
+    looks = UndeliveredRequests(Log(), Returned(), wake, lambda: True, ack_wait_s=-1.0)  # type: ignore[arg-type]
     assert await looks._look("S") == ""
     assert not rung
     del returned[0]
@@ -194,14 +225,14 @@ async def test_a_search_for_undelivered_requests_wakes_only_what_it_finds_twice_
     async def unanswered() -> list[SessionKey]:
         return [key]
 
-    async def last(*_: Any) -> Entry:
-        return Entry(next(found), "in", datetime.now(UTC), b"", {})
+    async def last(*_: Any) -> StoredMessage:
+        return StoredMessage(next(found), "in", datetime.now(UTC), b"", {})
 
     async def wake(delivery: Delivery) -> None:
         rung.append(delivery.seq)
 
     log, intake = SimpleNamespace(unanswered=unanswered, last=last), SimpleNamespace(expects=lambda *_: False)
-    looks = Undelivered(log, intake, wake, lambda: True, ack_wait_s=-1.0)  # type: ignore[arg-type]
+    looks = UndeliveredRequests(log, intake, wake, lambda: True, ack_wait_s=-1.0)  # type: ignore[arg-type]
     for expected in ([], [5]):
         await looks._look("S")
         assert rung == expected
@@ -212,15 +243,15 @@ async def test_undelivered_requests_are_searched_until_it_succeeds_after_each_st
 ) -> None:
     log, searched = SimpleNamespace(server="S"), list[str]()
 
-    async def look(_: Undelivered, server: str) -> str:
+    async def look(_: UndeliveredRequests, server: str) -> str:
         searched.append(server)
         if len(searched) == 1:
             raise OSError
         return server if len(searched) in (3, 4) else ""
 
-    monkeypatch.setattr(Undelivered, "_look", look)
+    monkeypatch.setattr(UndeliveredRequests, "_look", look)
     parts: Any = log, None, None, lambda: True
-    async with background(Undelivered(*parts, ack_wait_s=-0.99).run):
+    async with background(UndeliveredRequests(*parts, ack_wait_s=-0.99).run):
         await asyncio.sleep(0.2)
         log.server = "T"
         await asyncio.sleep(0.2)

@@ -24,10 +24,10 @@ from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encod
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.giving_up import Doubt
-from worker.sessions.session import Session
+from worker.sessions.session import ServedSession
 from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal, Queue
 from worker.wire.retention import Retention
@@ -196,18 +196,6 @@ async def test_a_session_is_not_removed_while_the_result_of_its_close_is_being_s
     assert not await until_gone(w, "s", text=b"")
 
 
-async def test_a_session_opened_again_keeps_its_entries_after_the_close(quiet_wire: Start) -> None:
-    w = await quiet_wire(closed_ttl_s=1.0)
-    await w.send("s", append("a", "first life"))
-    await w.send("s", CLOSE)
-    await w.send("s", {"type": "open", "id": "o"})
-    await w.send("s", append("b", "second"))
-    await until_left(w, "s", ["o", "b"], ["o", "b"])
-    await w.worker.stop()
-    w = await quiet_wire(closed_ttl_s=1.0)
-    assert (await w.send("s", append("d")))["position"] == 11
-
-
 async def test_an_id_used_before_a_close_can_be_used_for_one_request_in_the_reopened_session(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,23 +247,6 @@ async def test_a_forgotten_session_leaves_the_log_and_the_token_stream_at_once(q
     tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=f"{w.prefix}.default.s.>")
     assert not tokens.state.subjects
     assert (await w.send("s", append("b")))["code"] == "unknown_session"
-
-
-async def test_the_next_worker_removes_a_session_whose_forget_was_interrupted(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(Retention, "wake", lambda _: None)
-        patched.setattr(retention, "_PERIOD_S", 60.0)
-        w = await quiet_wire()
-        await w.send("s", append("a", "a secret"))
-        await w.send("s", generate("g", text="eee"))
-        await w.send("s", FORGET)
-        assert any(b"secret" in body for body in (await bodies(w, "s"))["in"])
-        await w.worker.stop()
-    w = await quiet_wire()
-    await until_gone(w, "s", text=b"secret")
-    await until_streamed(w, {})
 
 
 async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_note_without_a_result(
@@ -486,32 +457,6 @@ async def test_requests_sent_after_a_close_but_before_its_result_stay_in_the_log
     assert (await w.send("s", append("d")))["position"] == 11
 
 
-async def test_the_next_worker_also_removes_entries_stored_between_a_forget_and_its_result(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While the close waits, the log stores results of earlier requests, and checkpoints."""
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Retention, "wake", lambda _: None)
-        patched.setattr(retention, "_PERIOD_S", 60.0)
-        patched.setattr(record, "_CHECKPOINT_EVERY", 3)
-        w = await quiet_wire()
-        for n in range(5):
-            await w.publish("s", append(f"a{n}", "a secret"))
-        await w.publish("s", generate("g", text="eee", max_tokens=50))
-        closing = await w.publish("s", FORGET)
-        opened = await w.publish("s", {"type": "open", "id": "o"})
-        last = await w.publish("s", append("b", "second"))
-        assert (await w.result(closing))["type"] == "closed"
-        assert (await w.result(opened))["type"] == "opened"
-        assert (await w.result(last))["position"] == 6
-        assert "checkpoint" in await bodies(w, "s")
-        await w.worker.stop()
-    w = await quiet_wire()
-    await until_left(w, "s", ["c", "o", "b"], ["c", "o", "b"])
-    assert (result := await w.send("s", append("d")))["position"] == 11, result
-
-
 async def test_a_session_continues_after_the_removal_of_a_close_result_between_two_other_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -580,26 +525,6 @@ async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened
     assert b"second life" in b"".join((await bodies(w, "s"))["in"])
 
 
-@pytest.mark.parametrize("life", ["first", "second"])
-async def test_a_forgotten_session_can_be_opened_again_and_read_by_the_next_worker(
-    quiet_wire: Start, life: str
-) -> None:
-    """Its log then begins with a close, whose position and digest belong to removed tokens."""
-    w = await quiet_wire()
-    await w.send("s", append("a", "a secret"))
-    await w.send("s", FORGET)
-    if life == "second":
-        await w.send("s", {"type": "open", "id": "o"})
-        assert (await w.send("s", append("b")))["position"] == 5
-    await w.worker.stop()
-    w = await quiet_wire()
-    if life == "first":
-        assert (await w.send("s", append("z")))["code"] == "unknown_session"
-        assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
-        assert (await w.send("s", append("b")))["position"] == 5
-    assert (await w.send("s", append("d")))["position"] == 10
-
-
 async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_memory(
     quiet_wire: Start,
 ) -> None:
@@ -641,14 +566,14 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
     held = w.worker.app._parts.sessions
-    there, go_on, look = asyncio.Event(), asyncio.Event(), Session.refresh
+    there, go_on, look = asyncio.Event(), asyncio.Event(), ServedSession.refresh
 
-    async def waits(session: Session) -> None:
+    async def waits(session: ServedSession) -> None:
         there.set()
         await go_on.wait()
         await look(session)
 
-    monkeypatch.setattr(Session, "refresh", waits)
+    monkeypatch.setattr(ServedSession, "refresh", waits)
     asked = asyncio.create_task(w.control("s", {"type": "info"}))
     await there.wait()
     await w.send("other", append("a"))
@@ -757,8 +682,8 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
     removed: list[int] = []
 
     class Log:
-        async def page(self, _: SessionKey, kind: str, __: int) -> tuple[list[Entry], int]:
-            asked = Entry(5, "in", datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
+        async def page(self, _: SessionKey, kind: str, __: int) -> tuple[list[StoredMessage], int]:
+            asked = StoredMessage(5, "in", datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
             return ([asked] * waiting[0], waiting[1]) if kind == "in" else ([], 0)
 
         async def last_seq(self, *_: Any) -> int:
@@ -770,9 +695,9 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
         async def delete(self, seq: int) -> None:
             removed.append(seq)
 
-    result = Entry(6, "out", datetime.now(UTC), b"", {})
+    result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
     closed = retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=False)
-    note = Entry(3, "out", datetime.now(UTC), b"", {})
+    note = StoredMessage(3, "out", datetime.now(UTC), b"", {})
     await Retention(Log(), closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
     assert removed == removed_below
 
@@ -783,10 +708,10 @@ async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_re
     asked = Asked(stored=now, request=msgspec.Raw(encode(Close(id="c", forget=True))))
     closed = encode_answer(Closed(id="c", seq=4, position=0), asked)
     told = [encode(failure("r", "expired", "cancelled", seq=5)), closed]
-    entries = [Entry(6 + n, "out", now, body, {}) for n, body in enumerate(told)]
+    entries = [StoredMessage(6 + n, "out", now, body, {}) for n, body in enumerate(told)]
 
     class Log:
-        async def page(self, *_: Any) -> tuple[list[Entry], bool]:
+        async def page(self, *_: Any) -> tuple[list[StoredMessage], bool]:
             return entries, False
 
     keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1)  # type: ignore[arg-type]
@@ -807,10 +732,10 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
         async def log_bytes(self) -> int:
             return 95 - 5 * len(at_once)
 
-        async def closed(self, _: int) -> tuple[list[Entry], int]:
-            return [Entry(n, "out", datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
+        async def closed(self, _: int) -> tuple[list[StoredMessage], int]:
+            return [StoredMessage(n, "out", datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
 
-    async def follow(_: Retention, __: Entry, **how: bool) -> bool:
+    async def follow(_: Retention, __: StoredMessage, **how: bool) -> bool:
         at_once.append(how["at_once"])
         return True
 
@@ -835,13 +760,13 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
         async def log_bytes(self) -> int:
             return 0
 
-        async def closed(self, after: int) -> tuple[list[Entry], int]:
+        async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
             subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
-            notes = [Entry(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
+            notes = [StoredMessage(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
             return [note for note in notes if note.seq > after], 0
 
     async def found(*_: Any) -> retention._Closing:
-        result = Entry(6, "out", datetime.now(UTC), b"", {})
+        result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
         return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
 
     async def removes(_: Retention, __: SessionKey, ___: Entry, closed: retention._Closing) -> None:

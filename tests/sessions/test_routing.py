@@ -16,7 +16,7 @@ from turnkeep_client.log import BUILD_HEADER
 from turnkeep_client.subjects import SessionKey
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.records import Member
 
 KEY = SessionKey("t", "s")
@@ -72,7 +72,7 @@ class Cluster:
 
     async def last(self, _: SessionKey, kind: str) -> Any:
         if kind == "in":
-            return Entry(7, "in", datetime.now(UTC), b"", {})
+            return StoredMessage(7, "in", datetime.now(UTC), b"", {})
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={self.home}"}) if self.home else None
 
     async def first(self, _: Any) -> None:

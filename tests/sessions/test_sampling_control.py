@@ -47,29 +47,6 @@ async def test_each_token_of_an_answer_has_its_logprob_in_chunks_and_result(clie
     assert {one.top for one in few.logprobs} == {()}
 
 
-async def test_logit_bias_forces_and_forbids_tokens(client: Client) -> None:
-    _, plain = await answered(client.session("s"), text="Once upon", max_tokens=6)
-    _, forced = await answered(client.session("t"), text="Once upon", max_tokens=6, logit_bias={77: 100})
-    assert forced.tokens == (77,) * 6
-    _, without = await answered(
-        client.session("u"), text="Once upon", max_tokens=6, logit_bias=dict.fromkeys(plain.tokens, -100)
-    )
-    assert not set(without.tokens) & set(plain.tokens)
-
-
-async def test_presence_and_frequency_penalties_count_the_answers_tokens_only(client: Client) -> None:
-    """A logit bias forces a token; penalties then favour others, and tokens in the prompt have no effect."""
-    bias = {70: 50.0, 71: 49.0, 72: 48.0}
-    options = {"tokens": [70, 70, 70], "max_tokens": 6, "logit_bias": bias}
-    _, plain = await answered(client.session("s"), **options)
-    assert plain.tokens == (70,) * 6
-    _, present = await answered(client.session("t"), **options, presence_penalty=1.5)
-    assert present.tokens[:2] == (70, 71)
-    _, often = await answered(client.session("u"), **options, frequency_penalty=0.3)
-    assert often.tokens[:2] == (70, 70)
-    assert {70, 71} <= set(often.tokens)
-
-
 async def test_an_answer_does_not_end_before_min_tokens_nor_at_all_with_ignore_eos(
     local_worker: Callable[..., Awaitable[Any]],
 ) -> None:
@@ -238,18 +215,6 @@ async def test_samples_gives_different_answers_to_one_prompt_and_leaves_the_sess
     assert (after.position, after.requests) == (before.position, before.requests)
     spent = after.worker.prefilled_tokens - before.worker.prefilled_tokens
     assert spent <= 4 * (1 + len(" there")), "the session's own tokens are not prefilled again"
-
-
-async def test_a_top_p_of_0_takes_the_most_likely_token_at_any_temperature(
-    local_worker: Callable[..., Awaitable[Any]],
-) -> None:
-    session = (await local_worker()).client.session
-    greedy = await session("a").generate(text="Once", max_tokens=20)
-    for name, more in (("b", {}), ("c", {"top_k": 40}), ("d", {"min_p": 0.1})):
-        told = await session(name).generate(
-            text="Once", max_tokens=20, temperature=5, top_p=0, seed=1, **more
-        )
-        assert told.tokens == greedy.tokens
 
 
 async def test_with_max_tokens_0_a_prompt_is_prefilled_and_its_answer_is_empty(

@@ -33,10 +33,9 @@ from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids, cancelling
 from worker.sessions.cancelling import cancel
 from worker.sessions.giving_up import AttemptNote, excuse
-from worker.sessions.pending import Pending
-from worker.wire.chunks import Published
+from worker.sessions.pending import PendingRequest
+from worker.wire.chunks import PublishedChunks
 from worker.wire.fence import FencedError
-from worker.wire.retention import Retention
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +289,9 @@ async def test_a_cancelled_request_keeps_its_tokens_if_the_server_lost_the_resul
     running = asyncio.create_task(world.session.run())
     await there.wait()
 
-    async def read(_: Any, request_id: str, seq: int, __: Any) -> Published:
+    async def read(_: Any, request_id: str, seq: int, __: Any) -> PublishedChunks:
         known = [Chunk(0, (97,), "a", seq)] if request_id == "r1" else []
-        return Published(known, seq, base=world.session.history.digest())
+        return PublishedChunks(known, seq, base=world.session.history.digest())
 
     monkeypatch.setattr(world.log.chunks, "read", read)
     cancelling = asyncio.create_task(cancel(world.session, "r1"))
@@ -321,23 +320,6 @@ async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
         await world.session.refresh()  # as `info` does
     assert (await world.ask(Append(id="new", text="b"))).position == 4
     assert len(world.results) == 4
-
-
-async def test_a_repeated_close_removes_nothing_of_the_reopened_session(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    removed: list[Any] = []
-    monkeypatch.setattr(Retention, "wake", lambda _: removed.append(1))
-    close = Close(id="c", forget=True)
-    await world.ask(Append(id="a", text="one"))
-    await world.ask(close)
-    assert removed
-    await world.ask(Open(id="o"))
-    await world.ask(Append(id="b", text="two"))
-    removed.clear()
-    repeated = await world.ask(close)
-    assert repeated.repeat_of
-    assert not removed
 
 
 async def test_checkpoints_are_still_stored_after_a_refused_close(
@@ -662,8 +644,8 @@ async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_
     seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
     chunk = streamed(world, monkeypatch, seq)
 
-    async def sealed(*_: Any) -> Published:
-        return Published([chunk], is_sealed=True)
+    async def sealed(*_: Any) -> PublishedChunks:
+        return PublishedChunks([chunk], is_sealed=True)
 
     monkeypatch.setattr(world.log.chunks, "read", sealed)
     world.ring(seq)
@@ -691,7 +673,7 @@ async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(worl
     await world.ask(Append(id="a", text="one"))
     record = world.session.log.record
     record.in_seq = 9
-    record.pending.append(Pending(3, None, "", STORED))
+    record.pending.append(PendingRequest(3, None, "", STORED))
     for in_seq, is_due in ((5, False), (3, True), (12, False)):
         record._num_since_checkpoint = 10**6
         if in_seq == 12:
@@ -706,8 +688,8 @@ async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its
     await world.ask(Append(id="a", text="one"))
     chunks = [Chunk(0, (5,), "x", seq=3)]
 
-    async def published(*_: Any) -> Published:
-        return Published(chunks, 1, base="of another history")
+    async def published(*_: Any) -> PublishedChunks:
+        return PublishedChunks(chunks, 1, base="of another history")
 
     monkeypatch.setattr(world.log.chunks, "read", published)
     answer = await world.ask(Generate(id="g", max_tokens=8))

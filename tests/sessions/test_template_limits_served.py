@@ -38,11 +38,3 @@ async def test_a_message_on_which_the_template_never_ends_is_refused_and_the_ses
         assert "it takes more than 5000000 steps" in result["message"]
     assert {result["type"] for result in served[1:]} == {"appended"}
     assert (await w.send("s", generate("c", messages=said("go on"))))["type"] == "generated"
-
-
-async def test_tool_call_arguments_sent_as_a_string_of_deeply_nested_json_are_accepted(wire: Start) -> None:
-    w = await wire()
-    function = {"name": "f", "arguments": '{"x":' * 300}
-    call = {"id": "c1", "type": "function", "function": function}
-    message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    assert (await w.send("s", {"type": "append", "id": "a", "messages": [message]}))["type"] == "appended"

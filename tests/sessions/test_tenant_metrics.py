@@ -12,7 +12,7 @@ from tests.parts import LocalWorker
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import TenantFigures
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 
 
 async def figures(client: Client) -> TenantFigures:
@@ -39,7 +39,7 @@ async def talk(worker: LocalWorker, tenant: str) -> Any:
 async def test_the_first_tenants_have_their_own_metrics_and_all_others_are_counted_together(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
-    worker = await local_worker(tenants=Tenants(metrics=2))
+    worker = await local_worker(tenants=TenantLimits(metrics=2))
     answers = {tenant: await talk(worker, tenant) for tenant in ("acme", "beta", "gamma", "delta")}
     found = await figures(worker.client)
     once = {"ok": 1, "position_conflict": 1}
@@ -56,10 +56,10 @@ async def test_the_first_tenants_have_their_own_metrics_and_all_others_are_count
 async def test_metrics_by_tenant_count_restored_tokens_and_active_sessions(
     local_worker: Callable[..., Awaitable[LocalWorker]], endless_model: Any
 ) -> None:
-    worker = await local_worker(tenants=Tenants(metrics=2), model=str(endless_model))
+    worker = await local_worker(tenants=TenantLimits(metrics=2), model=str(endless_model))
     await worker.client.session("s").generate(text="x" * 100, max_tokens=4)
     await worker.stop()
-    worker = await local_worker(tenants=Tenants(metrics=2), model=str(endless_model))
+    worker = await local_worker(tenants=TenantLimits(metrics=2), model=str(endless_model))
     answer = worker.client.session("s").generate(text="y", max_tokens=50_000)
     await anext(aiter(answer))
     found = await figures(worker.client)

@@ -245,18 +245,6 @@ async def test_checkpoints_keep_template_variables_and_tools(variable: Tokenizer
     assert session.history.conversation.tools == world.session.history.conversation.tools
 
 
-@pytest.mark.usefixtures("often")
-async def test_checkpoints_keep_the_sessions_tools(with_tools: Tokenizer) -> None:
-    world = world_of(with_tools, *["Yes."] * 14, CALL)
-    for number in range(14):
-        await world.ask(ask(number, user("so?"), **({} if number else {"tools": (WEATHER,)})))
-        await stored(world)
-    session = await opened(world)
-    assert resumed_at(session)
-    assert session.history.conversation.tools == world.session.history.conversation.tools
-    assert len((await generated(world, ask(20, user("so?")))).tool_calls) == 1
-
-
 async def test_an_interrupted_tool_call_continues_with_the_same_id(with_tools: Tokenizer) -> None:
     asked = ask(1, user("Weather in Rome?"), tools=(WEATHER,))
     whole = await generated(world_of(with_tools, f"So.\n{CALL}"), asked)

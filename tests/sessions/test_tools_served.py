@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import shutil
 from collections.abc import Awaitable, Callable
@@ -101,27 +100,6 @@ async def test_a_model_calls_the_tool_named_in_tool_choice_and_answers_after_its
     assert not second.tool_calls
 
 
-async def test_tool_calls_of_a_mixed_batch_equal_those_generated_alone(random: Client) -> None:
-    must = {"messages": user("Weather in Oslo?"), "tools": [WEATHER], "tool_choice": "required"}
-    asked: dict[str, dict[str, Any]] = {
-        "call": {**must, "parallel_tool_calls": False},
-        "hot": {**must, "temperature": 0.9, "seed": 3, "parallel_tool_calls": False},
-        "plain": {"messages": user("Name a colour.")},
-        "penalty": {"messages": user("Name a town."), "repetition_penalty": 1.2},
-    }
-
-    async def answered(when: str, name: str) -> Generated:
-        max_tokens = 200 if "tools" in asked[name] else 20
-        return await random.session(f"{when}-{name}").generate(max_tokens=max_tokens, **asked[name])
-
-    alone = {name: await answered("alone", name) for name in asked}
-    batch = await asyncio.gather(*(answered("batch", name) for name in asked))
-    for (name, one), other in zip(alone.items(), batch, strict=True):
-        assert one.tokens == other.tokens, name
-        assert [call.function for call in one.tool_calls] == [call.function for call in other.tool_calls]
-    assert alone["call"].finish_reason == alone["hot"].finish_reason == "tool_calls"
-
-
 async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_strict_one_is_refused(
     random: Client,
 ) -> None:
@@ -215,27 +193,6 @@ async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
     one = await session.generate(**asked, response_format={"type": "choice", "choices": ["yes", "no"]})
     assert one.finish_reason == "stop"
     assert one.text in ("yes", "no")
-
-
-async def test_a_reasoning_budget_still_holds_after_a_kill(
-    local_worker: Callable[..., Awaitable[Any]], worker_process: Any, thinking_model: Path, tmp_path: Path
-) -> None:
-    asked: dict[str, Any] = {
-        "messages": user("Hi"),
-        "reasoning": {"budget": 300},
-        "max_tokens": 700,
-        "ignore_eos": True,
-        "temperature": 0.8,
-        "seed": 2,
-        "logit_bias": dict.fromkeys(MARKS, -100),
-    }
-    alone = await local_worker(model=str(thinking_model), data_dir=tmp_path / "alone")
-    expected = await alone.client.session("s").generate(**asked)
-    process = worker_process(model=thinking_model)
-    chunks, result = await heard_over_a_kill(process, asked, behind=200)
-    assert (result.tokens, result.reasoning) == (expected.tokens, expected.reasoning)
-    assert result.usage.reasoning_tokens == expected.usage.reasoning_tokens == 301
-    assert "".join(chunk.reasoning for chunk in chunks) == result.reasoning
 
 
 async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill(

@@ -37,7 +37,7 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.process.setting_kinds import Tenants
+from worker.process.setting_kinds import TenantLimits
 
 from .device import POISON, Disk, Worker
 from .gateways import Gate, Visitor
@@ -160,7 +160,7 @@ class Plan:
                 "max_attempts": random.choice((2, 3)),
                 "max_batch": random.choice((1, 2, 16)),
                 "max_waiting": random.choice((1, 2, 100)),
-                "tenants": Tenants(sessions=random.choice((1, 100))),
+                "tenants": TenantLimits(sessions=random.choice((1, 100))),
                 "idle_timeout_s": random.choice((0.0, 0.3, 300.0)),
                 "closed_ttl_s": random.choice((None, None, 0.0, 2.0)),
                 "cache_policy": random.choice((FULL, FULL, Policy(2, 16))),

@@ -36,7 +36,7 @@ from turnkeep_client.messages import (
     decode_result,
 )
 from worker.sessions.fold import Fold
-from worker.sessions.history import History as State
+from worker.sessions.history import TokenHistory as State
 from worker.sessions.history import spoken
 
 from .actors import PICTURES, SUBJECTS

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from ops.log import copies
+from ops.log import session_file
 from ops.log.dead import find, letters, retry
 from ops.log.ending import ended
 from ops.log.importing import Import
@@ -86,11 +86,11 @@ async def _copy(history: History, client: Client, random: Random) -> None:
         return
     key = client.session(random.choice(sorted(row.session for row in rows))).key
     log = await read(client.stored, key)
-    parts = await copies.read_parts(client, log)
+    parts = await session_file.read_parts(client, log)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "copy"
-        copies.export(file, log, parts)
-        _, lines = copies.read(file)
+        session_file.export(file, log, parts)
+        _, lines = session_file.read(file)
     into = SessionKey("t", random.choice(("copy", "copy", "b", key.session)))
     if random.random() < 0.5:
         await asyncio.sleep(random.expovariate(1))

@@ -23,7 +23,7 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.constants import Constants
 from worker.process.settings import Settings
 from worker.wire import streams
-from worker.wire.chunks import Published
+from worker.wire.chunks import PublishedChunks
 from worker.wire.connection import BrokerError, confirm_subscriptions
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal
@@ -366,7 +366,9 @@ async def a_worker_that_another_one_overtook_publishes_no_more_chunks(place: Pla
     with pytest.raises(FencedError):
         await other.chunks.publish(key, "g", chunk(1), 0, server=other.server)
     stored = datetime.fromtimestamp(0, UTC)
-    assert await other.chunks.read(key, "g", seq, stored) == Published([chunk(0)], first, first_seq=first)
+    assert await other.chunks.read(key, "g", seq, stored) == PublishedChunks(
+        [chunk(0)], first, first_seq=first
+    )
     second = await other.chunks.publish(key, "g", chunk(1), first, server=other.server)
     with pytest.raises(FencedError):
         await one.chunks.publish(key, "g", Chunk(1, (8,), "y", seq=seq), first, server=one.server)

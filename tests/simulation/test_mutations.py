@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.matrices import first
 from tests.mutants import table
 from tests.simulation.played import simulate
 
@@ -28,7 +29,7 @@ TOGETHER = [PLAYED[number::4] for number in range(4)]
 
 
 @pytest.mark.timeout(1200)  # the removal of one of them shows in one history of 300
-@pytest.mark.parametrize("names", TOGETHER, ids=lambda names: f"{names[0]} and others")
+@pytest.mark.parametrize("names", first(TOGETHER), ids=lambda names: f"{names[0]} and others")
 def test_a_simulated_history_fails_if_one_of_these_safeguards_of_the_program_is_removed(
     names: list[str],
 ) -> None:

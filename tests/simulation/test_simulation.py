@@ -22,7 +22,7 @@ from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
 from worker.sessions.record import Record
-from worker.sessions.session_log import SessionLog
+from worker.sessions.session_log import FencedLog
 from worker.wire import retention
 
 if TYPE_CHECKING:
@@ -72,13 +72,13 @@ def test_attempts_of_a_redelivered_request_are_not_counted_for_the_next_request(
             if subject.endswith(".commit") and supervisor.num_lives == 1:
                 supervisor.kill()
 
-        async def reads(log: SessionLog, record: Record) -> None:
+        async def reads(log: FencedLog, record: Record) -> None:
             if log.is_doubted and to_come:
                 publish()
             await read(log, record)
 
-        read = SessionLog._read_log
-        monkeypatch.setattr(SessionLog, "_read_log", reads)
+        read = FencedLog._read_log
+        monkeypatch.setattr(FencedLog, "_read_log", reads)
         server.on_stored = stored
         for _ in range(2):
             worker = supervisor.prepare()
@@ -208,34 +208,6 @@ def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_tha
     with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
         plan = replace(Plan.of(Random(1)), num_workers=2, leases=False, roundings=1)
         plan.settings |= {"closed_ttl_s": 0.0, "idle_timeout_s": 300.0, "max_attempts": 3, "ack_wait_s": 1.0}
-        history = History(loop, server, plan, note)
-        with patched(history):
-            run(loop, main(history))
-
-
-def test_a_request_repeated_minutes_later_gets_its_recorded_result_again() -> None:
-    """The worker may have evicted the session from its memory in between."""
-
-    async def main(history: History) -> None:
-        worker = history.supervisors[0].prepare()
-        assert history.supervisors[0].process is not None
-        history.supervisors[0].process.start(worker.run())
-        await worker.ready.wait()
-        for pause_s in (5, 60, 130):
-            for body in ('{"type":"append","id":"a","text":"x"}', '{"type":"append","id":"b","text":"y"}'):
-                history.server.handle("turnkeep.t.s.in", "", body.encode(), None)
-            await asyncio.sleep(pause_s)
-        history.server.handle("turnkeep.t.s.in", "", b'{"type":"append","id":"a","text":"x"}', None)
-        await asyncio.sleep(5)
-        log = history.server.jetstream.streams["turnkeep_log"]
-        results = [decode_result(one.data) for one in log.matching("turnkeep.t.s.out")]
-        assert [(one.id, one.position, one.repeat_of is not None) for one in results] == [
-            ("a", 1, False), ("b", 2, False), *[("a", 1, True), ("b", 2, True)] * 2, ("a", 1, True)
-        ]  # fmt: skip
-
-    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
-        plan = replace(Plan.of(Random(1)), num_workers=1, leases=True)
-        plan.settings |= {"idle_timeout_s": 100.0}
         history = History(loop, server, plan, note)
         with patched(history):
             run(loop, main(history))

@@ -244,7 +244,7 @@ async def attack(
     other: Path | None = None,
 ) -> tuple[Attack, Verdict]:
     """Run the whole attack; return its record and the oracle's verdict."""
-    model = tiny_model(where, endless=True, hidden_size=128)  # large enough for sketches of keys
+    model = tiny_model(where, hidden_size=128)  # large enough for sketches of keys
     options = ("--min-free-disk", "0")
     data = where / "data"
     victim = TwoVersions(data, model, other, *options) if other else Target(data, model, *options)
@@ -283,10 +283,8 @@ async def ask_fresh(victim: Target, heard: Heard, run: Attack, verdict: Verdict)
     victim.start()
     await victim.ready()
     for key in {key for key, _ in run.acked.values()}:
-        opened, _, _ = await heard.send(key, {"type": "open", "id": "fresh-open"})
-        result, _, _ = await heard.send(
-            key, {"type": "generate", "id": "fresh", "text": "x", "max_tokens": 2}
-        )
+        opened = await heard.send(key, {"type": "open", "id": "fresh-open"})
+        result = await heard.send(key, {"type": "generate", "id": "fresh", "text": "x", "max_tokens": 2})
         if result["type"] != "generated":
             verdict.blame("contradicting", f"{key}: a fresh worker answers {opened} and then {result}")
 

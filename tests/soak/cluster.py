@@ -181,7 +181,7 @@ async def campaign(
     where: Path, *, workers: int, nodes: int, requests: int, faults: int, share: bool, cuts: bool, seed: int
 ) -> tuple[Campaign, Verdict]:
     """Run the whole campaign; return its record and the oracle's verdict."""
-    model = tiny_model(where, endless=True, hidden_size=128)
+    model = tiny_model(where, hidden_size=128)
     servers = Nodes(where, nodes, f"{NETWORK}.1" if cuts else "127.0.0.1")
     options = ["--log-replicas", str(nodes)] + (["--remote-tier", str(where / "shared")] if share else [])
     kinds = ["kill"] * 6 + ["pause"] * 2 + ["stop", "node"] + ["cut", "slow"] * (2 if cuts else 0)

@@ -1,6 +1,7 @@
 """Shared by the programs in this folder: a worker process, a listening connection, and the oracle.
 
-The oracle (`judge`) reads the log directly, and compares it with what clients have sent and received.
+The oracle (`judge`) reads the log directly, and compares it with what clients have sent and received. Which
+tokens a fork or a turn begins with, `tests/simulation/checks.py` watches.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import math
 import os
 import shutil
 import signal
@@ -20,7 +20,6 @@ from collections import Counter, defaultdict
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 ROOT = Path(__file__).parents[2]
@@ -38,14 +37,13 @@ from parts import WorkerProcess, free_port, make_endless_model, make_tiny_model 
 from turnkeep_client.checkpoints import CheckpointMessage, Link  # noqa: E402
 from turnkeep_client.client import connect  # noqa: E402
 from turnkeep_client.errors import InvalidMessageError, TurnkeepError  # noqa: E402
-from turnkeep_client.log import HISTORY_HEADER, MODEL_HEADER, PARTS_HEADER  # noqa: E402
+from turnkeep_client.log import MODEL_HEADER, PARTS_HEADER  # noqa: E402
 from turnkeep_client.messages import (  # noqa: E402
     Asked,
     Close,
     Closed,
     Failed,
     Generated,
-    Open,
     Opened,
     decode_asked,
     decode_chunk,
@@ -60,9 +58,9 @@ from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.process.constants import CONSTANTS  # noqa: E402
 from worker.sessions.attachments import Checkpoint  # noqa: E402
 from worker.sessions.fold import Fold  # noqa: E402
-from worker.sessions.history import History  # noqa: E402
-from worker.sessions.record import Parts, Record  # noqa: E402
-from worker.wire.consistent_reads import Entry  # noqa: E402
+from worker.sessions.history import TokenHistory  # noqa: E402
+from worker.sessions.record import Record, ResultParts  # noqa: E402
+from worker.wire.consistent_reads import StoredMessage  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping
@@ -92,14 +90,9 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
-def tiny_model(where: Path, *, endless: bool = False, **changes: int) -> Path:
-    """Make the tiny model in a folder, unless it is there. An `endless` one never ends an answer."""
-    tiny, without_end = where / "tiny", where / "endless"
-    if not tiny.exists():
-        make_tiny_model(tiny, **changes)
-    if endless and not without_end.exists():
-        make_endless_model(tiny, without_end)
-    return without_end if endless else tiny
+def tiny_model(where: Path, **changes: int) -> Path:
+    """Make in a folder a tiny model that never ends an answer; return the model's folder."""
+    return make_endless_model(make_tiny_model(where / "tiny", **changes), where / "endless")
 
 
 class Target:
@@ -166,18 +159,6 @@ class Target:
         self.kill_server()
 
 
-@asynccontextmanager
-async def target(data_dir: Path, model: Path | None, *options: str) -> AsyncIterator[Target]:
-    """Start a worker, yield it once it is ready, and stop it at the end of the block."""
-    made = Target(data_dir, model, *options)
-    made.start()
-    try:
-        await made.ready()
-        yield made
-    finally:
-        made.stop()
-
-
 @dataclass
 class Heard:
     """A connection that publishes requests and records what it receives.
@@ -191,16 +172,15 @@ class Heard:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @classmethod
-    async def on(cls, url: str, *, chunks: bool = True) -> Heard:
-        """Connect, and subscribe to all results, and to all chunks if wanted. Raises `TimeoutError`."""
+    async def on(cls, url: str) -> Heard:
+        """Connect, and subscribe to all results and chunks. Raises `TimeoutError`."""
         heard = cls()
         async with asyncio.timeout(PATIENCE_S):
             await heard.nc.connect(
                 url.split(","), max_reconnect_attempts=-1, reconnect_time_wait=0.1, error_cb=heard._expected
             )
         await heard.nc.subscribe(SUBJECTS.every("out"), cb=heard._result)
-        if chunks:
-            await heard.nc.subscribe(SUBJECTS.every_token(), cb=heard._chunk)
+        await heard.nc.subscribe(SUBJECTS.every_token(), cb=heard._chunk)
         await heard.nc.flush()
         return heard
 
@@ -237,12 +217,10 @@ class Heard:
         found: dict[str, Any] = json.loads(self.results[key, seq][0])
         return found
 
-    async def send(self, key: SessionKey, request: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
-        """Publish a request; return its result, the seconds until the result, and until the log's ack."""
-        begun_s = monotonic()
+    async def send(self, key: SessionKey, request: dict[str, Any]) -> dict[str, Any]:
+        """Publish a request, and return its result."""
         seq = await self.publish(key, json.dumps(request).encode(), timeout_s=PATIENCE_S)
-        stored_s = monotonic() - begun_s
-        return await self.result(key, seq), monotonic() - begun_s, stored_s
+        return await self.result(key, seq)
 
 
 async def read_log(url: str) -> list[Any]:
@@ -270,8 +248,6 @@ class Verdict:
         )
     )
     outcomes: Counter[str] = field(default_factory=Counter)
-    #: The number of results for which the model did not see all tokens of the session, by cache policy.
-    beyond: Counter[str] = field(default_factory=Counter)
     notes: list[str] = field(default_factory=list)
 
     def blame(self, what: str, note: str) -> None:
@@ -290,8 +266,8 @@ def judge(
     Skips `out` entries without a worker's header, which the harness has forged.
     """
     verdict = Verdict()
-    asked: dict[SessionKey, dict[int, Entry]] = defaultdict(dict)
-    told: dict[SessionKey, list[Entry]] = defaultdict(list)
+    asked: dict[SessionKey, dict[int, StoredMessage]] = defaultdict(dict)
+    told: dict[SessionKey, list[StoredMessage]] = defaultdict(list)
     checkpoints: dict[int, bytes] = {}
     for one in stored:
         try:
@@ -319,10 +295,9 @@ def judge(
         _judge_session(verdict, key, queues[key], told[key], heard, before)
         if fold is not None and tokenizer is not None:
             values = {entry.seq: _value(entry, checkpoints, tokenizer) for entry in told[key]}
-            _judge_bases(verdict, key, asked[key], told, values, forgotten)
             record = Record(fold)
             for entry in told[key]:
-                record.add_results([entry], Parts(values[entry.seq], linked[entry.seq]))
+                record.add_results([entry], ResultParts(values[entry.seq], linked[entry.seq]))
             record.end_fold()
             if record.diverged or record.num_foreign:
                 verdict.blame(
@@ -334,8 +309,8 @@ def judge(
 def _add_answered(
     verdict: Verdict,
     key: SessionKey,
-    asked: dict[int, Entry],
-    told: Iterable[Entry],
+    asked: dict[int, StoredMessage],
+    told: Iterable[StoredMessage],
     linked: Mapping[int, Asked | None],
 ) -> None:
     """Add to the queue's requests those that have left it, as their results have them; compare the others."""
@@ -345,7 +320,7 @@ def _add_answered(
             continue
         body = bytes(whole.request)
         if seq not in asked:
-            asked[seq] = Entry(seq, "in", whole.stored, body, whole.headers)
+            asked[seq] = StoredMessage(seq, "in", whole.stored, body, whole.headers)
         elif not _is_same(asked[seq].body, body):
             verdict.blame("contradicting", f"{key} {entry.seq} has another request: {body[:200]!r}")
 
@@ -355,13 +330,15 @@ def _is_same(one: bytes, other: bytes) -> bool:
     return one == other or decoded(decode_request, one) == decoded(decode_request, other) is not None
 
 
-def _asked(entry: Entry, checkpoints: Mapping[int, bytes]) -> Asked | None:
+def _asked(entry: StoredMessage, checkpoints: Mapping[int, bytes]) -> Asked | None:
     """Return the request that a result has, as a whole; None if it has none, or the log has lost it."""
     asked = decode_asked(entry.body)
     return decode_linked(_linked(asked.link, checkpoints)) if asked and asked.link else asked
 
 
-def _value(entry: Entry, checkpoints: Mapping[int, bytes], tokenizer: Tokenizer) -> History | str | None:
+def _value(
+    entry: StoredMessage, checkpoints: Mapping[int, bytes], tokenizer: Tokenizer
+) -> TokenHistory | str | None:
     """Return what is stored besides a result: the state that a fork has copied, or a long input."""
     packed = _linked(entry.headers.get(PARTS_HEADER, ""), checkpoints)
     if packed is None:
@@ -385,41 +362,15 @@ def _linked(text: str, checkpoints: Mapping[int, bytes]) -> bytes | None:
     return b"".join(reversed(parts)) if parts else None
 
 
-def _judge_bases(
-    verdict: Verdict,
-    key: SessionKey,
-    asked: Mapping[int, Entry],
-    told: Mapping[SessionKey, list[Entry]],
-    values: Mapping[int, History | str | None],
-    forgotten: Mapping[SessionKey, int],
-) -> None:
-    """Check the state that each fork has copied: its length, and for a fork of the parent's end the digest.
-
-    The digest must be one that an earlier result of the parent has.
-    """
-    for entry in told[key]:
-        opened = decode_result(entry.body)
-        if not isinstance(opened, Opened) or opened.parent is None or opened.repeat_of is not None:
-            continue
-        parent, base = SessionKey(key.tenant, opened.parent.session), values[entry.seq]
-        verdict.outcomes["forked"] += 1
-        if not isinstance(base, History) or base.position != opened.position:
-            verdict.blame("contradicting", f"{key} {entry.seq} has no base of {opened.position} tokens")
-        elif not forgotten.get(parent):
-            request = decode_request(asked[opened.seq or 0].body)
-            digests = {one.headers.get(HISTORY_HEADER) for one in told[parent] if one.seq < entry.seq}
-            at_end = isinstance(request, Open) and request.from_ and request.from_.position is None
-            if at_end and base.digest() not in digests:
-                verdict.blame("contradicting", f"{key} {entry.seq} took tokens that {parent} never had")
-
-
-def _entry(one: Any, kind: Any) -> Entry:
+def _entry(one: Any, kind: Any) -> StoredMessage:
     from datetime import datetime
 
-    return Entry(one.seq, kind, datetime.fromisoformat(one.headers["Nats-Time-Stamp"]), one.body, one.headers)
+    return StoredMessage(
+        one.seq, kind, datetime.fromisoformat(one.headers["Nats-Time-Stamp"]), one.body, one.headers
+    )
 
 
-def _forgotten(asked: list[Entry], told: list[Entry]) -> int:
+def _forgotten(asked: list[StoredMessage], told: list[StoredMessage]) -> int:
     """Return the sequence of the last successful close with `forget`: earlier entries may be gone. Or 0."""
     closed = {result.seq for result in map(decode_result, (one.body for one in told)) if _is(Closed, result)}
     for entry in reversed(asked):
@@ -437,12 +388,12 @@ def _is(kind: type, result: Any) -> bool:
 def _judge_session(
     verdict: Verdict,
     key: SessionKey,
-    asked: list[Entry],
-    told: list[Entry],
+    asked: list[StoredMessage],
+    told: list[StoredMessage],
     heard: Heard | None,
     forgotten: int,
 ) -> None:
-    results: dict[int, list[Entry]] = defaultdict(list)
+    results: dict[int, list[StoredMessage]] = defaultdict(list)
     for entry in told:
         results[decode_result(entry.body).seq or 0].append(entry)
     verdict.requests += len(asked)
@@ -463,8 +414,6 @@ def _judge_session(
         result = decode_result(mine[0].body)
         code = result.code if isinstance(result, Failed) else "ok"
         verdict.outcomes[code] += 1
-        if getattr(result, "visible_from", None):
-            verdict.beyond[str(result.cache)] += 1
         if isinstance(result, Failed) and code == "internal" and GIVEN_UP not in result.message:
             verdict.blame("internal", f"{key} {entry.seq}: {mine[0].body[:300]!r}")
         if code == "history_diverged":
@@ -508,11 +457,6 @@ def _judge_chunks(verdict: Verdict, at: str, result: Any, chunks: list[Any], for
             verdict.blame("contradicting", f"{at} streamed {chunk}, and its record has {tokens}")
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Return a percentile: the smallest value with at least this share of the values up to it."""
-    return sorted(values)[min(math.ceil(share * len(values)), len(values)) - 1] if values else math.nan
-
-
 def table(*rows: tuple[str, Any]) -> str:
     """Format rows of a name and a value in two aligned columns."""
     width = max(len(name) for name, _ in rows)
@@ -527,7 +471,6 @@ def report(verdict: Verdict, *rows: tuple[str, Any]) -> bool:
             ("requests in the log", verdict.requests),
             ("answered", verdict.answered),
             ("outcomes", ", ".join(f"{code} {num}" for code, num in verdict.outcomes.most_common())),
-            ("with KV for a part", ", ".join(f"{name}: {num}" for name, num in verdict.beyond.most_common())),
             *verdict.faults.items(),
         ),
         flush=True,

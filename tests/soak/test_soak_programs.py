@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,14 +10,7 @@ from typing import Any
 import pytest
 from attack import attack
 from cluster import campaign
-from damage import damage
-from doors import measure as at_both_doors
-from floods import laid_out, measure
-from harness import Heard, SessionKey, judge, target, tiny_model
-from malformed import malformed
-from service import serve
-from shorts import measure as beside_streams
-from soak import slopes, soak
+from harness import Heard, SessionKey, judge
 
 from turnkeep_client.log import MODEL_HEADER
 from turnkeep_client.messages import decode_chunk
@@ -44,65 +36,6 @@ async def test_every_request_gets_exactly_one_result_under_random_faults_of_two_
     )
     assert (run.struck.total(), run.sent) == (4, 80)
     assert verdict.answered == verdict.requests > 30
-    assert not verdict.faults.total(), verdict.notes
-
-
-async def test_malformed_requests_are_each_answered_once_while_another_client_is_served(
-    tmp_path: Path,
-) -> None:
-    run, verdict, _ = await malformed(tmp_path, requests=600, seed=1)
-    assert run.waits_s
-    assert verdict.answered == verdict.requests > 100
-    assert not verdict.faults.total(), verdict.notes
-
-
-async def test_short_answers_over_nats_and_http_are_measured_in_turns(tmp_path: Path) -> None:
-    async with target(tmp_path / "data", tiny_model(tmp_path, endless=True)) as worker:
-        ways = await at_both_doors(worker.url, requests=6, at_once=3, tokens=4, rounds=2)
-    for way in ways.values():
-        assert (len(way.rounds_s), len(way.firsts_s), min(way.firsts_s) > 0) == (2, 12, True)
-
-
-@pytest.mark.soak
-async def test_a_quiet_tenant_is_answered_while_another_floods_the_worker(tmp_path: Path) -> None:
-    waits = await measure(tmp_path, tiny_model(tmp_path), (), requests=120, sessions=40, num_probes=4)
-    assert len(waits["quiet"]) >= 8
-    assert all(waits.values()), "not one was answered before the flood was over"
-    assert "quiet" in laid_out(waits)
-
-
-@pytest.mark.soak
-async def test_short_answers_complete_and_are_timed_while_long_answers_stream(tmp_path: Path) -> None:
-    async with target(tmp_path / "data", tiny_model(tmp_path, endless=True), "--max-batch", "2") as worker:
-        waits, took_s = await beside_streams(worker.url, streams=8, long=1500)
-    assert waits
-    assert took_s > 2.0
-
-
-async def test_snapshots_damaged_while_a_worker_runs_change_no_answer(tmp_path: Path) -> None:
-    run, verdict = await damage(tmp_path, requests=60, seed=1)
-    assert run.damaged.total() > 30
-    assert run.counters.rejected
-    assert not verdict.faults.total(), verdict.notes
-
-
-@pytest.mark.soak
-async def test_no_request_of_a_short_soak_run_fails_and_growth_per_hour_is_reported(tmp_path: Path) -> None:
-    readings, load = await soak(tmp_path, minutes=0.05, interval_s=0.7, seed=1)
-    assert not load.failed
-    assert readings[-1].requests > 0
-    assert "nan" not in slopes(readings, load)
-
-
-@pytest.mark.soak
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-async def test_prometheus_scrapes_succeed_while_worker_and_server_are_killed(tmp_path: Path) -> None:
-    run, verdict, seen = await serve(
-        tmp_path, minutes=0.4, sessions=10, pause_s=1.0, kill_s=3.0, interval_s=5.0, seed=1
-    )
-    assert run.attack.kills
-    assert run.readings[-1].requests > 20
-    assert seen["scrapes"] == seen["scrapes answered"] > 2
     assert not verdict.faults.total(), verdict.notes
 
 

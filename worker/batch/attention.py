@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-    from .ring_attention import Rotate, Sight
+    from .ring_attention import Rotate, VisibleSlots
 
 #: mlx-lm's own function. It is saved here because `forward` replaces it even in the module that defines it.
 THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
@@ -59,7 +59,7 @@ class Attention:
         self,
         queries: mx.array,
         places: tuple[mx.array, mx.array],
-        sight: Sight,
+        sight: VisibleSlots,
         to_rows: Callable[[mx.array], mx.array],
     ) -> mx.array:
         """Compute attention to a ring cache; `places` are its keys and values.

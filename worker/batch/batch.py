@@ -2,9 +2,9 @@
 
 A step runs all rows and pieces of prompts, and draws the rows' tokens. Two things differ between models, and
 `batch_kinds` chooses both: how a pass runs (`Pass`: shared by all rows, or the model's own), and where rows
-can keep KV besides their own caches (`Keeping`: in pools, merged, or nowhere). Two things make answers faster
-without changing their tokens: drafts for some rows (`speculation`), and launching the next step before the
-host has read the tokens of the step before. On a GPU this is true up to rounding: other kernels compute
+can keep KV besides their own caches (`CommonKv`: in pools, merged, or nowhere). Two things make answers
+faster without changing their tokens: drafts for some rows (`speculation`), and launching the next step before
+the host has read the tokens of the step before. On a GPU this is true up to rounding: other kernels compute
 several tokens, or a row beside others, and of two tokens that are almost equally likely, the other one may
 be drawn.
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from .drafter import Drafter
     from .parts import Part
-    from .rows import Keeping, Pass, PrefillPiece, Row
-    from .speculation import Drafted
+    from .rows import CommonKv, Pass, PrefillPiece, Row
+    from .speculation import StepDrafts
 
     #: A row and its draft: the tokens that are speculated to follow its last token.
     Draft: TypeAlias = "tuple[Row, list[int]]"
@@ -55,7 +55,7 @@ class _LaunchedStep:
     states: list[Any]
     began_s: float
     ahead: tuple[bool, bool] = (False, False)
-    drafted: Drafted = NOTHING
+    drafted: StepDrafts = NOTHING
 
 
 class Batch:
@@ -64,7 +64,7 @@ class Batch:
     def __init__(
         self,
         run: Pass,
-        keeping: Keeping,
+        keeping: CommonKv,
         *,
         is_plain: bool,
         drafters: Sequence[Drafter] = (),
@@ -102,6 +102,11 @@ class Batch:
     def can_draft(self) -> bool:
         """Whether rows can have drafts: there are drafters, and a step can be undone."""
         return self.speculation.has_drafters
+
+    @property
+    def takes_positions(self) -> bool:
+        """Whether tokens may have other rotary positions than their numbers in the session."""
+        return self._run.takes_positions
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -284,7 +289,9 @@ class Batch:
         for row in rows:
             if row.caches is not None:
                 draft = fitted.get(row, [])
-                parts.append(OwnPart(row.caches, row.num_cached + num_ahead, 1 + len(draft)))
+                start, num = row.num_cached + num_ahead, 1 + len(draft)
+                positions = range(start + row.shift, start + row.shift + num)
+                parts.append(OwnPart(row.caches, start, num, positions))
                 drafts.append((row, draft))
         return drafts, parts
 

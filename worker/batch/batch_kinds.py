@@ -41,8 +41,8 @@ from .own_pass import OwnPass, run_alone
 from .parts import OwnPart
 from .pools import Pools
 from .products import products_for
-from .row_sampler import RowSampler, Sampling
-from .rows import Keeping, PrefillPiece, Row
+from .row_sampler import RowSampler, RowSampling
+from .rows import CommonKv, PrefillPiece, Row
 from .trials import Trials
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def batch_for(
     is_plain = classes <= {KVCache, QuantizedKVCache, RingCache}
     sharing = shares and is_plain
     merged = None if sharing else merged_for(model, trials, room, merged_rows)
-    keeping: Keeping = merged or Keeping()
+    keeping: CommonKv = merged or CommonKv()
     if sharing and QuantizedKVCache not in classes:
         keeping = Pools(room, pooled_rows)
     if merged is not None and not shares:
@@ -279,7 +279,7 @@ def _deviation_merged(model: Any, merged: MergedRows) -> float:
     lengths, tokens = (7, 3, 5), (2, 3, 4, 5)
     first = (0, 0, 1)  # index of each row's first token in `tokens`
     expected = [_alone(model, _prefilled(model, n), tokens[i:]) for n, i in zip(lengths, first, strict=True)]
-    rows = [Row(_prefilled(model, n), array("I"), RowSampler(Sampling()), n, 0) for n in lengths]
+    rows = [Row(_prefilled(model, n), array("I"), RowSampler(RowSampling()), n, 0) for n in lengths]
     found: dict[Row, list[mx.array]] = {row: [] for row in rows}
     run = OwnPass(model)
 

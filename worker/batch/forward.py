@@ -25,7 +25,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from . import cpu, ring_attention
 from .attention import THEIR_ATTENTION, Attention
-from .image_rows import embedded
+from .image_rows import added, embedded
 from .parts import OwnPart, of_one_session
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class _LayerView:
         self._parts = parts
         self._ends = ends
         self.offset = offset
+        self.added: mx.array | None = None  # to the layer's output, by layers of models that see
 
     def make_mask(self, num_tokens: int, **options: Any) -> _Masks:
         """Make one mask per part. `num_tokens`, always 1 here, is ignored: parts know how many they have."""
@@ -92,7 +93,7 @@ class RingView(_LayerView):
     """
 
     def __init__(self, layer: int, part: OwnPart, rotate: Rotate) -> None:
-        num_tokens, offset = len(part.offsets), part.offsets[0] % part.grid(layer)
+        num_tokens, offset = len(part.positions), _within(part.positions[0], part.grid(layer))
         super().__init__(layer, [part], [num_tokens], offset, rotate)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
@@ -106,7 +107,10 @@ class RingView(_LayerView):
 
 
 class _Offsets:
-    """The rotary positions of a pass's tokens, by layer; ring caches count them modulo `RingCache.grid`."""
+    """The rotary positions of a pass's tokens, by layer; ring caches count them modulo `RingCache.grid`.
+
+    They have the shape (tokens,), or (3, tokens) if a token has three positions; see `SectionedRope`.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -115,18 +119,27 @@ class _Offsets:
     def of(self, layer: int) -> mx.array:
         grids = tuple(part.grid(layer) for part in self._parts)
         if grids not in self._made:
-            self._made[grids] = mx.array(
-                [
-                    position % grid if grid else position
-                    for part, grid in zip(self._parts, grids, strict=True)
-                    for position in part.offsets
-                ]
-            )
+            found = [
+                _within(position, grid)
+                for part, grid in zip(self._parts, grids, strict=True)
+                for position in part.positions
+            ]
+            if any(isinstance(each, tuple) for each in found):
+                threes = [each if isinstance(each, tuple) else (each,) * 3 for each in found]
+                self._made[grids] = mx.array(threes).T
+            else:
+                self._made[grids] = mx.array(found)
         return self._made[grids]
+
+
+def _within(position: Any, grid: int) -> Any:
+    return position % grid if grid else position
 
 
 class Forward:
     """Runs passes of one model over many sessions. Patches the model, which can still be called as before."""
+
+    takes_positions = True
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -154,8 +167,11 @@ class Forward:
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
             tokens = mx.array([*tokens, *(token for piece in pieces for token in piece.tokens)])
-        parts = [*parts, *(OwnPart(piece.caches, piece.start, len(piece.tokens)) for piece in pieces)]
-        ends = list(accumulate(len(part.offsets) for part in parts))
+        parts = [
+            *parts,
+            *(OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions) for piece in pieces),
+        ]
+        ends = list(accumulate(len(part.positions) for part in parts))
         prompts = zip(pieces, ends[num_parts:], strict=True)
         wanted += [end - 1 for piece, end in prompts if piece.has_output]
         offsets = _Offsets(parts)
@@ -173,7 +189,10 @@ class Forward:
         if any(piece.images is not None for piece in pieces):
             starts = [0, *ends][num_parts:-1]
             images = [(start, piece.images) for start, piece in zip(starts, pieces, strict=True)]
-            options["input_embeddings"] = embedded(self._model, tokens, images)[:, None]
+            embeddings = embedded(self._model, tokens, images)
+            options["input_embeddings"] = embeddings[:, None]
+            for view, more in zip(views, added(embeddings, images), strict=False):
+                view.added = more[:, None]
         if self._selected is None:
             outputs = model(tokens[:, None], cache=views, **options)[chosen]
         else:

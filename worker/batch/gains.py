@@ -79,7 +79,7 @@ class _Typical:
         return self._median if len(self._some) >= _ENOUGH else min((*self._some, before))
 
 
-class Times:
+class StepTimes:
     """Measured times of plain steps (without drafts), and the time that each draft token adds to a step.
 
     Both depend on the number of rows.
@@ -168,20 +168,20 @@ def expected(share: float, num_drafted: int) -> float:
     return share * (1 - share**num_drafted) / (1 - share)
 
 
-class Costs(NamedTuple):
+class DraftCosts(NamedTuple):
     """The costs of drafts for some rows of a step that has `num_rows` rows.
 
     `times` has the cost of verifying, `pass_share` that of drafting one token for each row, `late` that of
-    not launching ahead (`Times.late`).
+    not launching ahead (`StepTimes.late`).
     """
 
-    times: Times
+    times: StepTimes
     num_rows: int
     pass_share: float = 0.0
     late: float = 1.0
 
 
-def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
+def best(costs: DraftCosts, shares: Sequence[float], most: int) -> tuple[float, int]:
     """Return the largest factor by which drafts of up to `most` tokens make a step's tokens faster.
 
     Also returns the length of these drafts. `shares` has, for each of their rows, the expected share of right
@@ -192,7 +192,7 @@ def best(costs: Costs, shares: Sequence[float], most: int) -> tuple[float, int]:
     return max(((_gain(costs, shares, num, each), num) for num in lengths), default=(1.0, 0))
 
 
-def _gain(costs: Costs, shares: Sequence[float], num_drafted: int, each: float) -> float:
+def _gain(costs: DraftCosts, shares: Sequence[float], num_drafted: int, each: float) -> float:
     more = sum(expected(share, num_drafted) for share in shares)
     checked = 1 + each * num_drafted * len(shares)
     took = costs.late * checked + costs.pass_share * num_drafted

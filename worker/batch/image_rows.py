@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Input embeddings for the tokens of a piece at the indices `at`: `rows`, (tokens, hidden size)."""
+    """Input embeddings for the tokens of a piece at the indices `at`: `rows`, (tokens, hidden size).
+
+    Rows may be longer: what follows is added to the outputs of the first layers, a hidden size for each.
+    """
 
     at: Sequence[int]
     rows: mx.array
@@ -31,7 +34,22 @@ def embedded(model: Any, tokens: mx.array, images: Sequence[tuple[int, ImageRows
     found: mx.array = embedding(model)(tokens)
     for start, image in images:
         if image is not None and len(image.at):
-            found[mx.array([start + i for i in image.at])] = image.rows.astype(found.dtype)
+            rows = image.rows[:, : found.shape[-1]].astype(found.dtype)
+            found[mx.array([start + i for i in image.at])] = rows
+    return found
+
+
+def added(embeddings: mx.array, images: Sequence[tuple[int, ImageRows | None]]) -> list[mx.array]:
+    """Return what to add to the outputs of the first layers, each in the shape of the pass's `embeddings`."""
+    size, found = embeddings.shape[-1], list[mx.array]()
+    for start, image in images:
+        if image is None or not len(image.at):
+            continue
+        at = mx.array([start + i for i in image.at])
+        for layer, rows in enumerate(mx.split(image.rows, image.rows.shape[-1] // size, axis=-1)[1:]):
+            if layer == len(found):
+                found.append(mx.zeros_like(embeddings))
+            found[layer][at] = rows.astype(embeddings.dtype)
     return found
 
 

@@ -28,7 +28,7 @@ from mlx_lm.models.cache import (
 from cache.kv import states
 
 from .parts import MergedPart
-from .rows import Keeping
+from .rows import CommonKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -95,8 +95,8 @@ _USUAL: Final = {
 WAYS: Final = (_USUAL, {**_USUAL, KVCache: _Spread})
 
 
-class MergedRows(Keeping):
-    """Merges the KV of enough rows; see `rows.Keeping`. A row for which memory is short is not merged.
+class MergedRows(CommonKv):
+    """Merges the KV of enough rows; see `rows.CommonKv`. A row for which memory is short is not merged.
 
     If an error occurs while rows join or leave, all merged rows are dropped.
     """

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class OwnPass:
     """Runs a pass as several calls of the unchanged model, one after the other; see `rows.Pass`."""
 
+    takes_positions = False  # the model takes them from its caches
+
     def __init__(self, model: Any, rotations: Sequence[Rotate] | None = None) -> None:
         """`rotations` are the functions that rotate each layer's queries; None if no cache is a ring."""
         self._model = model
@@ -49,7 +51,7 @@ class OwnPass:
         found: list[mx.array] = []
         tokens = tokens if isinstance(tokens, mx.array) else mx.array([*tokens], mx.int32)
         for part in parts:
-            some, tokens = tokens[: len(part.offsets)], tokens[len(part.offsets) :]
+            some, tokens = tokens[: len(part.positions)], tokens[len(part.positions) :]
             if isinstance(part, MergedPart):
                 found.append(self._model(some[:, None], cache=part.caches)[:, -1])
             elif isinstance(part, OwnPart):

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from .attention import Attention
-    from .ring_attention import Sight
+    from .plane import Position
+    from .ring_attention import VisibleSlots
 
 
 class Part(Protocol):
     """Tokens of one pass whose attention is computed together, over KV that belongs to this part."""
 
     @property
-    def offsets(self) -> list[int]:
-        """The position of each token in its session."""
+    def positions(self) -> Sequence[Position]:
+        """The rotary position of each token."""
 
     def grid(self, layer: int) -> int:
         """Return a layer's grid, modulo which rotary positions count; 0 if they are plain positions."""
@@ -44,12 +45,19 @@ class Part(Protocol):
 class OwnPart:
     """A part with consecutive tokens of one session, which has caches of its own, of any class."""
 
-    def __init__(self, caches: Sequence[Any], start: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        caches: Sequence[Any],
+        start: int,
+        num_tokens: int,
+        positions: Sequence[Position] | None = None,
+    ) -> None:
+        """`start` is the first token's number in the session; so are the `positions`, unless given."""
         self.caches = caches
         self._num_tokens = num_tokens
         self._fetched: tuple[Any, Any] = (None, None)
-        self._sights: dict[tuple[int, ...], Sight] = {}  # by ring kind; most models have one
-        self.offsets = list(range(start, start + num_tokens))
+        self._sights: dict[tuple[int, ...], VisibleSlots] = {}  # by ring kind; most models have one
+        self.positions: Sequence[Position] = positions or range(start, start + num_tokens)
 
     def grid(self, layer: int) -> int:
         """Return the number modulo which a ring counts positions (its grid); 0 for any other cache."""
@@ -113,7 +121,7 @@ class OwnPart:
             ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
             yield at, run
 
-    def _sight(self, ring: RingCache, at: int, num: int) -> Sight:
+    def _sight(self, ring: RingCache, at: int, num: int) -> VisibleSlots:
         kind = (ring.grid, ring.sink, ring.window, at)
         if kind not in self._sights:
             self._sights[kind] = ring_attention.sight(ring, [at + num], num)
@@ -146,4 +154,4 @@ class MergedPart(OwnPart):
 
     def __init__(self, caches: Sequence[Any], lengths: list[int]) -> None:
         super().__init__(caches, 0, 1)
-        self.offsets = lengths
+        self.positions = lengths

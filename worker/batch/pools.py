@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
-from .rows import Keeping
+from .rows import CommonKv
 from .slots import Pool, capacity_for, form_of
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 _ROOM: Final = 32
 
 
-class Pools(Keeping):
-    """Keeps rows' KV in pools, one for each `slots.Form` and capacity; see `rows.Keeping`."""
+class Pools(CommonKv):
+    """Keeps rows' KV in pools, one for each `slots.Form` and capacity; see `rows.CommonKv`."""
 
     def __init__(self, room: Callable[[int], bool], least: int) -> None:
         """`room(n)` says whether `n` more bytes may be allocated; `least` rows are needed for a pool."""
@@ -82,7 +82,8 @@ class Pools(Keeping):
             if pooled:
                 lengths = [row.num_cached + num_ahead for row in pooled]
                 num_each = 1 + len(drafts.get(pooled[0], ()))
-                found.append((pool.part([*map(self._slot, pooled)], lengths, num_each), pooled))
+                shifts = [row.shift for row in pooled]
+                found.append((pool.part([*map(self._slot, pooled)], lengths, num_each, shifts), pooled))
         return found
 
     def caches(self, row: Row) -> list[Any]:

@@ -78,7 +78,7 @@ _KINDS: Final = ("here", "before", "sinks")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class VisibleSlots:
     """Which places (indices) of a ring cache some tokens see, and how their queries are rotated for each.
 
     It is the same for all layers with such rings. `seen`, (rows, 1, tokens, places), is None if all places
@@ -102,7 +102,7 @@ class Sight:
         return self.before is None and self.to_sinks is None
 
 
-def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
+def sight(ring: RingCache, ends: Sequence[int], num: int) -> VisibleSlots:
     """Return which places of rings like `ring` are visible to the last `num` tokens of each row.
 
     `ends` has each row's number of tokens. A row's last `num` tokens must lie between the same multiples of
@@ -122,7 +122,7 @@ def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     if not ring.grid:  # rotary positions are the session's
         recalled = (slots >= ring.sink) & (slots <= here - ring.window)
         seen = np.concatenate([seen, recalled], axis=-1)
-        return Sight(num_places + len(slots), None if seen.all() else mx.array(seen[:, None]))
+        return VisibleSlots(num_places + len(slots), None if seen.all() else mx.array(seen[:, None]))
     first = at[:, :1] // ring.grid * ring.grid
     before = (held[:, 0] < first) & (held[:, 0] >= ring.sink) & seen.any(axis=1)
     passed = at - (ring.sink + ring.window - 1)
@@ -130,7 +130,7 @@ def sight(ring: RingCache, ends: Sequence[int], num: int) -> Sight:
     kinds = np.where(before[0], 1, 0)
     kinds[: ring.sink * has_far_sinks] = 2
     ends = [*(np.flatnonzero(np.diff(kinds)) + 1).tolist(), num_places]
-    return Sight(
+    return VisibleSlots(
         num_places,
         None if seen.all() else mx.array(seen[:, None]),
         mx.array(before[:, None, None]) if before.any() else None,
@@ -145,7 +145,7 @@ def attend(
     queries: mx.array,
     keys: mx.array,
     values: mx.array,
-    sight: Sight,
+    sight: VisibleSlots,
     *,
     scale: float,
     rotate: Rotate,
@@ -181,7 +181,7 @@ def attend(
 def _scores(
     queries: mx.array,
     transposed: mx.array,
-    sight: Sight,
+    sight: VisibleSlots,
     rotate: Rotate,
     scored: Callable[[mx.array, mx.array], mx.array],
 ) -> mx.array:

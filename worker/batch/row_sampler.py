@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _LEAST_TEMPERATURE: Final = 1e-20
 
 
-class Matcher(Protocol):
+class ConstraintState(Protocol):
     """The position of one answer in a grammar; implemented by `worker.text.grammar.Matcher`."""
 
     def push(self, tokens: Iterable[int]) -> None:
@@ -36,15 +36,15 @@ class Matcher(Protocol):
         """Whether the answer may end here."""
 
 
-class Grammar(Protocol):
+class Constraint(Protocol):
     """A grammar that an answer must match; implemented by `worker.text.grammar.Grammar`."""
 
-    def follow(self, answered: Sequence[int]) -> Matcher:
+    def follow(self, answered: Sequence[int]) -> ConstraintState:
         """Return a matcher for an answer that has the tokens `answered` so far, without its end token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class RowSampling:
     """How one request samples tokens. `temperature` 0 is greedy.
 
     `top_k` 0, `top_p` 1.0, `min_p` 0.0, `repetition_penalty` 1.0 and penalties of 0.0 have no effect.
@@ -63,7 +63,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     top_logprobs: int | None = None
-    grammar: Grammar | None = None
+    grammar: Constraint | None = None
     seed: int = 0
 
     @property
@@ -83,7 +83,7 @@ class Sampling:
         return self.is_greedy and not changes
 
 
-class Drawn(NamedTuple):
+class DrawnToken(NamedTuple):
     """One token of an answer, with its log probability if the request wants it.
 
     `top` has the likeliest tokens and their log probabilities, the likeliest first.
@@ -103,7 +103,7 @@ class Draw:
     `mask`, only tokens whose bit is set are drawn.
     """
 
-    sampling: Sampling
+    sampling: RowSampling
     index: int
     seen: Sequence[int] | np.ndarray[Any, Any] = ()
     counts: Counter[int] | None = None
@@ -125,7 +125,7 @@ class RowSampler:
 
     def __init__(
         self,
-        sampling: Sampling,
+        sampling: RowSampling,
         *,
         answered: Sequence[int] = (),
         prompt: Iterable[int] = (),

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from .image_rows import ImageRows
     from .parts import Part
-    from .row_sampler import Drawn, RowSampler
+    from .plane import Position
+    from .row_sampler import DrawnToken, RowSampler
     from .slots import Form
 
 
@@ -34,10 +35,11 @@ class Row:
 
     `known` are the session's last tokens, from which drafts are made. The last token has no KV yet. The
     first `num_cached` tokens of the session have KV: in `caches`, or, if `caches` is None, in the batch's
-    `Keeping`. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if the
+    `CommonKv`. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if the
     logits were finite. `num_left` counts the tokens that the answer may still get. `most_held` is the most
-    tokens whose KV is stored at a time, if the session has a window. A drafter may reuse its state of the row
-    for later rows of the same `session`, unless `session` is None.
+    tokens whose KV is stored at a time, if the session has a window. Rotary positions of the row's tokens are
+    their numbers in the session plus `shift`. A drafter may reuse its state of the row for later rows of the
+    same `session`, unless `session` is None.
     """
 
     caches: list[Any] | None
@@ -46,12 +48,13 @@ class Row:
     num_cached: int
     num_left: int
     most_held: int = sys.maxsize
-    drawn: list[Drawn] = field(default_factory=list)
+    drawn: list[DrawnToken] = field(default_factory=list)
     is_sound: bool = True
+    shift: int = 0
     session: Hashable = None
     form: Form | None = None  # decides which pools can hold the row
 
-    def append(self, drawn: list[Drawn], *, is_sound: bool = True) -> None:
+    def append(self, drawn: list[DrawnToken], *, is_sound: bool = True) -> None:
         """Add the tokens that a step has drawn for the row to its answer."""
         tokens = [one.token for one in drawn]
         self.drawn, self.is_sound = drawn, is_sound
@@ -80,7 +83,7 @@ class PrefillPiece:
 
     A piece with a `row` ends the prompt, and the row's first token is drawn from the logits of its last
     token. An `embedding` receives the vector of the piece's last token. `images` are the input embeddings of
-    tokens that belong to images.
+    tokens that belong to images. Rotary `positions` are the tokens' numbers in the session, unless given.
     """
 
     caches: list[Any]
@@ -89,6 +92,7 @@ class PrefillPiece:
     row: Row | None = None
     embedding: Embedding | None = None
     images: ImageRows | None = None
+    positions: Sequence[Position] | None = None
 
     @property
     def has_output(self) -> bool:
@@ -102,7 +106,12 @@ class PrefillPiece:
 
 
 class Pass(Protocol):
-    """Runs a forward pass of a model over tokens of many sessions."""
+    """Runs a forward pass of a model over tokens of many sessions.
+
+    If it `takes_positions`, tokens may have other rotary positions than their numbers in the session.
+    """
+
+    takes_positions: bool
 
     def __call__(
         self,
@@ -120,7 +129,7 @@ class Pass(Protocol):
         """
 
 
-class Keeping:
+class CommonKv:
     """Keeps KV of several rows in common arrays, instead of the rows' own caches. This base class keeps none.
 
     A row is called kept while this object has its KV.

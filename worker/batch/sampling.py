@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from .row_sampler import Draw, Drawn, Sampling
+from .row_sampler import Draw, DrawnToken, RowSampling
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,7 +63,7 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> Choice:
     return Choice(_put(likeliest, others, drawn), mx.isfinite(highest))
 
 
-def waits_for_logits(sampling: Sampling) -> bool:
+def waits_for_logits(sampling: RowSampling) -> bool:
     """Say whether `draw_all` evaluates the logits of a row with this sampling.
 
     A step with such a row cannot be launched before the previous tokens are read.
@@ -97,9 +97,9 @@ class Logprobs:
             order = mx.argsort(-values, axis=-1)
             self.arrays += [mx.take_along_axis(part, order, axis=-1) for part in (ids, values)]
 
-    def drawn(self, tokens: Sequence[int]) -> list[Drawn]:
+    def drawn(self, tokens: Sequence[int]) -> list[DrawnToken]:
         """Return all rows' drawn `tokens`, with log probabilities if requested. Evaluate `arrays` first."""
-        found = [Drawn(token) for token in tokens]
+        found = [DrawnToken(token) for token in tokens]
         if not self.arrays:
             return found
         listed: list[Any] = [array.tolist() for array in self.arrays]
@@ -107,7 +107,7 @@ class Logprobs:
         pairs: Any = zip(*top, strict=True) if top else (((), ()) for _ in self._rows)
         for row, count, logprob, (ids, values) in zip(self._rows, self._counts, chosen, pairs, strict=True):
             likeliest = tuple(zip(ids[:count], values[:count], strict=True))
-            found[row] = Drawn(tokens[row], logprob, likeliest)
+            found[row] = DrawnToken(tokens[row], logprob, likeliest)
         return found
 
 
@@ -194,7 +194,7 @@ def _key(seed: int, index: int) -> tuple[int, int]:
     return divmod(int.from_bytes(digest, "little"), 1 << 32)
 
 
-def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+def _filtered(scaled: mx.array, samplings: Sequence[RowSampling]) -> mx.array:
     """Apply top_k, top_p and min_p in this order.
 
     Each filter considers only the tokens that the previous one kept. All other logits become -inf.
@@ -218,7 +218,7 @@ def _filtered(scaled: mx.array, samplings: Sequence[Sampling]) -> mx.array:
     return kept
 
 
-def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
+def _first(scaled: mx.array, samplings: Sequence[RowSampling]) -> tuple[mx.array, mx.array]:
     """Sort as many logits as the largest top_k needs; set those beyond a row's own top_k to -inf.
 
     Returns the sorted logits, and the logarithm of the sum of their exponentials, (rows, 1).
@@ -229,7 +229,7 @@ def _first(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, m
     return ranked, mx.logsumexp(ranked, axis=-1, keepdims=True)
 
 
-def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.array, mx.array]:
+def _until_enough(scaled: mx.array, samplings: Sequence[RowSampling]) -> tuple[mx.array, mx.array]:
     """Sort as many logits as top_p needs; return them and the logsumexp of all, (rows, 1).
 
     On a CPU, sort a few first; sort all only if the sum of the few is too small.
@@ -243,7 +243,9 @@ def _until_enough(scaled: mx.array, samplings: Sequence[Sampling]) -> tuple[mx.a
     return _ranked(scaled, scaled.shape[-1]), total
 
 
-def _nucleus(scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequence[Sampling]) -> mx.array:
+def _nucleus(
+    scaled: mx.array, ranked: mx.array, total: mx.array, samplings: Sequence[RowSampling]
+) -> mx.array:
     """Keep the likeliest tokens until top_p is reached or `ranked` ends; set other logits to -inf.
 
     Of equally likely tokens the first ones are kept.
@@ -280,6 +282,6 @@ def _put(array: mx.array, rows: list[int], values: mx.array) -> mx.array:
     return array
 
 
-def _needs_every_rank(sampling: Sampling) -> bool:
+def _needs_every_rank(sampling: RowSampling) -> bool:
     """Say whether top_p may keep any number of tokens, so that all logits may have to be sorted."""
     return not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k

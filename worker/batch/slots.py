@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .attention import Attention
-    from .ring_attention import Sight
+    from .ring_attention import VisibleSlots
 
 #: For each layer its ring's sink, window, grid and kept tokens, or None for a plain cache. Rows of equal form
 #: share pools.
@@ -182,12 +182,12 @@ class Pool:
             buffer.grow(num_more)
         self._used += [False] * num_more
 
-    def part(self, slots: list[int], lengths: list[int], num_each: int = 1) -> PoolPart:
+    def part(self, slots: list[int], lengths: list[int], num_each: int, shifts: list[int]) -> PoolPart:
         """Return the part for a pass over `num_each` tokens of each slot; the slots hold `lengths` tokens.
 
-        `slots` are ascending. With rings, `num_each` must be 1.
+        `slots` are ascending. With rings, `num_each` must be 1. `shifts` are those of the rows (`Row.shift`).
         """
-        return PoolPart(self._keys, self._values, self._rings, slots, lengths, num_each)
+        return PoolPart(self._keys, self._values, self._rings, slots, lengths, num_each, shifts)
 
 
 class PoolPart:
@@ -201,13 +201,17 @@ class PoolPart:
         slots: list[int],
         lengths: list[int],
         num_each: int,
+        shifts: list[int],
     ) -> None:
-        self.offsets = [length + i for length in lengths for i in range(num_each)]
+        self._offsets = [length + i for length in lengths for i in range(num_each)]
+        self.positions = [
+            length + shift + i for length, shift in zip(lengths, shifts, strict=True) for i in range(num_each)
+        ]
         self._num_each = num_each
         self._keys, self._values, self._rings = keys, values, rings
         self._slots = mx.array(slots)[:, None]
         self._ends: dict[tuple[int, int, int], mx.array] = {}  # flat row indices, by heads, sink and window
-        self._sights: dict[tuple[int, int, int], Sight] = {}  # by ring kind; most models have one
+        self._sights: dict[tuple[int, int, int], VisibleSlots] = {}  # by ring kind; most models have one
         self._laid: dict[int, mx.array] = {}  # the mask, by number of heads
         # Attention runs over all slots from the first row's to the last row's, even the free ones between.
         self._first, self._num = slots[0], slots[-1] + 1 - slots[0]
@@ -216,7 +220,7 @@ class PoolPart:
         spread = [rows.get(self._first + i, 0) for i in range(self._num)]
         self._held = [lengths[row] for row in spread]
         # Each array made from numbers of the host is a copy to the device.
-        self._at = mx.array(self.offsets).reshape(-1, num_each)
+        self._at = mx.array(self._offsets).reshape(-1, num_each)
         self._spread = self._places = None  # the slots are the rows
         if self._num > len(slots):
             self._spread = mx.array(spread)
@@ -245,7 +249,7 @@ class PoolPart:
         if key not in self._ends:
             at = self._at
             if ring is not None:
-                places = [place_of(position, ring.sink, ring.capacity) for position in self.offsets]
+                places = [place_of(position, ring.sink, ring.capacity) for position in self._offsets]
                 at = mx.array(places).reshape(-1, self._num_each)
             first = (self._slots * buffer.heads + mx.arange(buffer.heads)) * buffer.capacity
             self._ends[key] = (first[:, None] + at[:, :, None]).reshape(-1)
@@ -280,7 +284,7 @@ class PoolPart:
             self._laid[num_heads] = metal.spread(mask, num_heads)
         return self._laid[num_heads]
 
-    def _sight(self, ring: RingCache) -> Sight:
+    def _sight(self, ring: RingCache) -> VisibleSlots:
         key = (ring.sink, ring.window, ring.grid)
         if key not in self._sights:
             self._sights[key] = ring_attention.sight(ring, [length + 1 for length in self._held], 1)

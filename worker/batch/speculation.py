@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import mlx.core as mx
 import structlog
 
-from .gains import LEAST, Acceptance, Costs, Passes, Times, best
+from .gains import LEAST, Acceptance, DraftCosts, Passes, StepTimes, best
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -69,7 +69,7 @@ class _Source:
         self.of_rows.setdefault(row, Acceptance(*_OF_ROW)).learn(num_right, num_drafted)
 
 
-class Drafted(NamedTuple):
+class StepDrafts(NamedTuple):
     """The drafts for a step, the source of each, and the seconds that drafting took."""
 
     drafts: dict[Row, list[int]]
@@ -77,7 +77,7 @@ class Drafted(NamedTuple):
     took_s: float
 
 
-NOTHING: Final = Drafted({}, {}, 0.0)
+NOTHING: Final = StepDrafts({}, {}, 0.0)
 
 
 class Speculation:
@@ -88,7 +88,7 @@ class Speculation:
         self._sources = [_Source(drafter) for drafter in drafters] if most else []
         self._most = most
         self._clock = clock
-        self._times = Times()
+        self._times = StepTimes()
         self._usual = _USUAL
         #: Since the start: draft tokens, accepted draft tokens, and estimated seconds saved.
         self.num_drafted = self.num_accepted = 0
@@ -99,7 +99,7 @@ class Speculation:
         """Whether any drafter is in use."""
         return bool(self._sources)
 
-    def draft(self, rows: Sequence[Row], num_rows: int, *, ahead: bool, beside: bool) -> Drafted:
+    def draft(self, rows: Sequence[Row], num_rows: int, *, ahead: bool, beside: bool) -> StepDrafts:
         """Return drafts for some of the `rows`; the step has `num_rows` rows in all.
 
         `ahead` says that without drafts the step could have been launched ahead, `beside` that it also runs
@@ -126,7 +126,7 @@ class Speculation:
                 drafts = {}
             found |= drafts
             sources |= dict.fromkeys(drafts, source)
-        return Drafted(found, sources, self._clock() - began_s)
+        return StepDrafts(found, sources, self._clock() - began_s)
 
     def may_draft(self, rows: Sequence[Row], num_rows: int) -> bool:
         """Say whether the next step may have drafts, so that it must not be launched ahead."""
@@ -151,7 +151,7 @@ class Speculation:
 
     def learn(
         self,
-        drafted: Drafted,
+        drafted: StepDrafts,
         right: Mapping[Row, int],
         num_rows: int,
         took_s: float | None,
@@ -180,7 +180,7 @@ class Speculation:
                     source.passes = Passes(source.drafter.pass_share)
             self.saved_s -= drafted.took_s
 
-    def _learn_right(self, drafted: Drafted, right: Mapping[Row, int]) -> None:
+    def _learn_right(self, drafted: StepDrafts, right: Mapping[Row, int]) -> None:
         drafts = drafted.drafts
         for row, accepted in right.items():
             num_drafted = len(drafts[row])
@@ -240,7 +240,7 @@ class Speculation:
         """Return the largest expected gain of drafts for `rows`, and their length; see `gains.best`."""
         shares = [source.share(row) for row in rows]
         most = min(self._most, max(MOST_TOKENS // num_rows, 1))
-        costs = Costs(self._times, num_rows, source.passes.share(len(rows)), late)
+        costs = DraftCosts(self._times, num_rows, source.passes.share(len(rows)), late)
         return best(costs, shares, most)
 
     def _lacks(self, source: _Source, row: Row, num_rows: int, gained: float, plain_s: float) -> int | None:

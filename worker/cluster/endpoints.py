@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import ControlReply, Result
     from turnkeep_client.subjects import Subjects
-    from worker.observe.counters import Calls, Telemetry
+    from worker.observe.counters import RequestTimes, Telemetry
     from worker.wire.asks import Asks
     from worker.wire.outbox import Outbox
 
-    from .overheard import Overheard
+    from .overheard import OverheardRequests
     from .owners import Owners
 
 log = structlog.get_logger()
@@ -63,7 +63,7 @@ class Endpoints:
         asks: Asks,
         control: Callable[[str, bytes], Awaitable[ControlReply]],
         owners: Owners,
-        overheard: Overheard,
+        overheard: OverheardRequests,
         outbox: Outbox,
         telemetry: Telemetry,
         tasks: TaskGroup,
@@ -109,7 +109,7 @@ class Endpoints:
         return arrived
 
     def _spawning(
-        self, calls: Calls, answer: Callable[[Msg], Awaitable[Struct | Raw]], stops: str
+        self, calls: RequestTimes, answer: Callable[[Msg], Awaitable[Struct | Raw]], stops: str
     ) -> Callable[[Msg], Awaitable[None]]:
         """Return a callback that answers each message in its own task, so that none delays the next.
 

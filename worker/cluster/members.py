@@ -250,6 +250,8 @@ class Members:
     def _add(self, member: Member) -> None:
         self._is_broken = True
         if not self.knows(member):
+            if (last := self.others.get(member.worker)) is not None:  # only one process has the name
+                self._remove(last, "another worker has ended")
             log.info("another worker serves the prefix", worker=member.worker, host=member.host)
             self._misses[member.worker] = 0
         self.others[member.worker] = member

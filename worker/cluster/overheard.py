@@ -57,8 +57,8 @@ def digest(message: Msg) -> str:
     return blake2b(named, digest_size=16).hexdigest()
 
 
-class Overheard:
-    """Keeps what other workers answer, and answers it if they do not. Event loop only."""
+class OverheardRequests:
+    """Keeps the requests of other workers, and answers those that they do not answer. Event loop only."""
 
     def __init__(self, nc: Client, members: Members) -> None:
         self._nc = nc
@@ -87,7 +87,11 @@ class Overheard:
         return self._has_others and not self._members.is_held
 
     def forget(self) -> None:
-        """Drop what was kept: while the connection was lost, other workers may have replied."""
+        """Drop all kept requests. Call it after the connection to NATS was lost.
+
+        Meanwhile this worker has not heard which requests the others have replied to, so it would answer
+        them a second time.
+        """
         self._kept.clear()
 
     async def tell(self, message: Msg, *, has_replied: bool) -> None:

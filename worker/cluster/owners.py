@@ -157,14 +157,19 @@ class Owners:
         return None
 
     async def is_elsewhere(self, key: SessionKey) -> bool:
-        """Whether another running worker has gone on with a session, as after this one was paused."""
+        """Whether another running worker has gone on with a session, as after this one was paused.
+
+        That worker is remembered. One that drains counts only while it is at work on the session.
+        """
         self.remember(key, "")
         if not self._members.others:
             return False
-        if await self.num_busy(key):
-            return True
-        owner = await self.logged(key, self._asked())
-        return not (self.is_me(owner.member) or owner.is_free)
+        if not (boots := await self._busy(key)):
+            owner = await self.logged(key, self.takers())
+            boots = [] if self.is_me(owner.member) or owner.is_free else [owner.member.boot]
+        if boots:
+            self.remember(key, boots[0])
+        return bool(boots)
 
     async def at_work_elsewhere(self, patience_s: float = _AT_WORK_S) -> dict[str, set[SessionKey]]:
         """Ask all other workers for the sessions that they are at work on; return them by `Member.boot`.
@@ -191,7 +196,10 @@ class Owners:
 
     async def num_busy(self, key: SessionKey) -> int:
         """Count the other workers that have requests of a session, also busy ones that answer late."""
-        return sum(key in keys for keys in (await self.at_work_elsewhere(_SURE_S)).values())
+        return len(await self._busy(key))
+
+    async def _busy(self, key: SessionKey) -> list[str]:
+        return [boot for boot, keys in (await self.at_work_elsewhere(_SURE_S)).items() if key in keys]
 
     async def erase(self, key: SessionKey) -> dict[str, bool]:
         """Have all other workers drop a session's KV; return, by data directory, whether none is left."""

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
 
     from turnkeep_client.subjects import Subjects
-    from worker.wire.consistent_reads import Entry
+    from worker.wire.consistent_reads import StoredMessage
     from worker.wire.intake import Intake, Ring
     from worker.wire.journal import Journal
     from worker.wire.records import Member
@@ -50,7 +50,7 @@ _GAP: Final = 8
 _RATIO: Final = 1.5
 
 
-class Verdict(Enum):
+class RoutingReply(Enum):
     """What a worker says to a delivery that is passed on to it."""
 
     TAKEN = "taken"
@@ -77,12 +77,12 @@ class _Passed(msgspec.Struct, frozen=True):
 class _Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     """A verdict; with `ELSEWHERE`, `boot` is the `Member.boot` of the worker that takes the session."""
 
-    verdict: Verdict
+    verdict: RoutingReply
     boot: str = ""
 
 
-_TAKEN: Final = _Answer(Verdict.TAKEN)
-_LATER: Final = _Answer(Verdict.LATER)
+_TAKEN: Final = _Answer(RoutingReply.TAKEN)
+_LATER: Final = _Answer(RoutingReply.LATER)
 
 
 class Routing:
@@ -225,11 +225,11 @@ class Routing:
                 answer = await self._pass_on(member, message, is_sent=is_sent)
             else:
                 answer = await self._judge(key, message, owner, is_sent=is_sent)
-                if answer.verdict is Verdict.TAKEN:
+                if answer.verdict is RoutingReply.TAKEN:
                     return await self._take(key, message, server)
-            self._owners.remember(key, member.boot if answer.verdict is Verdict.TAKEN else answer.boot)
-            if answer.verdict is not Verdict.ELSEWHERE or is_sent:
-                return answer.verdict is Verdict.TAKEN
+            self._owners.remember(key, member.boot if answer.verdict is RoutingReply.TAKEN else answer.boot)
+            if answer.verdict is not RoutingReply.ELSEWHERE or is_sent:
+                return answer.verdict is RoutingReply.TAKEN
             named = [one for one in self._owners.takers() if one.boot == answer.boot]
             if not named:  # this worker does not know it yet, or knows of its end already
                 return False
@@ -258,9 +258,9 @@ class Routing:
         if owner.member.boot == sender and takes:  # the sender would not pass on what is its own
             return _TAKEN
         if not self._owners.is_me(owner.member):
-            return _Answer(Verdict.ELSEWHERE, owner.member.boot)
+            return _Answer(RoutingReply.ELSEWHERE, owner.member.boot)
         other = self._relief(key, sender) if owner.is_free else ""
-        return _Answer(Verdict.ELSEWHERE, other) if other else _TAKEN
+        return _Answer(RoutingReply.ELSEWHERE, other) if other else _TAKEN
 
     def _relief(self, key: SessionKey, sender: str) -> str:
         """Return the worker that takes a free session in place of this one; empty if this one keeps it.
@@ -297,6 +297,15 @@ class Routing:
                 returned = msgspec.json.decode(answer or b"[]", type=list[int])
                 self._intake.note_unbegun({seq: requests[seq] for seq in returned})
 
+    async def hand_over(self, key: SessionKey) -> None:
+        """Return a session's deliveries, and wake the session at its worker.
+
+        The server may have none to deliver there: it can lose a result and keep the request's ack.
+        """
+        await self._intake.give_back(key)
+        if (entry := await self._journal.last(key, "in")) is not None:
+            await self.wake(_lost(key, entry))
+
     async def wake(self, delivery: Delivery) -> None:
         """Wake the session of an undelivered request: at its worker, or here if it belongs to no other."""
         member = (await self._owners.owner(delivery.key)).member
@@ -325,9 +334,9 @@ class Routing:
         if not is_of(delivery, entry):
             return _TAKEN  # a restarted server has lost it
         answer = await self._judge(key, delivery, is_sent=passed.is_sent, sender=passed.sender)
-        if answer.verdict is Verdict.ELSEWHERE:
+        if answer.verdict is RoutingReply.ELSEWHERE:
             self._owners.remember(key, answer.boot)
-        if answer.verdict is Verdict.TAKEN and not await self._take(key, delivery):
+        if answer.verdict is RoutingReply.TAKEN and not await self._take(key, delivery):
             return _LATER
         return answer
 
@@ -372,7 +381,7 @@ class Routing:
             return  # they are delivered again
         elsewhere = {key for keys in (await self._owners.at_work_elsewhere()).values() for key in keys}
         num_taken = Counter[str]()
-        taken: list[tuple[SessionKey, Entry, Owner]] = []
+        taken: list[tuple[SessionKey, StoredMessage, Owner]] = []
         for key in keys:
             has_room = num_taken[key.tenant] < self._intake.room(key.tenant)
             if key in elsewhere or key in self._routed or not has_room:
@@ -402,7 +411,7 @@ def _came_before(message: Msg) -> bool:
     return (message.metadata.num_delivered or 1) > 1
 
 
-def _lost(key: SessionKey, entry: Entry, *, again: bool = True, first_seq: int = 0) -> Delivery:
+def _lost(key: SessionKey, entry: StoredMessage, *, again: bool = True, first_seq: int = 0) -> Delivery:
     """Build the delivery of a request whose worker has ended.
 
     With `again`, that worker may have crashed because of the request.

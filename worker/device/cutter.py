@@ -1,6 +1,6 @@
 """Cuts snapshots: copies spans of a session's KV for the writer, where its queue has room.
 
-It knows no names of snapshots; `saving` says what the disk lacks of an idle session's KV.
+It knows no names of snapshots; `unsaved_kv` says what the disk lacks of an idle session's KV.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cache.names.snapshot import carried
 from worker.observe.traces import Phase
 
 from . import machine
-from .turn import SnapshotCut, Turn
+from .turn import DeviceTurn, SnapshotCut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,7 +65,7 @@ class Cutter:
         turns = (*step.prefill, *((turn, 0) for turn in step.decode))
         return min(self.room(), sum(self._size_bytes(turn, num) for turn, num in turns))
 
-    def _size_bytes(self, turn: Turn, num_tokens: int) -> int:
+    def _size_bytes(self, turn: DeviceTurn, num_tokens: int) -> int:
         """Return the bytes of a turn's snapshots that are due once `num_tokens` more tokens have KV."""
         size_bytes, kv = 0, self._estimator.kv.under(turn.request.policy)
         for span in takewhile(lambda span: span.end <= turn.num_cached + num_tokens, turn.spans):
@@ -74,7 +74,7 @@ class Cutter:
             size_bytes += more.num_tokens * kv.bytes_per_token if more is not None else 0
         return size_bytes
 
-    def is_behind(self, turn: Turn, num_tokens: int) -> bool:
+    def is_behind(self, turn: DeviceTurn, num_tokens: int) -> bool:
         """Say whether a paged session's prompt should wait for room in the writer's queue.
 
         It waits as long as the room changes, and then for at most 30 s.
@@ -91,7 +91,7 @@ class Cutter:
             turn.behind = room_bytes, time.monotonic()
         return time.monotonic() < turn.behind[1] + PATIENCE_S
 
-    def note_block(self, turn: Turn) -> None:
+    def note_block(self, turn: DeviceTurn) -> None:
         """Add the last block of an answer to its turn's spans, if the newest token has completed it."""
         if turn.num_cached % self._block == 0:
             turn.spans.append(Span(turn.num_cached - self._block, turn.num_cached))
@@ -105,7 +105,7 @@ class Cutter:
             if not self._is_about_to_answer(turn):
                 self.cut(turn)
 
-    def cut_tail(self, turn: Turn) -> None:
+    def cut_tail(self, turn: DeviceTurn) -> None:
         """Cut a turn's blocks, and the new part of its last, partial block, when it ends."""
         turn.spans = self._due(turn)
         start = turn.num_cached - turn.num_cached % self._block
@@ -116,7 +116,7 @@ class Cutter:
             turn.spans.append(Span(start, turn.num_cached))
         self.cut(turn, is_over=True)
 
-    def cut(self, turn: Turn, *, is_over: bool = False) -> None:
+    def cut(self, turn: DeviceTurn, *, is_over: bool = False) -> None:
         """Cut the spans of a turn that have KV, in order, as many as the queue has room for.
 
         `is_over` says that the turn adds no KV. Later spans stay noted: without the earlier ones in the index
@@ -129,15 +129,15 @@ class Cutter:
                 return
             del turn.spans[0]
 
-    def _due(self, turn: Turn) -> list[Span]:
+    def _due(self, turn: DeviceTurn) -> list[Span]:
         return list(takewhile(lambda span: span.end <= turn.num_cached, turn.spans))
 
-    def _is_about_to_answer(self, turn: Turn) -> bool:
+    def _is_about_to_answer(self, turn: DeviceTurn) -> bool:
         """Say whether a turn's next piece ends its prompt; its snapshots can then wait for that piece."""
         begins = turn.request.answer is not None and turn.row is None
         return begins and self._trimmable and 0 < turn.request.target - turn.num_cached <= self._block
 
-    def _cut(self, turn: Turn, span: Span, *, is_over: bool) -> bool:
+    def _cut(self, turn: DeviceTurn, span: Span, *, is_over: bool) -> bool:
         """Copy a span's KV, with the layers' states if the span ends where the KV ends; False without room.
 
         A turn's last snapshot is cut only with these states: stored without them, it would never get them.
@@ -176,5 +176,5 @@ class Cutter:
         self._done(SnapshotCut(turn, span, tensors))
         return True
 
-    def _carried(self, turn: Turn, span: Span) -> Span | None:
+    def _carried(self, turn: DeviceTurn, span: Span) -> Span | None:
         return carried(span, self._block) if turn.request.policy.recall else None

@@ -2,7 +2,7 @@
 
 Device thread only.
 
-Sends `NeedsKv` to the event loop, and tracks which turns wait for its answer. Knows no steps or files.
+Sends `KvRequest` to the event loop, and tracks which turns wait for its answer. Knows no steps or files.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cache.names.blocks import Span
 from cache.names.errors import LostPastError
 from cache.names.policy import CHUNK, RECALLED
 
-from .turn import NeedsKv
+from .turn import KvRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
     from .scheduler import Scheduler
-    from .turn import Event, KvRead, Turn
+    from .turn import DeviceTurn, Event, KvRead
 
 #: An answer of a paged session requests chunks once every this many tokens.
 RECALL_EVERY: Final = 16
@@ -37,22 +37,22 @@ class Paging:
         self._batch = batch
         self._block = block
         self._emit = emit
-        self._asked: set[Turn] = set()
+        self._asked: set[DeviceTurn] = set()
 
     @property
     def is_waiting(self) -> bool:
         """Whether any prompt waits for KV from SSD."""
         return any(turn.row is None for turn in self._asked)
 
-    def __contains__(self, turn: Turn) -> bool:
+    def __contains__(self, turn: DeviceTurn) -> bool:
         """Whether a turn has requested KV and not received it yet."""
         return turn in self._asked
 
-    def discard(self, turn: Turn) -> None:
+    def discard(self, turn: DeviceTurn) -> None:
         """Withdraw the request of a turn that has ended."""
         self._asked.discard(turn)
 
-    def start(self, turn: Turn) -> None:
+    def start(self, turn: DeviceTurn) -> None:
         """Set a new, scheduled turn's largest pieces, and request the KV that it needs."""
         if turn.caches is not None:
             turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
@@ -61,7 +61,7 @@ class Paging:
             turn.asks = turn.num_cached < target - 1  # else no query is left to choose chunks
         self.ask(turn)
 
-    def begin_piece(self, turn: Turn) -> None:
+    def begin_piece(self, turn: DeviceTurn) -> None:
         """Let a prompt's next piece attend to all earlier KV.
 
         Also sets from which token on the queries score chunks.
@@ -70,13 +70,13 @@ class Paging:
             cache.pages.asks_from = turn.request.target - 1 - self._block
             cache.pages.sees_all, cache.pages.past = True, turn.past
 
-    def end_piece(self, turn: Turn) -> None:
+    def end_piece(self, turn: DeviceTurn) -> None:
         """Update the chunks' scores after a piece, and limit attention to the KV on the device again."""
         if (cache := paged.first(turn.caches or [])) is not None:
             cache.pages.settle()
             cache.pages.sees_all, cache.pages.past = False, None
 
-    def ask(self, turn: Turn) -> None:
+    def ask(self, turn: DeviceTurn) -> None:
         """Request the KV on SSD to which a turn's next tokens attend; a prompt waits for this KV.
 
         A prompt requests chunks once, before its last token, for the tokens of its answer.
@@ -97,9 +97,9 @@ class Paging:
             if turn.row is None:
                 self._scheduler.remove(turn)
             spans = tuple(Span(chunk * CHUNK, (chunk + 1) * CHUNK) for chunk in sorted(chunks))
-            self._emit(NeedsKv(turn, num_past, spans))
+            self._emit(KvRequest(turn, num_past, spans))
 
-    def take(self, turn: Turn, kv: KvRead) -> None:
+    def take(self, turn: DeviceTurn, kv: KvRead) -> None:
         """Give a turn the KV that was read for it; a waiting prompt continues.
 
         Raises `LostPastError` if KV of earlier tokens that the prompt's next piece needs is missing.
@@ -115,6 +115,6 @@ class Paging:
             turn.past = kv.past
             self._scheduler.add(turn)
 
-    def _caches(self, turn: Turn) -> list[Any]:
+    def _caches(self, turn: DeviceTurn) -> list[Any]:
         """Return the caches of a running turn."""
         return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []

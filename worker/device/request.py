@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from cache.names.policy import FULL
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
     from typing import TypeAlias
 
+    from cache.names.blocks import Span
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
@@ -39,7 +40,9 @@ class TurnRequest:
     `context` has all tokens of the session up to where sampling starts. Tokens that the answer already has
     were published before a crash; they are the end of the context. Higher priorities run first. With
     `embedding`, the context ends with an unused token: the turn computes the vector of the token before it,
-    and stores no KV. `read_image` is called for images of the context whose rows and KV are unknown.
+    and stores no KV. `read_image` is called for images of the context whose rows and KV are unknown. With
+    `audited`, the context ends with this block and an unused token: the block is computed again, and its KV
+    is handed over, whether it is stored or not.
     """
 
     key: SessionKey
@@ -47,9 +50,10 @@ class TurnRequest:
     policy: Policy = FULL
     priority: int = 0
     answer: Answer | None = None
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: RowSampling = field(default_factory=RowSampling)
     embedding: Embedding | None = None
     read_image: ReadImage | None = None
+    audited: Span | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -93,6 +97,8 @@ class TurnRequest:
     @property
     def reusable(self) -> Tokens:
         """The prefix of the context whose KV may be reused; later tokens must run, for their outputs."""
+        if self.audited is not None:
+            return self.context[: self.audited.start]
         return self.context if self.embedding is None else self.context[:-2]
 
     def tokens(self, end: int) -> Tokens:

@@ -17,31 +17,32 @@ import structlog
 from cache.kv import layers
 from cache.names.errors import LostPastError
 from cache.names.policy import FULL
+from worker.batch import plane
 from worker.batch.lookup import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
 from .cutter import Cutter
-from .pace import Pace
 from .paging import Paging
+from .prefill_budget import PrefillBudget
 from .room import Room, RoomRequest
 from .scheduler import Scheduler
 from .served_model import ServedModel
-from .starting_kv import Acquisition, Sharing
+from .starting_kv import Acquisition, TurnSharing
 from .step_chooser import StepChooser
 from .step_figures import StepFigures
 from .turn import (
-    Copied,
-    Dropped,
+    CopiedSession,
+    DeviceTurn,
+    DroppedKv,
     Event,
-    Faulted,
-    Finished,
+    FaultedTurn,
+    FinishedTurn,
     LostKvError,
     NoRoomError,
-    Prefilled,
+    PrefilledPiece,
     ResidentKv,
-    Sampled,
-    Turn,
+    SampledToken,
 )
 from .vision import Vision
 
@@ -63,6 +64,8 @@ log = structlog.get_logger()
 _MOST_LOST: Final = 3
 #: How many evaluations in a row may report one failure: command buffers in flight report it again.
 _MOST_REPORTS: Final = 8
+#: The image tower's share of the time that answers may stall; prompts get the rest.
+_TOWER_SHARE: Final = 0.5
 
 
 class Runner:
@@ -102,17 +105,17 @@ class Runner:
         self.cutter = Cutter(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
         device = machine.profile()
-        self._pace = Pace(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
-        self._sharing, make = Sharing(), self.served.make_caches
+        self._prefill_budget = PrefillBudget(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
+        self._sharing, make = TurnSharing(), self.served.make_caches
         self._acquisition = Acquisition(
             loaded, self._batch, self.room, self._sharing, make, trimmable=trimmable
         )
         parts = (self._batch, self.cutter, self._acquisition)
-        self._chooser = StepChooser(self._scheduler, self._pace, self.room, *parts, self._emit)
+        self._chooser = StepChooser(self._scheduler, self._prefill_budget, self.room, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
         self._vision = Vision(self.served.sight, self.room, self._emit)
         self._events: list[Event] = []
-        self._turns: dict[Turn, None] = {}  # submitted and not ended, in order of submission
+        self._turns: dict[DeviceTurn, None] = {}  # submitted and not ended, in order of submission
         self._figures = StepFigures(self._batch.speculation)
         self._num_lost = 0  # failed evaluations since the last step that succeeded
         if device.warms_up:
@@ -125,7 +128,7 @@ class Runner:
         """Tell the event loop that idle sessions have lost their KV."""
         for key in keys:
             self._batch.speculation.forget(key)
-        self._emit(Dropped(keys))
+        self._emit(DroppedKv(keys))
 
     @property
     def is_busy(self) -> bool:
@@ -145,9 +148,10 @@ class Runner:
 
     def _step(self, *, undisturbed: bool) -> float:
         """Choose, run and report a step; then make snapshots while the event loop publishes the tokens."""
+        started_s = time.monotonic()
         pause_s = self._see()
         self._figures.begin()
-        choice = self._chooser.choose()
+        choice = self._chooser.choose(time.monotonic() - started_s)
         self._run_step(choice.step, undisturbed=undisturbed)
         self._give_up(choice)
         step_s = self._figures.step_s
@@ -160,10 +164,10 @@ class Runner:
         return choice.pause_s or pause_s * (not choice.step)
 
     def _see(self) -> float:
-        """Run one view of an image; return how many seconds to wait before the next one: mostly 0."""
+        """Run layers of the image tower; return how many seconds to wait before the next ones: mostly 0."""
         if not self._vision.is_pending:
             return 0.0
-        ready, failed, pause_s = self._vision.step()
+        ready, failed, pause_s = self._vision.step(self._prefill_budget.stall_s * _TOWER_SHARE)
         for turn in ready:
             self._guarded(turn, self._schedule)
         for turn, error in failed.items():
@@ -180,7 +184,7 @@ class Runner:
         """Correct later estimates by a step's time and memory."""
         num_tokens = sum(num for _, num in choice.step.prefill)
         if num_tokens or not self._batch.has_drafted:  # a step with prompts has no costly drafts
-            self._pace.learn(len(choice.step.decode), num_tokens, step_s)
+            self._prefill_budget.learn(len(choice.step.decode), num_tokens, step_s)
         self._chooser.learn(choice, measured_bytes)
 
     def _give_up(self, choice: ChosenStep) -> None:
@@ -200,7 +204,7 @@ class Runner:
         if self._events:
             self._hand_over()
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: DeviceTurn) -> None:
         """Add a turn. An error fails the turn and drops its KV; it never ends the thread."""
         self.room.end_promise(turn.request.key)
         self._turns[turn] = None
@@ -215,14 +219,14 @@ class Runner:
         """Drop the rows of images that are kept for later turns."""
         self._vision.forget(fingerprints)
 
-    def copy(self, turn: Turn) -> None:
+    def copy(self, turn: DeviceTurn) -> None:
         """Cut the spans of an idle session's KV for which `turn` stands; the turn does not run."""
         resident = self.room.get(turn.request.key)
         if resident is not None and resident.tokens == turn.request.context:
             turn.caches, turn.num_cached = resident.caches, len(resident.tokens)
             self.cutter.cut(turn, is_over=True)
             turn.caches = None
-        self._emit(Copied(turn))
+        self._emit(CopiedSession(turn))
 
     def reserve_room(
         self, key: SessionKey, num_tokens: int, reply: Callable[[bool], None], policy: Policy = FULL
@@ -237,7 +241,7 @@ class Runner:
         """Release the memory that `reserve_room` has reserved, or withdraw the request for it."""
         self.room.release(key)
 
-    def cancel(self, turn: Turn) -> None:
+    def cancel(self, turn: DeviceTurn) -> None:
         """End a turn and keep its tokens so far; no effect on a turn that has ended."""
         if turn in self._scheduler or turn in self._paging or turn in self._vision:
             self._guarded(turn, self._end, leaves_batch=True)
@@ -245,25 +249,25 @@ class Runner:
             self._guarded(turn, self._start)  # so that the session's KV stays resident
             self._guarded(turn, self._end, leaves_batch=True)
 
-    def grant(self, turn: Turn, num_tokens: int) -> None:
+    def grant(self, turn: DeviceTurn, num_tokens: int) -> None:
         """Let a turn grow to `num_tokens` tokens."""
         turn.num_granted = num_tokens
         if turn.row is not None:
             turn.row.num_left = turn.num_left
 
-    def give(self, turn: Turn, kv: KvRead) -> None:
+    def give(self, turn: DeviceTurn, kv: KvRead) -> None:
         """Give a turn the KV that it has requested; no effect on a turn that has ended."""
         if turn in self._paging:
             self._guarded(turn, lambda turn: self._paging.take(turn, kv))
 
-    def show(self, turn: Turn, fingerprint: bytes, views: ImageViews) -> None:
+    def show(self, turn: DeviceTurn, fingerprint: bytes, views: ImageViews) -> None:
         """Give a turn the image that it has requested, or why there is none; see `Vision.show`."""
         self._guarded(turn, lambda turn: self._vision.show(turn, fingerprint, views))
 
     def _emit(self, event: Event) -> None:
         self._events.append(event)
 
-    def _no_room(self, turn: Turn, size_bytes: int) -> str:
+    def _no_room(self, turn: DeviceTurn, size_bytes: int) -> str:
         limit_bytes = self.served.estimator.limit_bytes
         return (
             f"after {turn.num_cached} of {turn.request.target} tokens the next piece takes {size_bytes} bytes"
@@ -276,7 +280,9 @@ class Runner:
         self._events.clear()
         self._report(report)
 
-    def _guarded(self, turn: Turn, action: Callable[[Turn], None], *, leaves_batch: bool = False) -> None:
+    def _guarded(
+        self, turn: DeviceTurn, action: Callable[[DeviceTurn], None], *, leaves_batch: bool = False
+    ) -> None:
         """Run `action` on a turn. An error fails the turn and drops its KV; it never ends the thread.
 
         If the turn leaves the batch, the error fails all running answers: merged KV may be half changed.
@@ -299,7 +305,7 @@ class Runner:
             raise error
         self._lose_kv(error)
 
-    def _lose_kv(self, error: Exception, pieces: Mapping[Turn, PrefillPiece] | None = None) -> None:
+    def _lose_kv(self, error: Exception, pieces: Mapping[DeviceTurn, PrefillPiece] | None = None) -> None:
         """Drop all KV after a failed evaluation, and fail every turn; the event loop starts the turns again.
 
         Idle sessions' KV is dropped too: a step in flight when an answer ended has written to the answer's
@@ -310,10 +316,10 @@ class Runner:
         """
         pieces, small = pieces or {}, False
         if pieces and machine.was_too_much(error):
-            small = self._pace.shrink(sum(len(piece.tokens) for piece in pieces.values()))
+            small = self._prefill_budget.shrink(sum(len(piece.tokens) for piece in pieces.values()))
         log.error(
             "an evaluation failed on the device; its turns start again from SSD",
-            most_prompt_tokens=self._pace.most,
+            most_prompt_tokens=self._prefill_budget.most,
             exc_info=error,
         )
         self._num_lost += not small
@@ -335,7 +341,7 @@ class Runner:
                 return self.served.works(self.served.make_caches(FULL))
         return False
 
-    def _fault(self, turn: Turn, error: Exception) -> None:
+    def _fault(self, turn: DeviceTurn, error: Exception) -> None:
         if turn not in self._turns:  # it has ended
             return
         del self._turns[turn]
@@ -349,9 +355,9 @@ class Runner:
         self._sharing.remove(turn)
         self._batch.speculation.forget(turn.request.key)
         turn.resident = turn.caches = turn.row = None
-        self._emit(Faulted(turn, error, turn.cost))
+        self._emit(FaultedTurn(turn, error, turn.cost))
 
-    def _submit(self, turn: Turn) -> None:
+    def _submit(self, turn: DeviceTurn) -> None:
         """Start a turn, unless it must wait for another turn to prefill their common prefix."""
         if self._acquisition.add(turn):
             self._start(turn)
@@ -362,13 +368,13 @@ class Runner:
             for turn in ready:
                 self._guarded(turn, self._start)
 
-    def _start(self, turn: Turn) -> None:
+    def _start(self, turn: DeviceTurn) -> None:
         """Give a turn its KV, and queue it for prefill once it has the rows of its images."""
         self._acquisition.acquire(turn)
         if self._vision.gives_rows(turn):
             self._schedule(turn)
 
-    def _schedule(self, turn: Turn) -> None:
+    def _schedule(self, turn: DeviceTurn) -> None:
         self._scheduler.add(turn)
         self.cutter.cut(turn)
         if turn.num_cached == turn.request.target:
@@ -381,7 +387,7 @@ class Runner:
         If the step fails, its prompts fail. Its answers fail too, unless the step can be undone for them.
         """
         started = time.perf_counter()
-        pieces: dict[Turn, PrefillPiece] = {}
+        pieces: dict[DeviceTurn, PrefillPiece] = {}
         for turn, num in step.prefill:
             self._guarded(turn, lambda turn, num=num: pieces.update({turn: self._piece(turn, num)}))  # type: ignore[misc]
         if not pieces and not step.decode:
@@ -415,7 +421,7 @@ class Runner:
             self._batch.embed(embedded)
         self._batch.step([piece for piece in pieces if piece.embedding is None], run_ahead=run_ahead)
 
-    def _piece(self, turn: Turn, num_tokens: int) -> PrefillPiece:
+    def _piece(self, turn: DeviceTurn, num_tokens: int) -> PrefillPiece:
         request, context = turn.request, turn.request.context
         start, end = turn.num_cached, turn.num_cached + num_tokens
         if end == request.target and request.draws:
@@ -426,14 +432,16 @@ class Runner:
                 num_cached=end,
                 num_left=turn.num_left,
                 most_held=request.policy.num_held(sys.maxsize),
+                shift=plane.shift_after(context.spans),
                 session=request.key,
             )
         self._paging.begin_piece(turn)
         embedding = request.embedding if end == request.target else None
         tokens, images = context.ids(start, end).tolist(), self._vision.rows(turn, start, end)
-        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images)
+        positions = plane.positions(context.spans, start, end) if context.spans else None
+        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images, positions)
 
-    def _prefilled(self, turn: Turn, num_tokens: int, step_s: float) -> None:
+    def _prefilled(self, turn: DeviceTurn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.
 
         Raises `UnsoundError` if its vector is not finite.
@@ -443,7 +451,7 @@ class Runner:
         start, turn.num_cached = turn.num_cached, turn.num_cached + num_tokens
         turn.num_prefilled += max(min(turn.num_cached, turn.request.num_prompt) - start, 0)
         turn.prefill_s += step_s
-        self._emit(Prefilled(turn, turn.num_cached))
+        self._emit(PrefilledPiece(turn, turn.num_cached))
         self._paging.end_piece(turn)
         if turn.row is not None:
             turn.caches = None
@@ -453,7 +461,7 @@ class Runner:
         elif turn.num_cached == turn.request.target:
             self._end(turn)
 
-    def _add_drawn(self, turn: Turn, num_decoded: int = 0) -> None:
+    def _add_drawn(self, turn: DeviceTurn, num_decoded: int = 0) -> None:
         """Add the tokens that a step has drawn for a row to its answer, and end the turn at the answer's end.
 
         For each of them, `num_decoded` tokens before it got KV: none before the first token of an answer.
@@ -466,24 +474,24 @@ class Runner:
             self._figures.num_decoded += num_decoded
             if num_decoded:
                 self.cutter.note_block(turn)
-            self._emit(Sampled(turn, answer.push(*drawn)))
+            self._emit(SampledToken(turn, answer.push(*drawn)))
             if answer.finish_reason is not None or turn.num_left <= 0:
                 self._guarded(turn, self._end, leaves_batch=True)
                 return
 
-    def _is_sound(self, turn: Turn) -> bool:
+    def _is_sound(self, turn: DeviceTurn) -> bool:
         """Say whether a row's tokens were drawn from finite logits; if not, fail the turn."""
         if turn.row is not None and not turn.row.is_sound:
             self._guarded(turn, self._break_off, leaves_batch=True)
             return False
         return True
 
-    def _break_off(self, turn: Turn) -> None:
+    def _break_off(self, turn: DeviceTurn) -> None:
         if turn.row is not None:
             self._batch.remove(turn.row)
         self._fault(turn, UnsoundError())
 
-    def _fault_all(self, turns: Iterable[Turn], error: Exception) -> None:
+    def _fault_all(self, turns: Iterable[DeviceTurn], error: Exception) -> None:
         """Fail `turns`; after an error that loses KV, fail every turn and drop all KV."""
         if machine.loses_kv(error):
             self._lose_kv(error)
@@ -491,7 +499,7 @@ class Runner:
         for turn in turns:
             self._fault(turn, error)
 
-    def _end(self, turn: Turn) -> None:
+    def _end(self, turn: DeviceTurn) -> None:
         """End a turn; keep its KV on the device, and copy what the disk lacks of it into snapshots."""
         self._scheduler.remove(turn)
         self._paging.discard(turn)
@@ -510,4 +518,6 @@ class Runner:
             self.room.put(turn.request.key, ResidentKv(caches, turn.request.tokens(turn.num_cached)))
             live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
         del self._turns[turn]
-        self._emit(Finished(turn, turn.cost, live_bytes, turn.num_cached if earliest is None else earliest))
+        self._emit(
+            FinishedTurn(turn, turn.cost, live_bytes, turn.num_cached if earliest is None else earliest)
+        )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from .request import has_place
 
 if TYPE_CHECKING:
-    from .turn import Turn
+    from .turn import DeviceTurn
 
 
 #: Each prompt token still to prefill moves a turn back in the order by this many seconds.
@@ -29,8 +29,8 @@ AGE_STEPS: Final = 16
 class Step:
     """A step: the turns `decode` get a token; `prefill` pairs turns with numbers of prompt tokens."""
 
-    decode: tuple[Turn, ...]
-    prefill: tuple[tuple[Turn, int], ...]
+    decode: tuple[DeviceTurn, ...]
+    prefill: tuple[tuple[DeviceTurn, int], ...]
 
     def __bool__(self) -> bool:
         return bool(self.decode or self.prefill)
@@ -42,44 +42,44 @@ class Scheduler:
     At most `max_rows` turns decode, at most `max_tenant_rows` of one tenant. For short answers, both limits,
     if above 1, are higher by an eighth.
 
-    A piece of a prompt has up to one `block`, or several if the budget is large (`Turn.most_blocks`). It
-    never crosses a multiple of that size, so that a prefill resumed at a multiple gives the same bits.
+    A piece of a prompt has up to one `block`, or several if the budget is large (`DeviceTurn.most_blocks`).
+    It never crosses a multiple of that size, so that a prefill resumed at a multiple gives the same bits.
     """
 
     def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
         self._max_rows = max_rows
         self._max_tenant_rows = max_rows if max_tenant_rows is None else max_tenant_rows
         self._block = block
-        self._prefilling: dict[str, list[Turn]] = {}  # by tenant, least recently run first
-        self._decoding: list[Turn] = []
+        self._prefilling: dict[str, list[DeviceTurn]] = {}  # by tenant, least recently run first
+        self._decoding: list[DeviceTurn] = []
         self._passed_over: dict[int, int] = {}  # by priority: steps without a piece of its prompts
 
     def __len__(self) -> int:
         return sum(map(len, self._prefilling.values())) + len(self._decoding)
 
-    def __contains__(self, turn: Turn) -> bool:
+    def __contains__(self, turn: DeviceTurn) -> bool:
         return turn in self._decoding or turn in self._prefilling.get(turn.request.tenant, ())
 
     @property
-    def decoding(self) -> tuple[Turn, ...]:
+    def decoding(self) -> tuple[DeviceTurn, ...]:
         """The turns whose answers are being decoded."""
         return tuple(self._decoding)
 
     @property
-    def prefilling(self) -> tuple[Turn, ...]:
+    def prefilling(self) -> tuple[DeviceTurn, ...]:
         """The turns whose prompts are not fully prefilled."""
         return tuple(chain.from_iterable(self._prefilling.values()))
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turn: DeviceTurn) -> None:
         """Queue a turn for the prefill of its prompt."""
         self._prefilling.setdefault(turn.request.tenant, []).append(turn)
 
-    def start_decoding(self, turn: Turn) -> None:
+    def start_decoding(self, turn: DeviceTurn) -> None:
         """Move a turn whose answer has begun from prefilling to decoding."""
         self.remove(turn)
         self._decoding.append(turn)
 
-    def remove(self, turn: Turn) -> None:
+    def remove(self, turn: DeviceTurn) -> None:
         """Remove a turn in any phase; no effect if it is absent."""
         if turn in self._decoding:
             self._decoding.remove(turn)
@@ -89,14 +89,14 @@ class Scheduler:
             if not queue:
                 del self._prefilling[turn.request.tenant]
 
-    def next(self, budget: int, only: Turn | None = None) -> Step:
+    def next(self, budget: int, only: DeviceTurn | None = None) -> Step:
         """Choose a step with up to `budget` prompt tokens; if `only` is given, all of them are of that turn.
 
-        A turn may get `Turn.scale` times as many. The scheduler's state does not change until `advance`.
+        A turn may get `DeviceTurn.scale` times as many. Only `advance` changes the scheduler's state.
         """
         rows = Counter((turn.request.tenant, turn.request.is_short) for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)
-        pieces: list[tuple[Turn, int]] = []
+        pieces: list[tuple[DeviceTurn, int]] = []
         for turn in self._rotation() if only is None else [only]:
             if budget == 0 or (pieces and (turn.scale > 1 or pieces[0][0].scale > 1)):
                 continue
@@ -113,7 +113,7 @@ class Scheduler:
                 budget -= (end - start) // turn.scale
         return Step(tuple(self._decoding), tuple(pieces))
 
-    def _has_row(self, turn: Turn, rows: Counter[tuple[str, bool]]) -> bool:
+    def _has_row(self, turn: DeviceTurn, rows: Counter[tuple[str, bool]]) -> bool:
         """Say whether one more turn may decode; `rows` counts decoding turns by tenant and by `is_short`."""
         request, num_short = turn.request, sum(num for (_, is_short), num in rows.items() if is_short)
         mine_short = rows[request.tenant, True]
@@ -128,13 +128,13 @@ class Scheduler:
             self._prefilling[turn.request.tenant] = self._prefilling.pop(turn.request.tenant)
         self._age({turn.request.priority for turn, _ in step.prefill})
 
-    def _rotation(self) -> list[Turn]:
+    def _rotation(self) -> list[DeviceTurn]:
         """List prefilling turns by priority; within one, tenants alternate, and least work comes first."""
         levels = {
             priority: priority + self._passed_over.get(priority, 0) // AGE_STEPS
             for priority in {turn.request.priority for turn in self.prefilling}
         }
-        order: list[Turn] = []
+        order: list[DeviceTurn] = []
         for priority in sorted(levels, key=lambda priority: (-levels[priority], priority)):
             queues = [
                 sorted((turn for turn in queue if turn.request.priority == priority), key=_order)
@@ -151,5 +151,5 @@ class Scheduler:
         }
 
 
-def _order(turn: Turn) -> float:
+def _order(turn: DeviceTurn) -> float:
     return turn.place_s + (turn.request.target - turn.num_cached) * _PROMPT_TOKEN_S

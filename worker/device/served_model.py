@@ -27,7 +27,7 @@ from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
 from worker.batch.image_rows import takes_rows
 from worker.batch.lookup import Lookup
-from worker.batch.row_sampler import RowSampler, Sampling
+from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 from worker.batch.trials import SHIPPED, Trials
 from worker.models.code import code_digest, package_digest
@@ -121,6 +121,15 @@ def _no_window(model: Any, batch: Batch) -> str | None:
     return None
 
 
+def _blindness(model: Any, sight: Sight, batch: Batch) -> str | None:
+    """Return why a model cannot see although it has a tower; None if it can."""
+    if not takes_rows(model):
+        return "the worker's language model takes no input embeddings, so it cannot see images"
+    if sight.tower.family.axes and not batch.takes_positions:
+        return "the worker's language model takes no positions for images, so it cannot see them"
+    return None
+
+
 class ServedModel:
     """A loaded model, the batch that runs it, and the sizes and snapshot layout of its KV."""
 
@@ -150,8 +159,8 @@ class ServedModel:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         #: What the model sees with, or why it cannot see.
         self.sight: Sight | str = loaded.sight
-        if not isinstance(self.sight, str) and not takes_rows(loaded.model):
-            self.sight = "the worker's language model takes no input embeddings, so it cannot see images"
+        if not isinstance(self.sight, str):
+            self.sight = _blindness(loaded.model, self.sight, self.batch) or self.sight
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
 
@@ -214,7 +223,7 @@ class ServedModel:
 
     def works(self, caches: list[Any]) -> bool:
         """Run one token with empty `caches`; say whether its logits are finite. No step may be in flight."""
-        row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=1, num_left=1)
+        row = Row(caches, array("I", [0]), RowSampler(RowSampling()), num_cached=1, num_left=1)
         self.batch.step([PrefillPiece(caches, 0, [0], row)])
         self.batch.remove(row)
         return row.is_sound
@@ -224,7 +233,7 @@ class ServedModel:
         pieces = []
         for _ in range(2):
             caches = self.make_caches(FULL)
-            row = Row(caches, array("I", [0]), RowSampler(Sampling()), num_cached=num_tokens, num_left=2)
+            row = Row(caches, array("I", [0]), RowSampler(RowSampling()), num_cached=num_tokens, num_left=2)
             pieces.append(PrefillPiece(caches, 0, [0] * num_tokens, row))
         self.batch.step(pieces)
         self.batch.step([PrefillPiece(self.make_caches(FULL), 0, [0])])  # alone, answers would be timed

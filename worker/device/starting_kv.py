@@ -25,34 +25,34 @@ if TYPE_CHECKING:
     from worker.models.model import LoadedModel
 
     from .room import Room
-    from .turn import Turn
+    from .turn import DeviceTurn
 
 log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
 class _Following:
-    turn: Turn
-    leader: Turn
+    turn: DeviceTurn
+    leader: DeviceTurn
     num_tokens: int
 
 
-class Sharing:
+class TurnSharing:
     """The submitted turns, by session, and which of them wait for another turn's KV. Pure.
 
     Lets one turn prefill a prefix that several turns share, while the other turns wait.
     """
 
     def __init__(self) -> None:
-        self._active: dict[SessionKey, Turn] = {}
+        self._active: dict[SessionKey, DeviceTurn] = {}
         self._following: list[_Following] = []
 
     @property
-    def following(self) -> list[Turn]:
+    def following(self) -> list[DeviceTurn]:
         """The turns that wait for another turn's KV."""
         return [one.turn for one in self._following]
 
-    def add(self, turn: Turn) -> bool:
+    def add(self, turn: DeviceTurn) -> bool:
         """Add a turn whose `target` is set; return True if it must wait for another turn.
 
         The turn waits until the other one has prefilled the common prefix, without the other prompt's last
@@ -69,13 +69,13 @@ class Sharing:
         self._following.append(_Following(turn, leader, num_tokens))
         return True
 
-    def remove(self, turn: Turn) -> None:
+    def remove(self, turn: DeviceTurn) -> None:
         """Remove an ended turn, whether it was waiting or not; turns that wait for it become ready."""
         if self._active.get(turn.request.key) is turn:
             del self._active[turn.request.key]
         self.stop_waiting(turn)
 
-    def stop_waiting(self, turn: Turn) -> bool:
+    def stop_waiting(self, turn: DeviceTurn) -> bool:
         """Let a turn wait no more and use only its own KV; return False if it was not waiting."""
         if turn not in self.following:
             return False
@@ -83,11 +83,11 @@ class Sharing:
         turn.source = None
         return True
 
-    def source(self, turn: Turn) -> Turn | None:
+    def source(self, turn: DeviceTurn) -> DeviceTurn | None:
         """Return the running turn of the session from which `turn` copies KV; None if none is running."""
         return self._active.get(turn.source) if turn.source is not None else None
 
-    def ready(self) -> list[Turn]:
+    def ready(self) -> list[DeviceTurn]:
         """Remove and return the turns whose wait is over.
 
         The turn for which they waited has prefilled the common prefix, or has ended.
@@ -110,7 +110,7 @@ class Acquisition:
         loaded: LoadedModel,
         batch: Batch,
         room: Room,
-        sharing: Sharing,
+        sharing: TurnSharing,
         make: Callable[[Policy], list[Any]],
         *,
         trimmable: bool,
@@ -123,7 +123,7 @@ class Acquisition:
         self._trimmable = trimmable
         self._sharing = sharing
 
-    def add(self, turn: Turn) -> bool:
+    def add(self, turn: DeviceTurn) -> bool:
         """Add a turn; return False if it must wait until another turn has prefilled their common prefix."""
         turn.resident = self._room.pop(turn.request.key)
         # An abandoned turn of this session may have left KV of other tokens since the event loop looked.
@@ -133,7 +133,7 @@ class Acquisition:
             turn.source = None
         return not self._sharing.add(turn)
 
-    def acquire(self, turn: Turn) -> None:
+    def acquire(self, turn: DeviceTurn) -> None:
         """Set the caches that a turn starts from, trimmed to the tokens whose KV it can reuse.
 
         Raises ValueError for a token id outside of the vocabulary.
@@ -166,12 +166,12 @@ class Acquisition:
                 return True
         return False
 
-    def begin_anew(self, turn: Turn) -> None:
+    def begin_anew(self, turn: DeviceTurn) -> None:
         """Drop a turn's KV, so that its prompt is prefilled from the start."""
         turn.caches = self._new(turn)
         turn.num_cached = turn.num_reused = turn.num_prefilled = 0
 
-    def _source(self, turn: Turn) -> ResidentKv | None:
+    def _source(self, turn: DeviceTurn) -> ResidentKv | None:
         """Return another session's KV of the tokens with which the turn's context begins.
 
         None if the turn has KV from disk, or as much KV of its own, or if the other KV cannot be trimmed.
@@ -185,13 +185,13 @@ class Acquisition:
             return None
         return ResidentKv(resident.caches, turn.request.context[:num_tokens])
 
-    def _under_way(self, turn: Turn) -> ResidentKv:
+    def _under_way(self, turn: DeviceTurn) -> ResidentKv:
         """Return the current KV of a running turn; it is valid until the next step."""
         if turn.row is not None:
             return ResidentKv(self._batch.caches(turn.row), turn.request.tokens(turn.num_cached))
         return ResidentKv(turn.caches or [], turn.request.context[: turn.num_cached])
 
-    def _rebuilt(self, turn: Turn) -> ResidentKv | None:
+    def _rebuilt(self, turn: DeviceTurn) -> ResidentKv | None:
         """Build caches from restored tensors; None if there are none, or they do not fit the model."""
         tensors, turn.restored = turn.restored, None
         if tensors is None:
@@ -203,7 +203,7 @@ class Acquisition:
             return None
         return ResidentKv(caches, turn.request.context[: turn.plan.num_restored])
 
-    def _trimmed(self, turn: Turn, kv: ResidentKv | None, num_tokens: int) -> None:
+    def _trimmed(self, turn: DeviceTurn, kv: ResidentKv | None, num_tokens: int) -> None:
         """Set a turn's caches to `kv`, trimmed to `num_tokens`; to empty ones if `kv` cannot be trimmed."""
         if kv is None or num_tokens == 0 or not _reaches(kv, num_tokens):
             turn.caches, turn.num_cached = self._new(turn), 0
@@ -212,7 +212,7 @@ class Acquisition:
             layers.trim(kv.caches, num_tokens)
         turn.caches, turn.num_cached = kv.caches, num_tokens
 
-    def _new(self, turn: Turn) -> list[Any]:
+    def _new(self, turn: DeviceTurn) -> list[Any]:
         return self._make(turn.request.policy)
 
 

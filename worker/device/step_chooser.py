@@ -1,7 +1,7 @@
 """Chooses the device's next step so that it fits into memory. Device thread only.
 
-The scheduler decides which turns run next, and `pace` how many prompt tokens; this module checks that the
-step fits. The scheduler's state changes only if the step fits.
+The scheduler decides which turns run next, and `prefill_budget` how many prompt tokens; this module checks
+that the step fits. The scheduler's state changes only if the step fits.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Final
 from cache.kv import layers
 
 from .memory import num_scores
-from .pace import LEAST
+from .prefill_budget import LEAST
 from .scheduler import Step
-from .turn import Starved
+from .turn import Starvation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
     from .cutter import Cutter
-    from .pace import Pace
+    from .prefill_budget import PrefillBudget
     from .room import Room
     from .scheduler import Scheduler
     from .starting_kv import Acquisition
-    from .turn import Turn
+    from .turn import DeviceTurn
 
 #: How long a prompt that does not fit waits for memory that no session holds, and how often it checks. The
 #: snapshot that is being written cannot be dropped, and a disk may hang for longer than this.
@@ -50,7 +50,7 @@ class ChosenStep:
     scratch_bytes: int = 0
     growth_bytes: int = 0
     pause_s: float = 0.0
-    hopeless: tuple[Turn, int] | None = None
+    hopeless: tuple[DeviceTurn, int] | None = None
 
 
 class StepChooser:
@@ -59,16 +59,16 @@ class StepChooser:
     def __init__(
         self,
         scheduler: Scheduler,
-        pace: Pace,
+        prefill_budget: PrefillBudget,
         room: Room,
         batch: Batch,
         cutter: Cutter,
         acquisition: Acquisition,
-        starve: Callable[[Starved], None],
+        starve: Callable[[Starvation], None],
     ) -> None:
         """`starve` is called if only dropping snapshots that wait for the disk can still free memory."""
         self._scheduler = scheduler
-        self._pace = pace
+        self._prefill_budget = prefill_budget
         self._room = room
         self._batch = batch
         self._cutter = cutter
@@ -88,8 +88,8 @@ class StepChooser:
             factor = measured_bytes / (choice.scratch_bytes / self._factor + choice.growth_bytes)
             self._factor = min(max(factor, 1 + (self._factor - 1) * _KEPT, 1.0), _MOST_FACTOR)
 
-    def choose(self) -> ChosenStep:
-        """Choose the next step.
+    def choose(self, spent_s: float = 0.0) -> ChosenStep:
+        """Choose the next step; answers have already stalled for `spent_s` since the last one.
 
         If no step fits into memory, idle sessions are dropped first, then prompts run in smaller pieces, then
         prompts wait until the running answers end. If no answer runs, one prompt continues alone.
@@ -97,7 +97,7 @@ class StepChooser:
         if self._batch.is_ahead:
             return ChosenStep(Step(self._scheduler.decoding, ()))
         num_rows = len(self._scheduler.decoding)
-        budget = self._pace.budget(num_rows)
+        budget = self._prefill_budget.budget(num_rows, spent_s)
         while True:
             step = self._scheduler.next(budget)
             ready = [(turn, num) for turn, num in step.prefill if not self._cutter.is_behind(turn, num)]
@@ -132,7 +132,7 @@ class StepChooser:
         if choice is not None:
             return choice
         if self._patient_until_s is None:
-            self._starve(Starved())
+            self._starve(Starvation())
             self._patient_until_s = time.monotonic() + PATIENCE_S
         if time.monotonic() < self._patient_until_s:
             return ChosenStep(_NOTHING, pause_s=_RETRY_S)
@@ -170,7 +170,7 @@ class StepChooser:
         scratch_bytes = int(scratch_bytes * self._factor)
         return scratch_bytes, growth_bytes + self._batch.removal_bytes + self._cutter.size_bytes(step)
 
-    def _preempt_for(self, to: Turn) -> bool:
+    def _preempt_for(self, to: DeviceTurn) -> bool:
         """Drop the KV of one turn so that the prompt `to` can run; return False if no other turn has KV.
 
         Turns that wait for another turn's KV lose their own KV first. After them, the prompt with the least

@@ -1,7 +1,7 @@
 """One turn on the device, and the messages between the event loop and the device thread about turns.
 
-The event loop makes a `Turn` and hands it over. From then on it reads only the turn's request and plan, which
-never change, and what events say; only the device thread reads and writes the rest.
+The event loop makes a `DeviceTurn` and hands it over. From then on it reads only the turn's request and plan,
+which never change, and what events say; only the device thread reads and writes the rest.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TurnPlan:
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class DeviceTurn:
     """One run of a request on the device: what is asked, the plan for its KV, and its state there.
 
     Turns of one priority run in the order of `place_s` (see `request.place`), the lowest first. The turn ends
@@ -134,18 +134,18 @@ class TurnCost:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefilled:
+class PrefilledPiece:
     """A piece of the prompt is done: now the first `num_cached` tokens of the context have KV."""
 
-    turn: Turn
+    turn: DeviceTurn
     num_cached: int
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledToken:
     """The answer's next chunk: one token, the text that it completes, and its log probability if wanted."""
 
-    turn: Turn
+    turn: DeviceTurn
     chunk: Chunk
 
 
@@ -153,36 +153,36 @@ class Sampled:
 class SnapshotCut:
     """A snapshot as plain bytes: the KV of a turn's `span`."""
 
-    turn: Turn
+    turn: DeviceTurn
     span: Span
     tensors: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Copied:
+class CopiedSession:
     """The device has copied what it could of the idle session for which `turn` stands."""
 
-    turn: Turn
+    turn: DeviceTurn
 
 
 @dataclass(frozen=True, slots=True)
-class NeedsKv:
+class KvRequest:
     """A turn needs KV from SSD; the event loop answers with `Device.give`.
 
     A prompt waits for the KV of its first `num_past` tokens, which its next piece needs, and before its last
     token for the chunks `spans`, which its answer needs. An answer requests only chunks and does not wait.
     """
 
-    turn: Turn
+    turn: DeviceTurn
     num_past: int
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NeedsImage:
+class ImageRequest:
     """A turn needs the views of an image; the event loop answers with `Device.show`."""
 
-    turn: Turn
+    turn: DeviceTurn
     fingerprint: bytes
 
 
@@ -199,45 +199,54 @@ class KvRead:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class FinishedTurn:
     """The turn has ended. Its session's KV, of the first `cost.num_cached` tokens, stays on the device.
 
     It takes `live_bytes`. This KV can be truncated to any number of tokens that is at least `earliest`.
     """
 
-    turn: Turn
+    turn: DeviceTurn
     cost: TurnCost
     live_bytes: int
     earliest: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Faulted:
+class FaultedTurn:
     """The turn failed on the device, which has dropped the KV of its session."""
 
-    turn: Turn
+    turn: DeviceTurn
     error: Exception
     cost: TurnCost
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class DroppedKv:
     """The device has dropped the KV of idle sessions: memory was short, or an evaluation failed."""
 
     keys: tuple[SessionKey, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Starved:
+class Starvation:
     """No step fits, and no idle session is left to drop; snapshots that wait for the disk hold the memory."""
 
 
 #: What `Device.show` gives a turn: the views of an image, or why there are none.
 ImageViews: TypeAlias = "Sequence[View] | Exception"
-#: The events for which a turn's run waits; the last one is `Finished` or `Faulted`.
-TurnEvent: TypeAlias = Sampled | Finished | Faulted
+#: The events for which a turn's run waits; the last one is `FinishedTurn` or `FaultedTurn`.
+TurnEvent: TypeAlias = SampledToken | FinishedTurn | FaultedTurn
 Event = (
-    Prefilled | Sampled | SnapshotCut | Copied | NeedsKv | NeedsImage | Finished | Faulted | Dropped | Starved
+    PrefilledPiece
+    | SampledToken
+    | SnapshotCut
+    | CopiedSession
+    | KvRequest
+    | ImageRequest
+    | FinishedTurn
+    | FaultedTurn
+    | DroppedKv
+    | Starvation
 )
 
 

@@ -1,9 +1,9 @@
 """Gives turns the rows of their images: keeps rows, and runs the tower for missing ones. Device thread only.
 
 A turn whose prompt has images without KV waits here until all their rows are known. The event loop reads and
-processes their files (`NeedsImage`), one at a time for each turn. The tower runs one view of an image at a
-time, between two steps of the other turns. Rows are kept by the images' fingerprints, the least recently used
-ones are dropped first; a turn keeps its rows until its prompt is done.
+processes their files (`ImageRequest`), one at a time for each turn. Between two steps of the other turns, one
+layer of the tower runs, or a few short ones. Rows are kept by the images' fingerprints, the least recently
+used ones are dropped first; a turn keeps its rows until its prompt is done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from worker.batch.image_rows import ImageRows
 
 from . import machine
 from .memory import Estimator, shape_of
-from .turn import LostKvError, NeedsImage, NoRoomError, Starved
+from .turn import ImageRequest, LostKvError, NoRoomError, Starvation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from worker.models.vision.sight import Sight
 
     from .room import Room
-    from .turn import Event, ImageViews, Turn
+    from .turn import DeviceTurn, Event, ImageViews
 
 log = structlog.get_logger()
 
@@ -43,9 +43,13 @@ PATIENCE_S: Final = 2.0
 
 @dataclass(slots=True)
 class _Image:
-    """An image that the tower is at work on: its views that are left, and the rows of the others."""
+    """An image that the tower is at work on.
+
+    `views` are left to do, the first of them by its `stages`; `rows` are those of earlier views.
+    """
 
     views: deque[View]
+    stages: deque[mx.array] = field(default_factory=deque)
     rows: list[mx.array] = field(default_factory=list)
 
 
@@ -57,12 +61,14 @@ class Vision:
         self._sight = sight
         self._room = room
         self._emit = emit
-        self._lacking: dict[Turn, list[bytes]] = {}  # by turn: the fingerprints of rows that it waits for
+        self._lacking: dict[
+            DeviceTurn, list[bytes]
+        ] = {}  # by turn: the fingerprints of rows that it waits for
         self._images: dict[bytes, _Image] = {}
         self._kept: dict[bytes, mx.array] = {}  # least recently used first
         self._patient_until_s: float | None = None
 
-    def __contains__(self, turn: Turn) -> bool:
+    def __contains__(self, turn: DeviceTurn) -> bool:
         """Whether a turn waits for rows."""
         return turn in self._lacking
 
@@ -71,7 +77,7 @@ class Vision:
         """Whether the tower has something to run."""
         return bool(self._images)
 
-    def discard(self, turn: Turn) -> None:
+    def discard(self, turn: DeviceTurn) -> None:
         """Forget a turn that has ended, and its rows."""
         self._lacking.pop(turn, None)
         turn.rows.clear()
@@ -87,7 +93,7 @@ class Vision:
         """Drop the kept rows of images that are to be forgotten."""
         self._kept = {name: rows for name, rows in self._kept.items() if name not in fingerprints}
 
-    def gives_rows(self, turn: Turn) -> bool:
+    def gives_rows(self, turn: DeviceTurn) -> bool:
         """Give a turn the rows of its images without KV; return False if it waits for some of them.
 
         Raises `ValueError` if the model cannot see.
@@ -105,7 +111,7 @@ class Vision:
         self._ask(turn)
         return False
 
-    def show(self, turn: Turn, fingerprint: bytes, views: ImageViews) -> None:
+    def show(self, turn: DeviceTurn, fingerprint: bytes, views: ImageViews) -> None:
         """Take the views of an image that a turn has requested, unless its rows are known or under way.
 
         Raises the error if there are none.
@@ -118,33 +124,40 @@ class Vision:
             self._images.setdefault(fingerprint, _Image(deque(views)))
         self._ask(turn)
 
-    def step(self) -> tuple[list[Turn], dict[Turn, Exception], float]:
-        """Run one view of an image.
+    def step(self, most_s: float) -> tuple[list[DeviceTurn], dict[DeviceTurn, Exception], float]:
+        """Run a layer for one view of an image, and further ones until `most_s` seconds have passed.
 
         Returns the turns that now have all their rows, the turns whose image failed, and how many seconds to
         wait before the next call: mostly 0.
         """
         name = min(self._images, key=lambda name: min(map(_order, self._waiting(name))))
         image = self._images[name]
+        until_s = time.monotonic() + most_s
         try:
             if not self._has_room(image.views[0].num_patches):
                 return [], {}, 0.01
-            rows = self._seeing().tower.rows(image.views[0])
-            mx.eval(rows)
+            image.stages = image.stages or deque(self._seeing().tower.stages(image.views[0]))
+            while True:
+                done = image.stages.popleft()
+                mx.eval(done)
+                if not image.stages or time.monotonic() >= until_s:
+                    break
         except Exception as error:  # whatever MLX or a model raises
             if machine.loses_kv(error):
                 raise
             log.exception("an image failed on the device")
             del self._images[name]
             return [], dict.fromkeys(self._waiting(name), error), 0.0
-        image.rows.append(rows)
+        if image.stages:
+            return [], {}, 0.0
+        image.rows.append(done)
         image.views.popleft()
         if image.views:
             return [], {}, 0.0
         del self._images[name]
         return self._give(name, mx.concatenate(image.rows)), {}, 0.0
 
-    def rows(self, turn: Turn, start: int, end: int) -> ImageRows | None:
+    def rows(self, turn: DeviceTurn, start: int, end: int) -> ImageRows | None:
         """Return the rows for a piece `[start, end)` of a turn's prompt; None if it has no images.
 
         Raises `LostKvError`, so that the turn starts again, if it has lost KV of earlier images.
@@ -171,16 +184,16 @@ class Vision:
             raise ValueError(self._sight)  # noqa: TRY004  # no fault of a type
         return self._sight
 
-    def _ask(self, turn: Turn) -> None:
+    def _ask(self, turn: DeviceTurn) -> None:
         """Request the turn's next image that is not under way, unless its last one has not come yet."""
         name = next((name for name in self._lacking[turn] if name not in self._images), None)
         if name is not None:
-            self._emit(NeedsImage(turn, name))
+            self._emit(ImageRequest(turn, name))
 
-    def _waiting(self, name: bytes) -> list[Turn]:
+    def _waiting(self, name: bytes) -> list[DeviceTurn]:
         return [turn for turn, names in self._lacking.items() if name in names]
 
-    def _give(self, name: bytes, rows: mx.array) -> list[Turn]:
+    def _give(self, name: bytes, rows: mx.array) -> list[DeviceTurn]:
         """Keep an image's rows and give them to all turns that wait for them; return the ready ones."""
         mx.eval(rows)
         self._kept[name] = rows
@@ -202,7 +215,7 @@ class Vision:
             self._patient_until_s = None
             return True
         if self._patient_until_s is None:
-            self._emit(Starved())
+            self._emit(Starvation())
             self._patient_until_s = time.monotonic() + PATIENCE_S
         if time.monotonic() < self._patient_until_s:
             return False
@@ -217,13 +230,12 @@ class Vision:
 def view_bytes(family: Family, num_patches: int) -> int:
     """Estimate the bytes of temporary arrays while the tower of a family runs a view.
 
-    Counts each layer's output, which mlx-vlm keeps, and a mask between all patches.
+    Counts a mask between all patches. Outputs of earlier layers are freed as the layers are evaluated.
     """
     shape, device = shape_of(family.vision), machine.profile()
     fused, kept = shape.fuses(device.fused_head_dims), device.kept_layers
     step = Estimator(shape, 0, 0, KvSize(0), kept, fused, kept_layers=kept)
-    outputs = (int(family.vision["num_hidden_layers"]) + 1) * num_patches * shape.hidden
-    return step.scratch_bytes(0, [(num_patches, num_patches)]) + 4 * (outputs + 2 * num_patches**2)
+    return step.scratch_bytes(0, [(num_patches, num_patches)]) + 4 * 2 * num_patches**2
 
 
 def reserved_bytes(family: Family, limit_bytes: int) -> int:
@@ -231,5 +243,5 @@ def reserved_bytes(family: Family, limit_bytes: int) -> int:
     return min(view_bytes(family, family.most_patches) + ROWS_BYTES, limit_bytes // 8)
 
 
-def _order(turn: Turn) -> tuple[int, float]:
+def _order(turn: DeviceTurn) -> tuple[int, float]:
     return -turn.request.priority, turn.place_s

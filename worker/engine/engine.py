@@ -20,31 +20,32 @@ from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
 from worker.device.request import TurnRequest, place
 from worker.device.turn import (
-    Copied,
-    Dropped,
+    CopiedSession,
+    DeviceTurn,
+    DroppedKv,
     Event,
-    Faulted,
-    Finished,
+    FaultedTurn,
+    FinishedTurn,
+    ImageRequest,
     KvRead,
+    KvRequest,
     LostKvError,
-    NeedsImage,
-    NeedsKv,
     NoRoomError,
-    Prefilled,
-    Sampled,
+    PrefilledPiece,
+    SampledToken,
     SnapshotCut,
-    Starved,
+    Starvation,
     StepReport,
-    Turn,
 )
 from worker.observe.traces import Phase
 from worker.process.concurrency import task_group
 
+from .audit import Audit
 from .grants import Grants
 from .kv_lookup import Finder
 from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
 from .run import Run, on_device, resolve
-from .saving import Saving
+from .unsaved_kv import UnsavedKv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -101,11 +102,12 @@ class Engine(EnginePort):
         self._residency = ledger.residency
         self._grants = Grants(device, ledger, kv, piece_tokens, max_tenant_bytes)
         self._runs = self._grants.runs
-        self._turns: dict[Turn, Run] = {}  # turns on the device, in order of submission, and their runs
+        self._turns: dict[DeviceTurn, Run] = {}  # turns on the device, in order of submission, and their runs
         self._finder = Finder(device, store, ledger)
-        self._saving = None
+        self._saving, self._audit = None, None
         if store is not None:
-            self._saving = Saving(store, self._residency, self._at_work, device.copy, device.kv)
+            self._audit = Audit(self, store, telemetry, self._is_idle, self._has_spare)
+            self._saving = UnsavedKv(store, self._residency, self._at_work, device.copy, device.kv)
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
@@ -167,6 +169,8 @@ class Engine(EnginePort):
             phases=[] if phases is None else phases,
         )
         self._runs[run] = run
+        if self._audit is not None and request.audited is None:
+            self._audit.interrupt()
         is_over = False
         try:
             while not is_over and await self._admitted(run):
@@ -198,6 +202,13 @@ class Engine(EnginePort):
         else:
             await self._saving.run()
 
+    async def audit(self) -> None:
+        """Compute some of the restored KV again while no request runs; run until cancelled."""
+        if self._audit is None:
+            await asyncio.Event().wait()
+        else:
+            await self._audit.run()
+
     async def save_all(self, within_s: float) -> None:
         """Save what the disk lacks after `stop`, and wait until all is on disk, for at most `within_s`."""
         if self._saving is not None:
@@ -211,6 +222,14 @@ class Engine(EnginePort):
 
     def _at_work(self) -> set[SessionKey]:
         return {run.key for run in self._runs.values()}
+
+    def _is_idle(self) -> bool:
+        """Whether no request runs or waits, other than an audit."""
+        return all(run.request.audited is not None for run in self._runs.values())
+
+    def _has_spare(self, num_tokens: int, policy: Policy) -> bool:
+        """Whether the KV of `num_tokens` tokens fits beside that of all idle sessions."""
+        return self.ledger.used_bytes + self.size_bytes(num_tokens, policy) <= self.ledger.max_bytes
 
     def cancel(self, key: SessionKey) -> None:
         """End the session's turn after the running step."""
@@ -277,28 +296,30 @@ class Engine(EnginePort):
 
     def _handle_event(self, event: Event) -> None:
         match event:
-            case Prefilled(turn, num_cached):
+            case PrefilledPiece(turn, num_cached):
                 self._turns[turn].prefilled(num_cached)
-            case Sampled():
+            case SampledToken():
                 self._sampled(event)
-            case NeedsKv(turn) | NeedsImage(
+            case KvRequest(turn) | ImageRequest(
                 turn
             ):  # not in the queue of `events`: publishing those waits while NATS is away
                 self._turns[turn].needs.put_nowait(event)
-            case Finished() | Faulted():
+            case FinishedTurn() | FaultedTurn():
                 self._end_turn(event)
-            case Dropped(keys):  # turns of these sessions that are not submitted yet reuse less
+            case DroppedKv(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
                     self._residency.pop(key)
                 self._grants.decide()
+            case SnapshotCut(turn) if self._audit is not None and turn.request.audited is not None:
+                self._audit.take(event.tensors)
             case SnapshotCut(turn) if self._saving is not None:
                 self._saving.save(event, self._turns.get(turn))
-            case Copied(turn) if self._saving is not None:
+            case CopiedSession(turn) if self._saving is not None:
                 self._saving.end_copy(turn)
-            case Starved() if self._store is not None:
+            case Starvation() if self._store is not None:
                 self._store.queue.free_memory()
 
-    def _sampled(self, event: Sampled) -> None:
+    def _sampled(self, event: SampledToken) -> None:
         run, request = self._turns[event.turn], event.turn.request
         self._telemetry.totals.generated_tokens += 1
         self._telemetry.tenants.count_tokens("generated", request.tenant)
@@ -306,15 +327,15 @@ class Engine(EnginePort):
         self._grants.grow(run, request.num_prompt + event.chunk.i + 1)
         run.events.put_nowait(event)
 
-    def _end_turn(self, end: Finished | Faulted) -> None:
+    def _end_turn(self, end: FinishedTurn | FaultedTurn) -> None:
         """Release an ended turn's memory at once; if its run goes on, request memory for its next turn."""
         run, request = self._turns.pop(end.turn), end.turn.request
         self._residency.pop(request.key)
-        if isinstance(end, Finished):
+        if isinstance(end, FinishedTurn):
             self._keep(run, end)
         run.turn = None
         run.events.put_nowait(end)
-        goes_on = isinstance(end, Finished) or run.may_start_again(end.error)
+        goes_on = isinstance(end, FinishedTurn) or run.may_start_again(end.error)
         if run.is_abandoned:
             self._leave(run)
         elif goes_on and not self._is_over(run, end):
@@ -323,7 +344,7 @@ class Engine(EnginePort):
         else:
             self._grants.release(run)
 
-    def _keep(self, run: Run, end: Finished) -> None:
+    def _keep(self, run: Run, end: FinishedTurn) -> None:
         """Record the KV that a turn has left on the device; drop it if its session was forgotten."""
         request, num_cached = end.turn.request, end.cost.num_cached
         if run.is_forgotten:
@@ -336,7 +357,7 @@ class Engine(EnginePort):
             if self._saving is not None and end.turn.plan.chain is not None:
                 self._saving.end_turn(request.key, end.cost.num_uncut)
 
-    def _is_over(self, run: Run, end: Finished | Faulted) -> bool:
+    def _is_over(self, run: Run, end: FinishedTurn | FaultedTurn) -> bool:
         """Say whether an ended turn is complete or must not be continued."""
         request = end.turn.request
         is_complete = request.is_drawn and end.cost.num_cached >= request.target
@@ -370,6 +391,8 @@ class Engine(EnginePort):
             found_s = restores[0].start_s if restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *restores]
             num_restored = sum(phase.num_tokens for phase in restores)
+            if self._audit is not None and run.request.audited is None:
+                self._audit.note(run.request, num_restored)
             self._telemetry.tenants.count_tokens("restored", run.key.tenant, num_restored)
             if self._stopping:
                 raise StoppingError
@@ -385,7 +408,9 @@ class Engine(EnginePort):
                 reads.cancel_scope.cancel()
         return self._settled(run, end)
 
-    async def _follow(self, run: Run, turn: Turn, publish: Publish | None) -> Finished | Faulted:
+    async def _follow(
+        self, run: Run, turn: DeviceTurn, publish: Publish | None
+    ) -> FinishedTurn | FaultedTurn:
         """Submit a turn and publish its tokens until it ends; return how it has ended."""
         submitted_s, drawn_s = monotonic(), None
         run.turn, self._turns[turn] = turn, run
@@ -394,22 +419,24 @@ class Engine(EnginePort):
             events = [await run.events.get()]
             while not run.events.empty():
                 events.append(run.events.get_nowait())
-            chunks = [event.chunk for event in events if isinstance(event, Sampled)]
+            chunks = [event.chunk for event in events if isinstance(event, SampledToken)]
             if chunks:
                 drawn_s = drawn_s or monotonic()
                 run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None:
                     await publish(joined(chunks))
             end = events[-1]
-            if not isinstance(end, Sampled):
+            if not isinstance(end, SampledToken):
                 run.phases += on_device(turn.request, end.cost, submitted_s, drawn_s)
                 return end
 
-    def _settled(self, run: Run, end: Finished | Faulted) -> bool:
+    def _settled(self, run: Run, end: FinishedTurn | FaultedTurn) -> bool:
         """Count an ended turn, or raise its error; return False if another turn must continue its request."""
         request, cost = end.turn.request, end.cost
-        live_bytes = end.live_bytes if isinstance(end, Finished) else 0
-        if isinstance(end, Faulted) and not (isinstance(end.error, LostKvError) and self._is_over(run, end)):
+        live_bytes = end.live_bytes if isinstance(end, FinishedTurn) else 0
+        if isinstance(end, FaultedTurn) and not (
+            isinstance(end.error, LostKvError) and self._is_over(run, end)
+        ):
             if run.admitted is not None:
                 return False
             if isinstance(end.error, NoRoomError):
@@ -428,12 +455,12 @@ class Engine(EnginePort):
         """
         while True:
             match await run.needs.get():
-                case NeedsImage() as needs:
+                case ImageRequest() as needs:
                     reads.start_soon(self._look, needs)
-                case NeedsKv() as needs if snapshots is not None:
+                case KvRequest() as needs if snapshots is not None:
                     reads.start_soon(self._read, needs, snapshots)
 
-    async def _look(self, needs: NeedsImage) -> None:
+    async def _look(self, needs: ImageRequest) -> None:
         """Show a turn an image that it needs, or why it cannot be shown."""
         try:
             views: ImageViews = await self._views(needs)
@@ -441,7 +468,7 @@ class Engine(EnginePort):
             views = error
         self._device.show(needs.turn, needs.fingerprint, views)
 
-    async def _views(self, needs: NeedsImage) -> ImageViews:
+    async def _views(self, needs: ImageRequest) -> ImageViews:
         """Read an image and process it; one at a time, since its pixels take much memory."""
         read, sight = needs.turn.request.read_image, self._device.sight
         if read is None or isinstance(sight, str):
@@ -450,7 +477,7 @@ class Engine(EnginePort):
         async with self._looking:
             return await asyncio.to_thread(sight.eyes.views, data)
 
-    async def _read(self, needs: NeedsKv, snapshots: TurnSnapshots) -> None:
+    async def _read(self, needs: KvRequest, snapshots: TurnSnapshots) -> None:
         kv = KvRead()
         try:
             kv = await snapshots.read(needs)
@@ -460,6 +487,8 @@ class Engine(EnginePort):
 
     def _result(self, run: Run) -> TurnResult:
         result = run.result()
+        if run.request.audited is not None:
+            return result
         num_cached, num_prefilled = result.num_cached, result.num_prefilled
         self._telemetry.totals.cached_tokens += num_cached
         self._telemetry.totals.prefilled_tokens += num_prefilled

@@ -1,7 +1,7 @@
 """Finds the KV that a turn can reuse: its own or another session's KV on the device, or a prefix on SSD.
 
-Makes the `Turn` with its plan, and owns its resources until the turn ends: snapshots protected from eviction
-from disk, and device memory reserved for a restore. Event loop only.
+Makes the `DeviceTurn` with its plan, and owns its resources until the turn ends: snapshots protected from
+eviction from disk, and device memory reserved for a restore. Event loop only.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 from cache.names.blocks import Span
 from worker.device.memory import GROWTH_TOKENS
-from worker.device.turn import KvRead, Turn, TurnPlan
+from worker.device.turn import DeviceTurn, KvRead, TurnPlan
 from worker.observe.traces import Phase
 
-from .rates import Rates
 from .residency import LEAST_SHARED
+from .restore_times import RestoreTimes
 from .run import resolve
 
 if TYPE_CHECKING:
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
     from worker.device.request import TurnRequest
-    from worker.device.turn import NeedsKv
+    from worker.device.turn import KvRequest
 
     from .admission import Ledger
     from .run import Run
 
 #: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more
-#: than 1/16 of the latter. If it is, the measured `Rates` decide.
+#: than 1/16 of the latter. If it is, the measured `RestoreTimes` decide.
 _RESTORE_GAIN: Final = 16
 #: How long a turn waits for blocks being written, rather than prefill their tokens again.
 SETTLE_S: Final = 5.0
@@ -69,7 +69,7 @@ class TurnSnapshots:
             self._store.kv.end_past(self._past)
         self._store.kv.release(self._prefix)
 
-    async def read(self, needs: NeedsKv) -> KvRead:
+    async def read(self, needs: KvRequest) -> KvRead:
         """Read from SSD the KV that the running turn requests."""
         past, spans = None, tuple[Span, ...]()
         tensors: dict[str, mx.array] = {}
@@ -93,12 +93,12 @@ class Finder:
         self._ledger = ledger
         self._residency = ledger.residency
         #: The measured speeds of restoring and prefilling.
-        self.rates = Rates()
+        self.rates = RestoreTimes()
 
     @asynccontextmanager
     async def found(
-        self, run: Run, submitted: Collection[Turn]
-    ) -> AsyncIterator[tuple[Turn, TurnSnapshots | None]]:
+        self, run: Run, submitted: Collection[DeviceTurn]
+    ) -> AsyncIterator[tuple[DeviceTurn, TurnSnapshots | None]]:
         """Find the longest reusable KV for a run's next turn, restore it if it is on SSD, and make the turn.
 
         `submitted` are the turns on the device. Until the context ends, the turn's snapshots are protected
@@ -108,7 +108,7 @@ class Finder:
         try:
             plan, num_usable, num_found = self._on_device(request, submitted)
             if self._store is None or request.embedding is not None:
-                turn = Turn(request, plan, run.place_s, num_granted=run.num_granted)
+                turn = DeviceTurn(request, plan, run.place_s, num_granted=run.num_granted)
             else:
                 found = num_usable, num_found
                 turn, snapshots = await self._on_disk(self._store, run, plan, *found)
@@ -120,7 +120,9 @@ class Finder:
                 self._device.release_room(run.key)
             run.room = None
 
-    def _on_device(self, request: TurnRequest, submitted: Collection[Turn]) -> tuple[TurnPlan, int, int]:
+    def _on_device(
+        self, request: TurnRequest, submitted: Collection[DeviceTurn]
+    ) -> tuple[TurnPlan, int, int]:
         """Plan which KV on the device a turn reuses; return how many tokens' KV it can use, and will find."""
         # KV that cannot be trimmed must leave the context's last token for the turn to run.
         num_usable = len(request.context) - (not self._device.kv(request.policy).is_plain)
@@ -132,7 +134,7 @@ class Finder:
 
     async def _on_disk(
         self, store: Store, run: Run, plan: TurnPlan, num_usable: int, num_found: int
-    ) -> tuple[Turn, TurnSnapshots]:
+    ) -> tuple[DeviceTurn, TurnSnapshots]:
         """Restore a turn's KV if the disk has more of it, and plan which of it to save."""
         request, phases = run.request, list[Phase]()
         num_restored, tensors = 0, None
@@ -145,6 +147,8 @@ class Finder:
             num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
         snapshots = TurnSnapshots(store, chain, request.context)
         spans = store.kv.wanted(chain, request.context[: request.target - request.target % chain.block])
+        if request.audited is not None:
+            spans = [request.audited]
         plan = TurnPlan(
             plan.num_kept,
             num_restored,
@@ -154,7 +158,7 @@ class Finder:
             chain,
             tuple(phases),
         )
-        return Turn(request, plan, run.place_s, tensors, run.num_granted), snapshots
+        return DeviceTurn(request, plan, run.place_s, tensors, run.num_granted), snapshots
 
     async def _restore(
         self, store: Store, chain: Chain, run: Run, usable: Tokens, num_found: int, phases: list[Phase]
@@ -168,14 +172,15 @@ class Finder:
         for _ in range(_RESTORE_TRIES):
             match = store.kv.match(chain, usable)
             found_s = monotonic()
-            # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
-            capacity_tokens = min(len(run.request.context) + 1, match.num_tokens + GROWTH_TOKENS)
-            size_bytes = self._device.kv(policy).held(match.num_tokens)
-            is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
-                size_bytes, match.num_tokens - num_found
-            )
             has_room = False
             try:
+                match = await store.kv.extend(match, chain, usable)
+                # Includes memory for the turn's first tokens, so that the caches need not be copied to grow.
+                capacity_tokens = min(len(run.request.context) + 1, match.num_tokens + GROWTH_TOKENS)
+                size_bytes = self._device.kv(policy).held(match.num_tokens)
+                is_better = match.num_tokens > _least(num_found) and self.rates.should_restore(
+                    size_bytes, match.num_tokens - num_found
+                )
                 has_room = is_better and await self._has_room(run, policy, capacity_tokens)
             finally:  # the wait may be cancelled
                 if not has_room:
@@ -205,7 +210,7 @@ class Finder:
         return [Phase("fetch", asked_s, monotonic())]
 
     def _find_source(
-        self, request: TurnRequest, num_kept: int, submitted: Collection[Turn]
+        self, request: TurnRequest, num_kept: int, submitted: Collection[DeviceTurn]
     ) -> tuple[SessionKey | None, int]:
         """Find the tenant's session whose KV, on the device or in prefill, covers the longest common prefix.
 

@@ -1,7 +1,7 @@
 """Records which sessions have KV on the device: the KV's tokens, its bytes, and the order of last use.
 
-Event loop only. The device thread holds the caches; if it drops some since it lacks memory, a `Dropped` event
-follows.
+Event loop only. The device thread holds the caches; if it drops some since it lacks memory, a `DroppedKv`
+event follows.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker.device.request import TurnRequest
-    from worker.device.turn import NeedsImage, NeedsKv, Turn, TurnCost, TurnEvent
+    from worker.device.turn import DeviceTurn, ImageRequest, KvRequest, TurnCost, TurnEvent
 
 #: How often a turn may start again after failed evaluations, if no token was drawn in between; or because the
 #: disk lacks KV, if no more of it was found in between.
@@ -53,9 +53,9 @@ class Run(Claim):
     num_granted: int = 0
     admitted: asyncio.Future[bool] | None = None
     room: asyncio.Future[bool] | None = None
-    turn: Turn | None = None  # the turn on the device
+    turn: DeviceTurn | None = None  # the turn on the device
     events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # not handled yet
-    needs: asyncio.Queue[NeedsKv | NeedsImage] = field(default_factory=asyncio.Queue)  # not read yet
+    needs: asyncio.Queue[KvRequest | ImageRequest] = field(default_factory=asyncio.Queue)  # not read yet
     num_cached: int = 0  # tokens of the turn's context that have KV
     num_generated: int = 0
     is_halted: bool = False  # must end, or pause

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .call_parsers import (
     CLOSED_CODE,
-    Form,
+    CallSyntax,
     either,
     parse_bare,
     parse_bare_python,
@@ -40,7 +40,7 @@ class AnswerMarkup:
     the text consists of messages with channels (OpenAI's harmony format).
     """
 
-    forms: tuple[Form, ...] = ()
+    forms: tuple[CallSyntax, ...] = ()
     form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
     bare: Parser | None = None
     strays: tuple[str, ...] = ()
@@ -82,13 +82,13 @@ _DSML: Final = _deepseek("DSML")[1:-1]
 _JSON_LIST: Final = ('[{"name": "NAME", "arguments": ', "}]")
 
 
-def _form(opens: str, closes: str | None, **more: Any) -> Form:
-    return Form(opens, closes, parse_calls, **more)
+def _form(opens: str, closes: str | None, **more: Any) -> CallSyntax:
+    return CallSyntax(opens, closes, parse_calls, **more)
 
 
 def _tag_forms(
     opens: str, closes: str, call: str, key: str, names: str, plain: Callable[[str], str] = str
-) -> tuple[Form, ...]:
+) -> tuple[CallSyntax, ...]:
     """Return the syntax of calls between tags named `call`, with values between tags named `key`.
 
     The second form is the same without the markers around all calls. `names` stands between a tag's name and
@@ -100,10 +100,12 @@ def _tag_forms(
     )
     parse = either(tagged(rf"\s*{name}", value, f"</{key}>", f"</{call}>", plain), parse_calls)
     quotes = (f"<{key}", f"</{key}>")
-    return Form(opens, closes, parse, quotes), Form(f"<{call}{names}", f"</{call}>", parse, quotes)
+    return CallSyntax(opens, closes, parse, quotes), CallSyntax(
+        f"<{call}{names}", f"</{call}>", parse, quotes
+    )
 
 
-def _keys_form(prefix: str) -> Form:
+def _keys_form(prefix: str) -> CallSyntax:
     """Return the syntax of GLM's calls; for LongCat's, each tag's name begins with `prefix`."""
     parse = tagged(
         r"(?P<name>[^<>{}]++)(?=<|\Z)",
@@ -112,7 +114,7 @@ def _keys_form(prefix: str) -> Form:
     )
     quotes = (f"<{prefix}arg_value>", f"</{prefix}arg_value>")
     opens, closes = f"<{prefix}tool_call>", f"</{prefix}tool_call>"
-    return Form(opens, closes, either(parse, parse_calls), quotes, is_framed=False)
+    return CallSyntax(opens, closes, either(parse, parse_calls), quotes, is_framed=False)
 
 
 #: The markers of calls for models whose template knows no tools: the format of Hermes and Qwen.
@@ -193,15 +195,15 @@ FAMILIES: Final[dict[str, AnswerMarkup]] = {
     ),
     "kimi_k3": AnswerMarkup(
         (
-            Form("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _XTML_FORM, _XTML_QUOTES),
-            Form("<|open|>call tool=", "<|close|>call<|sep|>", _XTML_FORM, _XTML_QUOTES),
+            CallSyntax("<|open|>tools<|sep|>", "<|close|>tools<|sep|>", _XTML_FORM, _XTML_QUOTES),
+            CallSyntax("<|open|>call tool=", "<|close|>call<|sep|>", _XTML_FORM, _XTML_QUOTES),
         ),
         ('<|open|>call tool="NAME"', None),
         None,
         ("<|open|>response<|sep|>", "<|close|>response<|sep|>"),
     ),
     "minicpm5": AnswerMarkup(
-        (Form("<function name=", "</function>", _MINICPM, ("<param ", "</param>")),), ("", None)
+        (CallSyntax("<function name=", "</function>", _MINICPM, ("<param ", "</param>")),), ("", None)
     ),
     "muse_spark": AnswerMarkup(
         _tag_forms(

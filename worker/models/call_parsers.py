@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     #: Returns the calls that a text begins with, and the index where they end. The second argument says
     #: whether the model has ended the calls, so that an end within them may be missing.
-    Parser: TypeAlias = "Callable[[str, bool], tuple[list[Written], int]]"
+    Parser: TypeAlias = "Callable[[str, bool], tuple[list[WrittenCall], int]]"
 
 
-class Written(NamedTuple):
+class WrittenCall(NamedTuple):
     """One call as the model wrote it. With `is_text`, all values are text, as the format has no other types.
 
     `id` is the model's own id of the call, mostly None. With `is_mended`, a tag was missing, so each argument
@@ -63,7 +63,7 @@ CLOSED_CODE: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class CallSyntax:
     """The syntax of calls between the markers `opens` and `closes`.
 
     If `closes` is empty, a call ends where its JSON value ends; the regex `value` matches the text before
@@ -137,7 +137,7 @@ def is_utf8(text: str) -> bool:
     return True
 
 
-def _call(value: Any) -> Written:
+def _call(value: Any) -> WrittenCall:
     """Read a call from a JSON object; raises `ValueError` for missing, wrong or additional fields."""
     id_ = None
     if isinstance(value, dict) and isinstance(value.get("function"), dict):  # as in OpenAI's API
@@ -158,7 +158,7 @@ def _call(value: Any) -> Written:
     arguments = arguments or {}  # null or an empty list
     if not isinstance(name, str) or not isinstance(arguments, dict):
         raise ValueError("a call has a name, and an object as its arguments")  # noqa: TRY004
-    return Written(name, arguments, id_ if isinstance(id_, str) and id_ and is_utf8(id_) else None)
+    return WrittenCall(name, arguments, id_ if isinstance(id_, str) and id_ and is_utf8(id_) else None)
 
 
 _NAMES: Final = ("name", "function")
@@ -178,12 +178,12 @@ _NAME: Final = re.compile(r"""(?:call:)?(?P<id>(?:functions\.)?(?P<name>[^\s<>{}
 _DOUBT: Final = re.compile(r"""(?:["'`]|<\|"\|>|<escape>)\s*+[}\])]""")
 
 
-def parse_calls(text: str, is_ended: bool) -> tuple[list[Written], int]:
+def parse_calls(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
     """Parse calls that are objects, or names with arguments as an object or in Python's syntax.
 
     Marks, brackets, commas and code fences may stand between these parts.
     """
-    calls, at = list[Written](), _BETWEEN.match(text).end()  # type: ignore[union-attr]  # as all patterns below
+    calls, at = list[WrittenCall](), _BETWEEN.match(text).end()  # type: ignore[union-attr]  # as all patterns below
     while at < len(text):
         try:
             call, end = _call_at(text, at, may_be_name=is_ended and not calls)
@@ -198,7 +198,7 @@ def parse_calls(text: str, is_ended: bool) -> tuple[list[Written], int]:
     return calls, _without_space(text, at)
 
 
-def _call_at(text: str, at: int, *, may_be_name: bool) -> tuple[Written, int]:
+def _call_at(text: str, at: int, *, may_be_name: bool) -> tuple[WrittenCall, int]:
     if text.startswith("{", at):
         value, end = read_value(text, at)
         return _call(value), end
@@ -208,7 +208,7 @@ def _call_at(text: str, at: int, *, may_be_name: bool) -> tuple[Written, int]:
     behind = cast("re.Match[str]", _BEHIND_NAME.match(text, found.end()))
     name, colon, counter = found["name"].rpartition(":")
     has_counter = bool(colon) and counter.isdigit()
-    written = Written(
+    written = WrittenCall(
         name if has_counter else found["name"], {}, found["id"] if has_counter else behind["id"] or None
     )
     at = behind.end()
@@ -228,7 +228,7 @@ def _without_space(text: str, at: int) -> int:
     return len(text[:at].rstrip()) if at < len(text) else at
 
 
-def parse_bare(text: str, is_ended: bool) -> tuple[list[Written], int]:
+def parse_bare(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
     """Parse an answer that consists of JSON calls with arguments, perhaps in a code block or between tags."""
     text = _TAGS_AROUND.sub("", text)
     calls, end = parse_calls(text, is_ended)
@@ -243,7 +243,7 @@ _TAGS_AROUND: Final = re.compile(rf"\A\s*(?:```[a-z]*\s*)?<{CALL_TAG}>|</{CALL_T
 _GIVEN: Final = re.compile(r"""(?:arguments|parameters|function)["']?\s*+:""")
 
 
-def parse_bare_python(text: str, is_ended: bool) -> tuple[list[Written], int]:
+def parse_bare_python(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
     """Parse an answer that consists of a list of calls in Python's syntax."""
     calls, end = parse_calls(text, is_ended)
     if end < len(text) or not text.lstrip().startswith("["):
@@ -252,9 +252,12 @@ def parse_bare_python(text: str, is_ended: bool) -> tuple[list[Written], int]:
 
 
 def either(*parsers: Parser) -> Parser:
-    """Return a parser that gives the result of the first of `parsers` that raises no `ValueError`."""
+    """Return a parser that tries `parsers` in order, for models that write calls in several formats.
 
-    def parse(text: str, is_ended: bool) -> tuple[list[Written], int]:
+    It returns what the first one returns that raises no `ValueError`; if all raise, it raises the last error.
+    """
+
+    def parse(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
         for one in parsers[:-1]:
             try:
                 return one(text, is_ended)
@@ -292,10 +295,10 @@ class _Tags:
     stops: re.Pattern[str]
     plain: Callable[[str], str]
 
-    def parse(self, text: str, is_ended: bool) -> tuple[list[Written], int]:
+    def parse(self, text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
         """Parse the calls that a text begins with; see `Parser`."""
         begun = [one.start() for one in self.opens.finditer(text)]  # once for all calls
-        calls, at, num_mended = list[Written](), 0, 0
+        calls, at, num_mended = list[WrittenCall](), 0, 0
         while begin := self.begins.match(text, at):
             call, at = self._call(begun, begin, is_ended)
             calls.append(call)
@@ -308,7 +311,7 @@ class _Tags:
             raise ValueError("it is no call")
         return calls, _without_space(text, at)
 
-    def _call(self, begun: Sequence[int], begin: re.Match[str], is_ended: bool) -> tuple[Written, int]:
+    def _call(self, begun: Sequence[int], begin: re.Match[str], is_ended: bool) -> tuple[WrittenCall, int]:
         text, at = begin.string, begin.end()
         arguments, is_text, num_mended = dict[str, Any](), True, 0
         if text.startswith("{", at):
@@ -333,7 +336,7 @@ class _Tags:
             raise ValueError("the call does not end behind its arguments")
         if ended := self.ends.match(text, at):
             at = ended.end()
-        return Written(begin["name"].strip(), arguments, None, is_text, num_mended > 0), at
+        return WrittenCall(begin["name"].strip(), arguments, None, is_text, num_mended > 0), at
 
     def _is_end(self, text: str, at: int, is_ended: bool) -> bool:
         return self.ends.match(text, at) is not None or (is_ended and at == len(text))

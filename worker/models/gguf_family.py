@@ -28,7 +28,7 @@ _HEAD_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_at
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class GgufFamily:
     """How to convert one family's tensors to those of mlx-lm's `model_type`.
 
     `parts` maps GGUF's names of a layer's tensors to mlx-lm's. With `is_paired`, the rows of q and k are in
@@ -42,8 +42,8 @@ class Family:
 
 
 #: Supported families, by the architecture that a GGUF file names.
-FAMILIES: Final[Mapping[str, Family]] = {
-    "gemma3": Family(
+FAMILIES: Final[Mapping[str, GgufFamily]] = {
+    "gemma3": GgufFamily(
         "gemma3_text",
         {
             **_LAYER,
@@ -54,9 +54,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
         },
         norms_have_one=True,
     ),
-    "llama": Family("llama", is_paired=True),
-    "qwen2": Family("qwen2"),
-    "qwen3": Family("qwen3", {**_LAYER, **_HEAD_NORMS}),
+    "llama": GgufFamily("llama", is_paired=True),
+    "qwen2": GgufFamily("qwen2"),
+    "qwen3": GgufFamily("qwen3", {**_LAYER, **_HEAD_NORMS}),
 }
 
 

@@ -33,7 +33,7 @@ _ROWS_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class GgufTensor:
     """One tensor of a GGUF file; `shape` is in numpy's order, `offset` counts from the file's start."""
 
     name: str
@@ -54,14 +54,14 @@ class GgufFile:
 
     path: Path
     fields: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, GgufTensor]
 
     @property
     def architecture(self) -> str:
         """The model family that the file names; it is also the prefix of the family's fields."""
         return str(self.fields.get("general.architecture"))
 
-    def rows(self, tensor: Tensor) -> Iterator[npt.NDArray[np.float32]]:
+    def rows(self, tensor: GgufTensor) -> Iterator[npt.NDArray[np.float32]]:
         """Yield the tensor's values as float32, a few rows at a time, to limit memory."""
         row_values = tensor.shape[-1]
         num_rows = tensor.num_values // row_values
@@ -86,7 +86,7 @@ def read(path: Path) -> GgufFile:
     return GgufFile(path, fields, tensors)
 
 
-def _values(tensor: Tensor, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
+def _values(tensor: GgufTensor, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
     try:
         # The copy is aligned; a float32 view at the file's offset may not be.
         values: npt.NDArray[np.float32] = dequantize(np.array(rows), tensor.kind)
@@ -134,7 +134,7 @@ def _scalar(kind: int) -> str:
     return _SCALARS[kind]
 
 
-def _parse(data: memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _parse(data: memoryview) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     if bytes(data[:4]) != b"GGUF":
         raise ValueError("it does not start with GGUF")
     cursor = _Cursor(data)
@@ -161,7 +161,7 @@ def _parse(data: memoryview) -> tuple[dict[str, Any], dict[str, Tensor]]:
             raise ValueError(
                 f"it ends at byte {len(data)}, inside tensor {name} that ends at {start + offset + num_bytes}"
             )
-        tensors[name] = Tensor(name, kind, shape, start + offset, num_bytes)
+        tensors[name] = GgufTensor(name, kind, shape, start + offset, num_bytes)
     return fields, tensors
 
 

@@ -23,7 +23,7 @@ from worker.process.formatting import size
 
 from . import gguf_file, gguf_tokenizer, tokenizer_files
 from .converted import folder_of
-from .gguf_family import FAMILIES, Family, unsupported
+from .gguf_family import FAMILIES, GgufFamily, unsupported
 from .model_files import ModelError, one_line
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from .gguf_file import GgufFile, Tensor
+    from .gguf_file import GgufFile, GgufTensor
     from .model_files import Progress
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
@@ -79,11 +79,11 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
 @dataclass(frozen=True, slots=True)
 class _Conversion:
     file: GgufFile
-    family: Family
+    family: GgufFamily
     dtype: WeightDtype
     config: dict[str, Any]
     tokenizer: gguf_tokenizer.GgufTokenizer
-    names: dict[str, Tensor]  # by the name in the MLX model
+    names: dict[str, GgufTensor]  # by the name in the MLX model
 
     @property
     def itemsize(self) -> int:
@@ -109,7 +109,7 @@ def _prepare(file: GgufFile, dtype: WeightDtype) -> _Conversion:
     return _Conversion(file, family, dtype, config, tokenizer, names)
 
 
-def _names(file: GgufFile, family: Family) -> dict[str, Tensor]:
+def _names(file: GgufFile, family: GgufFamily) -> dict[str, GgufTensor]:
     layers = [str(i) for i in range(min(_number(file, "block_count"), len(file.tensors)))]
     names = {}
     for name, tensor in file.tensors.items():
@@ -136,8 +136,8 @@ def _names(file: GgufFile, family: Family) -> dict[str, Tensor]:
 
 def _config(
     file: GgufFile,
-    family: Family,
-    names: Mapping[str, Tensor],
+    family: GgufFamily,
+    names: Mapping[str, GgufTensor],
     tokenizer: gguf_tokenizer.GgufTokenizer,
     dtype: WeightDtype,
 ) -> dict[str, Any]:
@@ -290,7 +290,7 @@ def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> N
     with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_THREADS) as pool:
         start = file.write(len(text).to_bytes(8, "little") + text)
 
-        def write(name: str, tensor: Tensor) -> int:
+        def write(name: str, tensor: GgufTensor) -> int:
             return _write_tensor(file.fileno(), start + header[name]["data_offsets"][0], tensor, conversion)
 
         for num_bytes in pool.map(write, conversion.names, conversion.names.values()):
@@ -302,7 +302,7 @@ def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> N
         os.fsync(file.fileno())
 
 
-def _write_tensor(fd: int, offset: int, tensor: Tensor, conversion: _Conversion) -> int:
+def _write_tensor(fd: int, offset: int, tensor: GgufTensor, conversion: _Conversion) -> int:
     """Write one tensor at an offset of a file; return its number of bytes."""
     is_norm = conversion.family.norms_have_one and tensor.name.endswith("norm.weight")
     num_bytes = 0

@@ -23,7 +23,7 @@ _BESIDE: Final = 1.2
 _SHARE: Final = 0.8
 
 
-class Known(Struct, frozen=True, forbid_unknown_fields=True):
+class KnownModel(Struct, frozen=True, forbid_unknown_fields=True):
     """A recommended model of the hub; `known.toml` explains the fields."""
 
     id: str
@@ -35,10 +35,10 @@ class Known(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Models(Struct, forbid_unknown_fields=True):
-    models: tuple[Known, ...]
+    models: tuple[KnownModel, ...]
 
 
-def known() -> tuple[Known, ...]:
+def known() -> tuple[KnownModel, ...]:
     """Read the recommended models from `known.toml`."""
     text = Path(__file__).with_name("known.toml").read_text()
     return msgspec.convert(tomllib.loads(text), _Models).models

@@ -190,6 +190,10 @@ def load(
     sight = find_sight(folder, config, tokenizer, dtype)
     if not isinstance(sight, str):
         weights += sight.tower.weights
+        if sight.tower.family.axes:
+            from .vision import language_parts  # imports MLX
+
+            language_parts.patch(model, sight.tower.family.axes, sight.tower.family.num_deep)
     if not lazy:
         _evaluate(weights, progress)
     vocab_size = text_config(config).get("vocab_size") or tokenizer.vocab_size

@@ -45,7 +45,7 @@ class Distribution:
         return Histogram(self._bounds, tuple(self._counts), self._sum, sum(self._counts))
 
 
-class Calls:
+class RequestTimes:
     """Counts core NATS requests, which are answered by a reply, and adds up the time that they took."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class Calls:
             self.last_error = error
 
 
-class Tenants:
+class TenantCounters:
     """Counts requests and tokens by tenant.
 
     The first `most` tenants have counts of their own, all others share theirs. If `most` is 0, nothing is
@@ -110,11 +110,11 @@ class Telemetry:
     """A worker's counters; `requests` counts committed results by request type and outcome."""
 
     def __init__(self, most_tenants: int = 0) -> None:
-        self.tenants = Tenants(most_tenants)
+        self.tenants = TenantCounters(most_tenants)
         self.started_s = time.monotonic()
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
         #: Requests answered on `ctl` and `ask`.
-        self.calls: defaultdict[str, Calls] = defaultdict(Calls)
+        self.calls: defaultdict[str, RequestTimes] = defaultdict(RequestTimes)
         #: Ignored entries that no worker can have written, by kind.
         self.ignored: Counter[str] = Counter()
         self.totals = Totals(prefilled_tokens=0, cached_tokens=0, generated_tokens=0)

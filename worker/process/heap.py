@@ -23,7 +23,7 @@ _LARGEST: Final = 32 << 20
 _STEP: Final = 16 << 20
 
 
-class Spare:
+class SpareMemory:
     """Reserved memory, which a thread of its own writes to while a model is loaded.
 
     Create it before other threads: a thread that already has its own heap keeps that heap.

@@ -49,7 +49,7 @@ class Endpoint(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-class Tenants(NamedTuple):
+class TenantLimits(NamedTuple):
     """Limits of each tenant at a worker, None for none, and how many tenants the metrics name."""
 
     rows: int | None = None
@@ -226,17 +226,17 @@ def _context(value: object) -> Path:
     return Path(name) if "/" in name or name.endswith(".json") else context_folder() / f"{name}.json"
 
 
-def _tenants(value: object) -> Tenants:
+def _tenants(value: object) -> TenantLimits:
     """Parse a table of the settings file, or `NAME=VALUE,NAME=VALUE`. Raises ValueError."""
     if not isinstance(value, dict):
         pairs = [pair.partition("=") for pair in text(value).split(",")]
         value = {name.strip(): given.strip() for name, _, given in pairs}
     if value.keys() - _TENANTS.keys():
         raise ValueError(value)
-    return Tenants(**{name: _TENANTS[name].parse(given) for name, given in value.items()})
+    return TenantLimits(**{name: _TENANTS[name].parse(given) for name, given in value.items()})
 
 
-def _tenants_text(tenants: Tenants) -> str:
+def _tenants_text(tenants: TenantLimits) -> str:
     return ",".join(f"{name}={_TENANTS[name].show(value)}" for name, value in tenants._asdict().items())
 
 

@@ -184,9 +184,9 @@ class Settings:
         "the OpenTelemetry collector that gets spans of each turn, by OTLP over HTTP; needs the extra traces",
     )
     max_batch: int = _setting(kinds.count(1, 1024), 16, "requests decoded at the same time")
-    tenants: kinds.Tenants = _setting(
+    tenants: kinds.TenantLimits = _setting(
         kinds.TENANTS,
-        kinds.Tenants(),
+        kinds.TenantLimits(),
         "limits of each tenant: rows (answers decoded at the same time), memory (KV of running turns at which"
         " no further turn starts), sessions (at work here); and metrics: how many tenants the metrics name",
     )

@@ -27,12 +27,12 @@ from worker.text.templates import Conversation
 from worker.wire.written import answers
 
 from .answered_ids import AnsweredIds
-from .history import History, in_words, recorded
+from .history import TokenHistory, in_words, recorded
 
 if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
-    from worker.wire.consistent_reads import Entry
+    from worker.wire.consistent_reads import StoredMessage
 
     from .services import Services
 
@@ -76,7 +76,7 @@ class Checkpoint:
     """The state of a session after the request at `in_seq`."""
 
     in_seq: int
-    history: History
+    history: TokenHistory
     answered: AnsweredIds
 
     def pack(self) -> bytes:
@@ -106,7 +106,7 @@ class Checkpoint:
             body = msgspec.msgpack.decode(stream.decompress(packed, _MAX_BYTES), type=_Body)
             answered = AnsweredIds()
             answered.load(body.ids)
-            history = History(
+            history = TokenHistory(
                 Conversation.unpack(tokenizer, body.conversation),
                 as_tokens(unpack(body.tokens).ids(), body.spans),
                 exists=body.exists,
@@ -122,11 +122,11 @@ class Checkpoint:
         return cls(body.in_seq, history, answered) if is_sound else None
 
 
-class Found(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """The result of `find`: a checkpoint, and the session's later results, read to find and confirm it."""
 
     checkpoint: Checkpoint
-    results: list[Entry]
+    results: list[StoredMessage]
 
 
 class SessionAttachments:
@@ -171,7 +171,7 @@ class SessionAttachments:
         if link is not None:
             self.link = link
 
-    async def store_base(self, in_seq: int, history: History) -> Link:
+    async def store_base(self, in_seq: int, history: TokenHistory) -> Link:
         """Store the history with which a fork starts; the request at `in_seq` opens the fork.
 
         Retries until the history is stored.
@@ -195,12 +195,12 @@ class SessionAttachments:
             parts.append(message.part)
         return b"".join(reversed(parts)) if parts else None
 
-    def base(self, packed: bytes) -> History | None:
+    def base(self, packed: bytes) -> TokenHistory | None:
         """Decode the history that a fork starts with; None if the bytes are not a checkpoint."""
         found = Checkpoint.unpack(packed, self._services.formats.tokenizer)
         return found.history if found else None
 
-    async def find(self) -> Found | None:
+    async def find(self) -> FoundCheckpoint | None:
         """Read the checkpoint that the last result links to; None if that fails or the log contradicts it."""
         named = await self._journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
@@ -232,7 +232,7 @@ class SessionAttachments:
             link = Link(seq, digest(message))
         return link
 
-    async def _confirmed(self, checkpoint: Checkpoint, named: Entry) -> Found | None:
+    async def _confirmed(self, checkpoint: Checkpoint, named: StoredMessage) -> FoundCheckpoint | None:
         """Return a checkpoint with the results after it; None if the log contradicts the checkpoint.
 
         `named` is the result whose header links to the checkpoint. The result of the checkpoint's request
@@ -243,7 +243,7 @@ class SessionAttachments:
         if naming <= checkpoint.in_seq:
             return None
         history: str | None = None
-        results: list[Entry] = []
+        results: list[StoredMessage] = []
         more, confirmed = 1, False
         while more and not confirmed:
             after = results[-1].seq if results else checkpoint.in_seq
@@ -259,7 +259,7 @@ class SessionAttachments:
             results += page
         if not confirmed or checkpoint.history.digest() != history:
             return None
-        return Found(checkpoint, results)
+        return FoundCheckpoint(checkpoint, results)
 
 
 def part_bytes(max_message_bytes: int) -> int:

@@ -8,12 +8,12 @@ from turnkeep_client.messages import Cancelled, Failed, Generated, failure
 from worker.wire.fence import FencedError
 
 if TYPE_CHECKING:
-    from .pending import Pending
-    from .session import Session
+    from .pending import PendingRequest
+    from .session import ServedSession
     from .session_log import AnsweredRequest
 
 
-async def cancel(session: Session, request_id: str) -> Cancelled | Failed:
+async def cancel(session: ServedSession, request_id: str) -> Cancelled | Failed:
     """Cancel a request that has no result yet; return once its result is in the log.
 
     The log may grow, or be read anew, during each await: then look at it again. A request that is only
@@ -48,7 +48,7 @@ async def cancel(session: Session, request_id: str) -> Cancelled | Failed:
             return Cancelled(id=request_id, was=was)
 
 
-async def _is_begun(session: Session, pending: Pending) -> bool:
+async def _is_begun(session: ServedSession, pending: PendingRequest) -> bool:
     """Return whether the request was started, here or by a worker that died.
 
     If it was, its published tokens stay. Only the first pending request can have been started, unless the

@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey, Subjects
 
     from .embedding import Embedder
-    from .history import History
+    from .history import TokenHistory
     from .services import Services
-    from .session import Session
+    from .session import ServedSession
     from .sessions import Sessions
 
 
@@ -86,7 +86,7 @@ class Control:
             return await self._answer(session, request)
 
     async def _answer(
-        self, session: Session, request: InfoRequest | CancelRequest | CountRequest
+        self, session: ServedSession, request: InfoRequest | CancelRequest | CountRequest
     ) -> ControlReply:
         key = session.key
         if isinstance(request, CancelRequest):
@@ -112,7 +112,7 @@ class Control:
             None, "unknown_session", "there is no such session; an append or a generate starts one"
         )
 
-    async def _count(self, key: SessionKey, history: History, request: CountRequest) -> Counted | Failed:
+    async def _count(self, key: SessionKey, history: TokenHistory, request: CountRequest) -> Counted | Failed:
         """Count the tokens that a generate would add; a closed or unknown session counts as a new one."""
         if history.closed or not history.exists:
             history = self._fold.begin(datetime.now(UTC))
@@ -127,7 +127,7 @@ class Control:
             tokens=position - extended.kept, position=position, rewritten_from=extended.rewritten_from
         )
 
-    async def _info(self, session: Session, request: InfoRequest) -> SessionInfo:
+    async def _info(self, session: ServedSession, request: InfoRequest) -> SessionInfo:
         # Both may change during an await.
         history, num_answered = session.history, len(session.log.record.answered_ids)
         if history.closed:  # waiting requests belong to the next session of this name
@@ -161,7 +161,7 @@ class Control:
             worker=self._metrics(),
         )
 
-    def _snapshot(self, key: SessionKey, history: History) -> str | UnsetType:
+    def _snapshot(self, key: SessionKey, history: TokenHistory) -> str | UnsetType:
         """Return the digest of the longest stored snapshot of a session's tokens; UNSET if there is none."""
         if self._store is None or self._engine.refusal(history.policy) is not None:
             return UNSET
@@ -170,7 +170,7 @@ class Control:
         return match.nodes[-1].digest.hex() if match.nodes else UNSET
 
 
-async def _waiting(session: Session, skip: int, limit: int) -> tuple[list[str], int]:
+async def _waiting(session: ServedSession, skip: int, limit: int) -> tuple[list[str], int]:
     """Return the ids of up to `limit` waiting requests after the first `skip`, and how many wait in all.
 
     The active request does not wait. The number may include cancelled requests that were not read yet.

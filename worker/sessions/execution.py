@@ -30,7 +30,7 @@ from turnkeep_client.messages import (
     encode,
     joined,
 )
-from worker.batch.row_sampler import Sampling
+from worker.batch.row_sampler import RowSampling
 from worker.device.request import TurnRequest
 from worker.process.concurrency import in_thread, task_group
 from worker.text.answer import Answer
@@ -49,12 +49,12 @@ if TYPE_CHECKING:
     from cache.store import ErasureResult
     from turnkeep_client.messages import CallPart, Chunk, Close, FinishReason, ForkPoint, TokenLogprob
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.row_sampler import Grammar
+    from worker.batch.row_sampler import Constraint
     from worker.engine.port import EnginePort, TurnResult
-    from worker.wire.chunks import Published
+    from worker.wire.chunks import PublishedChunks
 
-    from .history import History, Input
-    from .pending import Pending
+    from .history import ExtendedHistory, TokenHistory
+    from .pending import PendingRequest
     from .services import Services
 
 log = structlog.get_logger()
@@ -71,7 +71,9 @@ _LOST_BASE: Final = (
 class Execution:
     """Carries out one request, which `Fold.check` allows after `history`. Event loop only."""
 
-    def __init__(self, services: Services, key: SessionKey, pending: Pending, history: History) -> None:
+    def __init__(
+        self, services: Services, key: SessionKey, pending: PendingRequest, history: TokenHistory
+    ) -> None:
         self._services = services
         self._fold = services.fold
         self._engine = services.engine
@@ -195,7 +197,7 @@ class Execution:
             result = structs.replace(result, kv_live_bytes=live_bytes)
         return Outcome(result, after, held)
 
-    async def _begun(self, request: Generate) -> tuple[Published, Input]:
+    async def _begun(self, request: Generate) -> tuple[PublishedChunks, ExtendedHistory]:
         """Read the chunks of the answer that an earlier worker has published, and add the request's input.
 
         Raises `FencedError` if the answer has a result.
@@ -212,8 +214,8 @@ class Execution:
         return published, extended
 
     async def _answer(
-        self, request: Generate, extended: Input, published: Published, given_up: str
-    ) -> tuple[Answer, Grammar | None, tuple[str, ...]]:
+        self, request: Generate, extended: ExtendedHistory, published: PublishedChunks, given_up: str
+    ) -> tuple[Answer, Constraint | None, tuple[str, ...]]:
         """Create an answer that begins with its published chunks; return it, its grammar and its warnings."""
         prompt, tenant, formats = extended.history, self._key.tenant, self._services.formats
         # Context and memory limit an answer; the tokens that a dead worker has published stay in any case.
@@ -252,7 +254,7 @@ class Execution:
         if answer.tokens:
             log.info("resuming an interrupted answer", tokens=len(answer.tokens))
 
-    async def _end_foreign(self, request: Generate, published: Published) -> Outcome:
+    async def _end_foreign(self, request: Generate, published: PublishedChunks) -> Outcome:
         """End an answer that a model with another tokenizer has begun; the published part is the result.
 
         That part is added to the session as a message, tokenised for this model.
@@ -268,7 +270,7 @@ class Execution:
         extended = await self._fold.extended(self._key.tenant, self._history, request, grids, message)
         return Outcome(begun_elsewhere(pending, chunk, calls, self._history, extended), extended.history)
 
-    async def _extend(self, request: Append | Generate) -> Input:
+    async def _extend(self, request: Append | Generate) -> ExtendedHistory:
         """Add a request's input to the history, on a thread if it may be long. Raises `RefusedError`."""
         grids = await self._images.grids(self._history, request)
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
@@ -276,7 +278,7 @@ class Execution:
             return await self._fold.extended(self._key.tenant, self._history, request, grids)
         return self._fold.extend(self._history, request, grids)
 
-    async def _prefill(self, prompt: History) -> TurnResult | None:
+    async def _prefill(self, prompt: TokenHistory) -> TurnResult | None:
         """Prefill a prompt without an answer; return the cost, None if cancelled before the turn began."""
         pending = self._pending
         read = partial(self._images.read_for, prompt.tokens)
@@ -289,9 +291,9 @@ class Execution:
     async def _run(
         self,
         request: Generate,
-        prompt: History,
+        prompt: TokenHistory,
         answer: Answer,
-        grammar: Grammar | None,
+        grammar: Constraint | None,
         stream: AnswerStream,
     ) -> TurnResult | None:
         """Sample the rest of an answer, and publish it; with `max_tokens` 0 only prefill the prompt.
@@ -348,7 +350,7 @@ def _check_not_empty(prompt: Sequence[int]) -> None:
         )
 
 
-async def _check_complete(answer: Answer, grammar: Grammar | None) -> None:
+async def _check_complete(answer: Answer, grammar: Constraint | None) -> None:
     """Let an answer end with `length` if it ended because the grammar had reached one of its limits."""
     if answer.finish_reason == "stop" and grammar and answer.tokens[-1] in answer.end_tokens:
         followed = await in_thread(grammar.follow, answer.tokens[:-1])
@@ -378,13 +380,13 @@ def _sampling(
     request: Generate,
     seq: int,
     own_sampling: Mapping[str, float],
-    grammar: Grammar | None,
-) -> Sampling:
+    grammar: Constraint | None,
+) -> RowSampling:
     given = {name: getattr(request, name) for name in RECOMMENDED}
     options = {name: value for name, value in given.items() if value is not UNSET}
     # A seed derived from the request's place in the log: a worker that resumes the answer draws the same.
     seed = derived_seed(key, seq) if request.seed is None else request.seed
-    return Sampling(
+    return RowSampling(
         **{**(own_sampling if request.own_sampling else {}), **options},
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,

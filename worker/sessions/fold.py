@@ -17,7 +17,7 @@ import msgspec
 
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
-from turnkeep_client.content_blocks import Warned, content_of, sentences, text_of
+from turnkeep_client.content_blocks import ContentWarning, content_of, sentences, text_of
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -37,9 +37,18 @@ from worker.models.image_marks import with_marks, with_parts
 from worker.models.vision.image_file import ImageError
 from worker.process.rotation import Rotation
 from worker.text.harmony import FINAL
-from worker.text.templates import Addition, Conversation, Said, TemplateError
+from worker.text.templates import Addition, Conversation, MessageRecord, TemplateError
 
-from .history import DivergedError, History, Input, RefusedError, changed, digests_of, recorded, spoken
+from .history import (
+    DivergedError,
+    ExtendedHistory,
+    RefusedError,
+    TokenHistory,
+    changed,
+    digests_of,
+    recorded,
+    spoken,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -54,7 +63,7 @@ if TYPE_CHECKING:
 
     #: By digest of an image: what its tokens depend on.
     Grids: TypeAlias = Mapping[str, Sequence[int]]
-    Edit: TypeAlias = Callable[["History"], tuple[Conversation, Addition]]
+    Edit: TypeAlias = Callable[["TokenHistory"], tuple[Conversation, Addition]]
 
 
 class Fold:
@@ -82,11 +91,11 @@ class Fold:
         self._tokenizer = tokenizer
         self._takes_over = takes_over
 
-    def begin(self, started: datetime) -> History:
+    def begin(self, started: datetime) -> TokenHistory:
         """Return the history of a session without entries; chat templates may print the date `started`."""
-        return History(Conversation(self._tokenizer, started), as_tokens(), policy=self.policy)
+        return TokenHistory(Conversation(self._tokenizer, started), as_tokens(), policy=self.policy)
 
-    def check(self, history: History, request: Request) -> None:
+    def check(self, history: TokenHistory, request: Request) -> None:
         """Raise `RefusedError` if the session's state does not allow the request."""
         gone = history.closed or not history.exists
         if isinstance(request, Open):
@@ -121,21 +130,21 @@ class Fold:
     async def extended(
         self,
         tenant: str,
-        history: History,
+        history: TokenHistory,
         request: Append | Generate,
         grids: Grids,
         answer: Message | None = None,
-    ) -> Input:
+    ) -> ExtendedHistory:
         """Call `extend` on a thread, once the tenant's turn has come. Event loop only."""
         return await self.tokenising.in_thread(tenant, self.extend, history, request, grids, answer)
 
     def extend(
         self,
-        history: History,
+        history: TokenHistory,
         request: Append | Generate,
         grids: Grids = MappingProxyType({}),
         answer: Message | None = None,
-    ) -> Input:
+    ) -> ExtendedHistory:
         """Tokenise a request's input and add it to a history; for a generate, also add the answer header.
 
         `grids` has those of the request's images, by digest; a model that does not see has none. If `answer`
@@ -162,7 +171,7 @@ class Fold:
             raise RefusedError("invalid_request", "a tool or the arguments of a call nest too deep") from None
         has_prefix = answer is None and isinstance(request, Generate) and bool(request.prefix)
         num_given = num_added if has_prefix else 0
-        added = Input(
+        added = ExtendedHistory(
             history=replace(state, model=self.model),
             kept=kept,
             rewritten_from=kept if kept < history.position else None,
@@ -172,7 +181,7 @@ class Fold:
         )
         return replace(added, history=self._after_input(history, request, added, grids, answer))
 
-    def is_foreign(self, history: History) -> bool:
+    def is_foreign(self, history: TokenHistory) -> bool:
         """Whether a session's tokens are not those that this model needs, so that they are made anew."""
         return _is_foreign(history, self.model)
 
@@ -191,18 +200,18 @@ class Fold:
             raise TemplateError(str(error)) from None
 
     def answered(
-        self, extended: History, request: Generate, tokens: Sequence[int], message: Message
-    ) -> History:
+        self, extended: TokenHistory, request: Generate, tokens: Sequence[int], message: Message
+    ) -> TokenHistory:
         """Add an answer's tokens to the history, and its `message` to the conversation."""
         keeps = request.reasoning.keep
         conversation = extended.conversation.answered(extended.tokens, tokens, message, keeps_reasoning=keeps)
         return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
 
-    def opened(self, history: History, policy: Policy, tags: tuple[str, ...] = ()) -> History:
+    def opened(self, history: TokenHistory, policy: Policy, tags: tuple[str, ...] = ()) -> TokenHistory:
         """Return the history of a new session; `history` is empty, or of a closed session with this name."""
         return replace(self.begin(history.conversation.started), exists=True, policy=policy, tags=tags)
 
-    def forked(self, whole: History, parent: Parent, tags: tuple[str, ...] = ()) -> History:
+    def forked(self, whole: TokenHistory, parent: Parent, tags: tuple[str, ...] = ()) -> TokenHistory:
         """Return the history of a fork, given its parent's `whole` history.
 
         The fork starts as the parent after a rewind to `parent.position`, which may be inside an answer or
@@ -211,23 +220,23 @@ class Fold:
         begun = self.rewound(whole, parent.position)
         return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
 
-    def closed(self, history: History) -> History:
+    def closed(self, history: TokenHistory) -> TokenHistory:
         """Mark a session as closed. Its history keeps the tokens, since their number is the position."""
         return replace(history, closed=True)
 
-    def rewound(self, history: History, position: int) -> History:
+    def rewound(self, history: TokenHistory, position: int) -> TokenHistory:
         """Drop the tokens from `position` on."""
         conversation = history.conversation.rewind(history.tokens, position)
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
     def replay(
         self,
-        history: History,
+        history: TokenHistory,
         request: Request,
         result: Result,
-        base: History | None = None,
+        base: TokenHistory | None = None,
         packed: str | None = None,
-    ) -> History:
+    ) -> TokenHistory:
         """Return the history after a request, given its result and the `history` before the request.
 
         `base` is the history that a fork starts with, if the request opens one. `packed` are the encoded
@@ -250,8 +259,13 @@ class Fold:
         return after
 
     def _replayed(
-        self, history: History, request: Request, result: Result, base: History | None, packed: str | None
-    ) -> History:
+        self,
+        history: TokenHistory,
+        request: Request,
+        result: Result,
+        base: TokenHistory | None,
+        packed: str | None,
+    ) -> TokenHistory:
         """Apply a result that changes the session; see `replay`."""
         match request, result:
             case Open(from_=None), Opened():
@@ -278,12 +292,12 @@ class Fold:
 
     def _replay_input(
         self,
-        history: History,
+        history: TokenHistory,
         request: Append | Generate,
         result: Appended | Generated,
         change: Change,
         packed: str | None,
-    ) -> History:
+    ) -> TokenHistory:
         """Add the input tokens of an answered request, taken from its result or `packed`."""
         try:
             tokens = changed(history.tokens, change, packed)
@@ -298,17 +312,17 @@ class Fold:
             answer = spoken(result.text, result.reasoning, result.tool_calls)
         after = replace(history, tokens=tokens, model=result.model)
         return self._after_input(
-            history, request, Input(after, change.kept, None, num_given, change.raw), grids, answer
+            history, request, ExtendedHistory(after, change.kept, None, num_given, change.raw), grids, answer
         )
 
     def _after_input(
         self,
-        before: History,
+        before: TokenHistory,
         request: Append | Generate,
-        added: Input,
+        added: ExtendedHistory,
         grids: Grids,
         answer: Message | None,
-    ) -> History:
+    ) -> TokenHistory:
         """Return the history after a request's input, tokenising nothing.
 
         The history in `added` has the tokens and the model after the input, not yet its conversation.
@@ -338,18 +352,20 @@ class Fold:
 
     def _said(
         self, request: Append | Generate, conversation: Conversation, grids: Grids, noted: Counter[str]
-    ) -> list[Said]:
+    ) -> list[MessageRecord]:
         """Convert a request's messages to forms that the template renders; count the changes in `noted`."""
         sent = [with_marks(one.as_sent(), grids) for one in request.messages or ()]
         messages = conversation.with_call_indices(sent)
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
         trusted = request.special_tokens is True
-        return [Said(with_parts(one), trusted, call_index=one.pop("call_index", None)) for one in adapted]
+        return [
+            MessageRecord(with_parts(one), trusted, call_index=one.pop("call_index", None)) for one in adapted
+        ]
 
-    def _answer_said(self, answer: Message) -> list[Said]:
-        return [Said(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
+    def _answer_said(self, answer: Message) -> list[MessageRecord]:
+        return [MessageRecord(one) for one in self._tokenizer.adapted([answer], {"role": "user"}, Counter())]
 
-    def _check_model(self, history: History) -> None:
+    def _check_model(self, history: TokenHistory) -> None:
         """Raise `RefusedError` if another model answered the session, and this one may not take it over."""
         last, own = history.model, self.model
         if self._takes_over or not history.position or last is None or digests_of(last) == digests_of(own):
@@ -360,7 +376,7 @@ class Fold:
             " and this worker has --other-model refuse: serve that model, or go on in a new session",
         )
 
-    def _tokenised_anew(self, history: History, grids: Grids) -> tuple[History, int]:
+    def _tokenised_anew(self, history: TokenHistory, grids: Grids) -> tuple[TokenHistory, int]:
         """Tokenise the whole conversation for this tokenizer; also count the tokens up to its last raw part.
 
         Raw parts are text outside of chat messages. Raises `RefusedError` if only the tokens of a part are
@@ -389,7 +405,7 @@ class Fold:
 
     def _edits(
         self,
-        history: History,
+        history: TokenHistory,
         request: Append | Generate,
         grids: Grids,
         answer: Message | None,
@@ -428,7 +444,7 @@ class Fold:
             if request.prefix:
                 yield lambda state: self._begin_answer(state, request)
 
-    def _begin_answer(self, state: History, request: Generate) -> tuple[Conversation, Addition]:
+    def _begin_answer(self, state: TokenHistory, request: Generate) -> tuple[Conversation, Addition]:
         """Add the request's `prefix`, with which its answer begins.
 
         If the request allows no reasoning, first close the reasoning that the answer header has opened.
@@ -447,13 +463,13 @@ class Fold:
         begun = state.conversation.add_answer(state.tokens, tokens, keeps_reasoning=keeps)
         return begun, Addition(state.position, tokens)
 
-    def _as_message(self, state: History, answer: Message) -> tuple[Conversation, Addition]:
+    def _as_message(self, state: TokenHistory, answer: Message) -> tuple[Conversation, Addition]:
         """Add an answer that was begun with another tokenizer, tokenised for this model."""
         if state.conversation.has_messages:
             return state.conversation.add_said(state.tokens, self._answer_said(answer))
         return self._raw(state, self._tokenizer.encode(answer["content"], at_start=not state.tokens))
 
-    def _raw(self, state: History, tokens: list[int]) -> tuple[Conversation, Addition]:
+    def _raw(self, state: TokenHistory, tokens: list[int]) -> tuple[Conversation, Addition]:
         return state.conversation.add_raw(state.tokens, tokens)
 
     def _check_vocabulary(self, tokens: list[int]) -> None:
@@ -467,9 +483,9 @@ class Fold:
                 )
 
 
-def _unread(messages: Sequence[ChatMessage], *, sees: bool) -> list[Warned]:
+def _unread(messages: Sequence[ChatMessage], *, sees: bool) -> list[ContentWarning]:
     """List the message parts that the model gets in another form, such as images unless it `sees`."""
-    found: list[Warned] = []
+    found: list[ContentWarning] = []
     for number, message in enumerate(messages):
         if message.sent is not None and isinstance(content := message.sent.get("content"), list):
             (content_of if sees else text_of)(content, f"messages[{number}].content", found)
@@ -480,7 +496,7 @@ def _counted(number: int) -> str:
     return "1 message is" if number == 1 else f"{number} messages are"
 
 
-def _is_foreign(history: History, model: Model | None) -> bool:
+def _is_foreign(history: TokenHistory, model: Model | None) -> bool:
     """Whether a session's tokens were made with another tokenizer than that of `model`."""
     last = history.model
     if last is None or model is None or not history.position:
@@ -489,7 +505,7 @@ def _is_foreign(history: History, model: Model | None) -> bool:
     return last.tokenizer != model.tokenizer or (has_images and last.vision != model.vision)
 
 
-def _begun(history: History, result: Appended | Generated) -> History:
+def _begun(history: TokenHistory, result: Appended | Generated) -> TokenHistory:
     """Return the history before a result; a session that does not exist yet gets the result's policy."""
     return history if history.exists else replace(history, policy=_recorded(result))
 

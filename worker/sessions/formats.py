@@ -21,22 +21,22 @@ from turnkeep_client.messages import (
 )
 from worker.process.concurrency import in_thread
 from worker.process.rotation import Rotation
-from worker.text.arguments import Offered
+from worker.text.arguments import OfferedTools
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
 from worker.text.harmony import FINAL, HarmonySplitter
-from worker.text.splitting import Calls, MarkedSplitter, call_id
+from worker.text.splitting import AnswerCalls, MarkedSplitter, call_id
 from worker.text.thinking import Thinking, mask_without
 
 from .history import RefusedError
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import Generate
-    from worker.batch.row_sampler import Grammar
+    from worker.batch.row_sampler import Constraint
     from worker.models.tokenizer import Tokenizer
     from worker.text.splitting import Splitter
 
-    from .history import History
+    from .history import TokenHistory
 
 #: The markers around reasoning in the harmony format; other messages may follow before the final text.
 _ANALYSIS: Final = ("<|channel|>analysis<|message|>", "<|end|>")
@@ -50,7 +50,9 @@ class Formats:
         self._grammars = Grammars(tokenizer)
         self._compiling = Rotation(1)  # one answer's patterns at a time, so that many do not take all CPUs
 
-    async def splitter(self, tenant: str, place: str, request: Generate, prompt: History) -> Splitter | None:
+    async def splitter(
+        self, tenant: str, place: str, request: Generate, prompt: TokenHistory
+    ) -> Splitter | None:
         """Return the splitter of an answer; None if the whole answer is text.
 
         `place` names the session and the request's sequence; ids of tool calls are derived from it. Raises
@@ -78,7 +80,7 @@ class Formats:
         if isinstance(choice, NamedTool):
             tools = [one for one in tools if one["function"]["name"] == choice.function.name]
         tools = tools if choice != "none" else []
-        calls = Calls(
+        calls = AnswerCalls(
             await self._offered(tenant, tools),
             lambda index: call_id(place, index),
             max_calls=1 if isinstance(choice, NamedTool) or not request.parallel_tool_calls else None,
@@ -93,16 +95,16 @@ class Formats:
             return None
         return MarkedSplitter(markup, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
 
-    async def _offered(self, tenant: str, tools: list[dict[str, Any]]) -> Offered:
+    async def _offered(self, tenant: str, tools: list[dict[str, Any]]) -> OfferedTools:
         """Compile the patterns of tools on a thread: later, calls are checked on the device's thread."""
         if not tools:
-            return Offered(())
+            return OfferedTools(())
         async with self._compiling.enter(tenant):
-            return await in_thread(Offered, tools)
+            return await in_thread(OfferedTools, tools)
 
     async def grammar(
-        self, tenant: str, request: Generate, prompt: History, *, splits: bool
-    ) -> tuple[Grammar | None, tuple[str, ...]]:
+        self, tenant: str, request: Generate, prompt: TokenHistory, *, splits: bool
+    ) -> tuple[Constraint | None, tuple[str, ...]]:
         """Return an answer's grammar (None if it may be any text), and warnings about ineffective options.
 
         `splits` says that a splitter separates reasoning and calls from text. Raises `RefusedError`.
@@ -111,7 +113,7 @@ class Formats:
         is_forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
         has_strict = any(tool["function"].get("strict") for tool in tools)
         asked = None if isinstance(request.response_format, TextFormat) else request.response_format
-        found: Grammar | None = None
+        found: Constraint | None = None
         warnings: tuple[str, ...] = ()
         try:
             if tools and (is_forced or has_strict or asked is not None):
@@ -134,7 +136,7 @@ class Formats:
 
     async def _of_calls(
         self, tenant: str, request: Generate, tools: list[dict[str, Any]], *, is_forced: bool
-    ) -> tuple[Grammar | None, tuple[str, ...]]:
+    ) -> tuple[Constraint | None, tuple[str, ...]]:
         """Compile a grammar of tool calls. Raises `GrammarError`.
 
         A tool whose schema cannot be compiled may be called with any JSON object, unless the tool is strict.
@@ -178,7 +180,7 @@ class Formats:
 
     async def _compiled(
         self, tenant: str, request: Generate, tools: list[dict[str, Any]], answer: str | None
-    ) -> tuple[Grammar | None, tuple[str, ...]]:
+    ) -> tuple[Constraint | None, tuple[str, ...]]:
         tokenizer = self.tokenizer
         source = await in_thread(  # it compiles patterns to see which can be enforced
             calls_grammar,
@@ -192,8 +194,8 @@ class Formats:
         return found, found.warnings if found is not None else ()
 
     def _behind_reasoning(
-        self, request: Generate, prompt: History, grammar: Grammar | None, *, may_call: bool
-    ) -> Grammar | None:
+        self, request: Generate, prompt: TokenHistory, grammar: Constraint | None, *, may_call: bool
+    ) -> Constraint | None:
         """Wrap a grammar so that it applies after the reasoning only, and reasoning ends at its token budget.
 
         `may_call` says that the grammar has tool calls.

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.subjects import SessionKey
 
-    from .pending import Pending
+    from .pending import PendingRequest
     from .services import Services
-    from .session_log import SessionLog
+    from .session_log import FencedLog
 
 log = structlog.get_logger()
 
@@ -69,13 +69,15 @@ class Doubt:
     While the log has no doubt in the session, no note is read; one is stored only if an attempt is stopped.
     """
 
-    def __init__(self, session_log: SessionLog, services: Services) -> None:
+    def __init__(self, session_log: FencedLog, services: Services) -> None:
         self._log = session_log
         self._services = services
         self._begun_seq = 0  # the request that this worker has begun last, and survived until now
         self._tried_seq = 0  # the request for which this worker has stored a note
 
-    async def attempt(self, pending: Pending, answer: Callable[[Pending], Awaitable[Outcome]]) -> Outcome:
+    async def attempt(
+        self, pending: PendingRequest, answer: Callable[[PendingRequest], Awaitable[Outcome]]
+    ) -> Outcome:
         """Return what `answer(pending)` returns, or give up if the request has crashed too many workers."""
         request, services, key = pending.request, self._services, self._log.key
         is_open = isinstance(request, Open)  # runs nothing on the device, and may wait for its parent
@@ -103,7 +105,7 @@ class Doubt:
             await self._uncount(pending, note)
             raise
 
-    async def _next(self, note: AttemptNote, pending: Pending) -> AttemptNote:
+    async def _next(self, note: AttemptNote, pending: PendingRequest) -> AttemptNote:
         """Return the note of the next attempt at a request; `note` is that of the last one."""
         seq = pending.seq
         is_mine = self._begun_seq == seq  # others may have counted that attempt
@@ -118,7 +120,7 @@ class Doubt:
         await _store(self._services, self._log.key, note)
         self._tried_seq = note.seq
 
-    async def _uncount(self, pending: Pending, note: AttemptNote) -> None:
+    async def _uncount(self, pending: PendingRequest, note: AttemptNote) -> None:
         """Subtract the last attempt from the count, since the attempt ended without a crash."""
         attempts = note.attempts if note.seq == pending.seq else 1
         num_tokens = (await self._log.published(pending)).num_tokens
@@ -126,7 +128,7 @@ class Doubt:
         self._tried_seq = self._begun_seq = 0
 
     async def give_up(
-        self, pending: Pending, num_attempts: int, reason: str, *, keeps: bool = True
+        self, pending: PendingRequest, num_attempts: int, reason: str, *, keeps: bool = True
     ) -> Outcome:
         """Give up a request: store a dead letter for the operator, and return a failure.
 
@@ -151,7 +153,7 @@ class Doubt:
         record = self._log.record
         return Outcome(failed(pending, record.position, "internal", message), record.history)
 
-    async def failure(self, pending: Pending, code: ErrorCode, why: str) -> Outcome:
+    async def failure(self, pending: PendingRequest, code: ErrorCode, why: str) -> Outcome:
         """Return a failure; or, if clients have seen a part of the answer, that part as the result.
 
         Raises only `InterruptionError`.

@@ -40,7 +40,7 @@ class DivergedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class History:
+class TokenHistory:
     """A session's tokens and the state of its conversation.
 
     `policy` says which of the tokens the model sees; it is the default policy until the session exists. Only
@@ -65,7 +65,7 @@ class History:
         """Return the 16-byte digest of the tokens, as hex."""
         return self.tokens.digest()
 
-    def changed(self, change: Change) -> History:
+    def changed(self, change: Change) -> TokenHistory:
         """Return the history with the tokens after a request's input; the conversation stays as it is."""
         return replace(self, tokens=changed(self.tokens, change))
 
@@ -81,17 +81,17 @@ def changed(tokens: Tokens, change: Change, packed: str | None = None) -> Tokens
 
 def _span(image: PlacedImage) -> ImageSpan:
     names = bytes.fromhex(image.fingerprint), bytes.fromhex(image.digest)
-    return ImageSpan(image.start, image.end, *names)
+    return ImageSpan(image.start, image.end, *names, image.columns)
 
 
-def prefilled_by(parts: History | str | None) -> Change | None:
+def prefilled_by(parts: TokenHistory | str | None) -> Change | None:
     """Decode the tokens of a request that changed nothing, but may have KV; None if they are unknown."""
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(parts, type=Change) if isinstance(parts, str) else None
     return None
 
 
-def seen(history: History) -> dict[str, Any]:
+def seen(history: TokenHistory) -> dict[str, Any]:
     """Return the fields of a result that describe the session's cache policy; none for the policy `full`."""
     cache = in_words(history.policy) if history.exists else None
     if cache is None:
@@ -115,7 +115,7 @@ def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
 
 
 @dataclass(frozen=True)
-class Input:
+class ExtendedHistory:
     """A history with a request's input added; its first `kept` tokens are unchanged.
 
     The last `num_given` tokens are the request's `prefix`, with which the answer begins. If the session was
@@ -123,7 +123,7 @@ class Input:
     messages) ends after `num_raw` tokens. `warnings` name the content that the model gets in another form.
     """
 
-    history: History
+    history: TokenHistory
     kept: int
     rewritten_from: int | None
     num_given: int = 0
@@ -141,6 +141,7 @@ class Input:
                 end=span.end,
                 fingerprint=span.fingerprint.hex(),
                 grid=tuple(grids[digest]),
+                columns=span.columns,
             )
             for span in tokens.spans
             if span.start >= self.kept

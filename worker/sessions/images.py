@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Append, Generate
     from turnkeep_client.subjects import SessionKey
 
-    from .history import History
+    from .history import TokenHistory
     from .services import Services
 
 _GONE: Final = "an image of the session is gone from the log: go on in a new session"
@@ -35,7 +35,7 @@ class SessionImages:
         self._eyes = services.formats.tokenizer.eyes
 
     async def grids(
-        self, history: History, request: Append | Generate, *, stores: bool = True
+        self, history: TokenHistory, request: Append | Generate, *, stores: bool = True
     ) -> dict[str, Sequence[int]]:
         """Return the grids of the images that a request's tokens need, by digest, for `Fold.extend`.
 
@@ -83,7 +83,7 @@ class SessionImages:
         (digest, *_) = (span.digest for span in tokens.spans if span.fingerprint == fingerprint)
         return await self.read(digest.hex())
 
-    async def copy(self, history: History, fork: SessionKey) -> None:
+    async def copy(self, history: TokenHistory, fork: SessionKey) -> None:
         """Store the images of a history of this session for a fork of it. Raises `RefusedError`."""
         spans = (span.digest.hex() for span in history.tokens.spans)
         for digest in dict.fromkeys((*spans, *history.conversation.digests)):

@@ -37,7 +37,7 @@ _MOST_REQUEST: Final = 2**17
 
 
 @dataclass(slots=True, eq=False)
-class Limits:
+class RequestLimits:
     """Refuses requests that this worker could never run, by raising `RefusedError`."""
 
     engine: EnginePort

@@ -15,7 +15,7 @@ from turnkeep_client.log import BEGAN_HEADER
 from turnkeep_client.messages import Append, Generate, decode_request, encode
 from worker.observe.traces import trace_headers
 from worker.process.clock import monotonic, time
-from worker.wire.consistent_reads import Entry
+from worker.wire.consistent_reads import StoredMessage
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,10 +25,12 @@ if TYPE_CHECKING:
 
 #: Bodies that are longer than this are not kept in memory beside the request.
 _LONG: Final = 2**17
+#: How many bytes of an invalid body its result has.
+_INVALID: Final = 2**10
 
 
 @dataclass(slots=True, eq=False)
-class Pending:
+class PendingRequest:
     """A request without a result."""
 
     seq: int
@@ -37,8 +39,8 @@ class Pending:
     invalid: InvalidMessageError | None
     #: When the log stored the request.
     stored: datetime
-    #: The request as it was sent, but images by their digests, and empty if it is long; and its headers that
-    #: Turnkeep's clients have set.
+    #: The request as it was sent, but images by their digests, and empty if it is long, cut if it is invalid;
+    #: and its headers that Turnkeep's clients have set.
     body: bytes = b""
     own_headers: Mapping[str, str] = field(default_factory=dict)
     received_s: float = field(default_factory=monotonic)
@@ -117,24 +119,26 @@ class Pending:
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
-def pending_at(entry: Entry) -> Pending:
-    """Decode a request from the log. An invalid request becomes a `Pending` with an error."""
+def pending_at(entry: StoredMessage) -> PendingRequest:
+    """Decode a request from the log. An invalid request becomes a `PendingRequest` with an error."""
     try:
         parent, own = trace_headers(entry.headers), _own(entry.headers)
         request = decode_request(entry.body)
         body = entry.body if len(entry.body) <= _LONG else b""  # a long one is read again when it is stored
         if files_of(request):
             body = encode(request)  # its result names the images by their digests
-        return Pending(entry.seq, request, None, entry.stored, body, own, parent=parent)
+        return PendingRequest(entry.seq, request, None, entry.stored, body, own, parent=parent)
     except InvalidMessageError as error:
         # Its frames have the body, and in a circle the request: they would wait for the garbage collector.
         error.__cause__ = error.__context__ = None
-        return Pending(entry.seq, None, error.with_traceback(None), entry.stored)
+        return PendingRequest(
+            entry.seq, None, error.with_traceback(None), entry.stored, entry.body[:_INVALID]
+        )
 
 
-def asked_at(seq: int, asked: Asked, body: bytes) -> Pending:
+def asked_at(seq: int, asked: Asked, body: bytes) -> PendingRequest:
     """Return the request at `seq` as its result has it; `body` is the request as it was sent."""
-    return pending_at(Entry(seq, "in", asked.stored, body, asked.headers))
+    return pending_at(StoredMessage(seq, "in", asked.stored, body, asked.headers))
 
 
 def _own(headers: Mapping[str, str]) -> dict[str, str]:

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from turnkeep_client.messages import Asked, Change, Request, Result
-    from worker.wire.consistent_reads import Entry
+    from worker.wire.consistent_reads import StoredMessage
 
     from .fold import Fold
-    from .history import History
-    from .pending import Pending
+    from .history import TokenHistory
+    from .pending import PendingRequest
 
 
 log = structlog.get_logger()
@@ -62,18 +62,18 @@ _CHECKPOINT_SHARE: Final = 8
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
-class Parts(NamedTuple):
+class ResultParts(NamedTuple):
     """What a result's messages besides itself have; each is None if there is none, or it has left the log.
 
     `value` is the history that a fork starts with, or the encoded tokens of an input. `asked` is the request
     that the result answers, if it is long.
     """
 
-    value: History | str | None = None
+    value: TokenHistory | str | None = None
     asked: Asked | None = None
 
 
-_NO_PARTS: Final = Parts()
+_NO_PARTS: Final = ResultParts()
 
 
 class Record:
@@ -87,9 +87,9 @@ class Record:
         """Collect `branches` only with `notes_branches`: only a removal of KV needs them."""
         self._fold = fold
         self._notes_branches = notes_branches
-        self.history: History = fold.begin(datetime.fromtimestamp(0, UTC))
+        self.history: TokenHistory = fold.begin(datetime.fromtimestamp(0, UTC))
         self.answered_ids = AnsweredIds()
-        self.pending: deque[Pending] = deque()
+        self.pending: deque[PendingRequest] = deque()
         #: Whether all results were read; until then the log may have results after `out_seq`.
         self.folded = False
         #: Whether another worker has stored a result after the first reading: then this record is stale.
@@ -109,8 +109,8 @@ class Record:
         self.has_branched = False
         #: These tokens, in order, as histories, or as histories and the requests that would have extended
         #: them; collected only with `notes_branches`.
-        self.branches: list[tuple[History, Append | Generate | None]] = []
-        self._last: tuple[Pending | None, Result] | None = None  # the last result, and what it answers
+        self.branches: list[tuple[TokenHistory, Append | Generate | None]] = []
+        self._last: tuple[PendingRequest | None, Result] | None = None  # the last result, and what it answers
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
@@ -163,12 +163,12 @@ class Record:
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
-    def before(self, pending: Pending) -> History:
+    def before(self, pending: PendingRequest) -> TokenHistory:
         """Return the history before a request; a session begins with the first request that changes it."""
         history = self.history
         return history if history.exists or history.closed else self._fold.begin(pending.began)
 
-    def take_last(self) -> tuple[Pending | None, Result] | None:
+    def take_last(self) -> tuple[PendingRequest | None, Result] | None:
         """Return the result that was read last, once, and its request; None if it does not have that."""
         last, self._last = self._last, None
         return last
@@ -177,7 +177,7 @@ class Record:
         """Whether the request at `seq`, which was not read yet, is known to have a result."""
         return seq in self._answered
 
-    def add_results(self, entries: Sequence[Entry], parts: Parts = _NO_PARTS) -> bool:
+    def add_results(self, entries: Sequence[StoredMessage], parts: ResultParts = _NO_PARTS) -> bool:
         """Apply results; return whether any of them answers a request that had no result.
 
         `parts` has what is stored besides the result, if there is only one. Ignores entries that no worker
@@ -207,7 +207,7 @@ class Record:
         waits = seq > self.in_seq or any(one.seq == seq for one in self.pending)
         return seq in self._answered or not waits
 
-    def _note_holes(self, entry: Entry, result: Result | None) -> None:
+    def _note_holes(self, entry: StoredMessage, result: Result | None) -> None:
         """Note which results are missing from the log; each result names the one before it.
 
         Results before a close do not count as lost: the closed session may be in the process of removal.
@@ -220,15 +220,15 @@ class Record:
             self._lost_out = self._lost_out or int(fence)
         self._is_begun = self._is_begun or (result is not None and not changes_nothing(result))
 
-    def is_next(self, pending: Pending) -> bool:
+    def is_next(self, pending: PendingRequest) -> bool:
         """Whether no earlier request waits for a result; the request itself may not be read yet."""
         return all(pending.seq <= one.seq for one in self.pending)
 
-    def lacks_result(self, pending: Pending) -> bool:
+    def lacks_result(self, pending: PendingRequest) -> bool:
         """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
-    def add_requests(self, entries: Sequence[Entry]) -> None:
+    def add_requests(self, entries: Sequence[StoredMessage]) -> None:
         """Queue the next requests, except those with a result."""
         for entry in entries:
             self.in_seq = max(self.in_seq, entry.seq)
@@ -251,7 +251,7 @@ class Record:
         self.diverged = f"{why}: go on in a new session"
         self._is_unreadable = not self.folded
 
-    def committed(self, pending: Pending, result: Result, out_seq: int, history: History) -> None:
+    def committed(self, pending: PendingRequest, result: Result, out_seq: int, history: TokenHistory) -> None:
         """Update the record: the request's result is in the log, and `history` is the session after it."""
         if pending in self.pending:
             self.pending.remove(pending)
@@ -274,11 +274,11 @@ class Record:
         for pending in self.pending:
             self._cancel_early(pending)
 
-    def _cancel_early(self, pending: Pending) -> None:
+    def _cancel_early(self, pending: PendingRequest) -> None:
         if pending.seq < self._cancelled_before and isinstance(pending.request, Append | Generate):
             pending.cancel()
 
-    def _add_result(self, entry: Entry, result: Result, parts: Parts) -> None:
+    def _add_result(self, entry: StoredMessage, result: Result, parts: ResultParts) -> None:
         """Apply a result, and note that its request is answered."""
         seq, pending = result.seq or 0, None
         asked = parts.asked or decode_asked(entry.body)
@@ -314,7 +314,7 @@ class Record:
             self._answered.add(seq)
         self._note_branch(before, request, result, None if changes else prefilled_by(parts.value))
 
-    def _begin_behind(self, seq: int, closed: Entry) -> None:
+    def _begin_behind(self, seq: int, closed: StoredMessage) -> None:
         """Ignore what is before a close that forgets the session: it is being removed, and may have holes.
 
         Only the ids of requests behind the close stay, which may have been cancelled before it was answered.
@@ -326,7 +326,7 @@ class Record:
             self.diverged = None
 
     def _note_branch(
-        self, before: History, request: Request | None, result: Result, prefilled: Change | None
+        self, before: TokenHistory, request: Request | None, result: Result, prefilled: Change | None
     ) -> None:
         """Note tokens that the session had before a result and has no longer, or that a request prefilled."""
         asked = request if isinstance(request, Append | Generate) and changes_nothing(result) else None
@@ -342,10 +342,10 @@ class Record:
 
     def _replay(
         self,
-        out: Entry,
+        out: StoredMessage,
         request: Request | None,
         result: Result,
-        parts: History | str | None,
+        parts: TokenHistory | str | None,
         *,
         proves: bool,
     ) -> None:
@@ -372,17 +372,17 @@ class Record:
         if why:
             self._stop(out, why)
 
-    def _stop(self, out: Entry, why: str) -> None:
+    def _stop(self, out: StoredMessage, why: str) -> None:
         where = f"the log cannot be continued from sequence {out.seq} on"
         self.diverged = f"{where}: {why}; go on in a new session"
 
-    def _ignore(self, entry: Entry) -> None:
+    def _ignore(self, entry: StoredMessage) -> None:
         self.num_foreign += 1
         if self.num_foreign == 1:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
 
 
-def _kept(result: Result, before: History) -> int:
+def _kept(result: Result, before: TokenHistory) -> int:
     """Return how many tokens of the history before a result stayed in the session."""
     match result:
         case Opened():

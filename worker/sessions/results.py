@@ -35,22 +35,22 @@ if TYPE_CHECKING:
     from worker.engine.port import TurnResult
     from worker.text.answer import Answer
 
-    from .history import History, Input
-    from .pending import Pending
+    from .history import ExtendedHistory, TokenHistory
+    from .pending import PendingRequest
     from .services import Services
 
 log = structlog.get_logger()
 
 
 class Outcome(NamedTuple):
-    """What a request comes to: its result and the history after it, both not stored yet.
+    """The outcome of a request: its result and the history after it; the log has neither yet.
 
     `held` is the unpublished end of an answer that was ended early. If the request repeats an answered id,
     `first` is the body of that id's first result.
     """
 
     result: Result
-    history: History
+    history: TokenHistory
     held: Chunk | None = None
     first: bytes = b""
 
@@ -60,12 +60,12 @@ def is_close(result: Result) -> bool:
     return isinstance(result, Closed) and result.repeat_of is None
 
 
-def failed(pending: Pending, position: int, code: ErrorCode, message: str, **fields: Any) -> Failed:
+def failed(pending: PendingRequest, position: int, code: ErrorCode, message: str, **fields: Any) -> Failed:
     """Build the `failed` result of a request that left the session at `position`."""
     return failure(pending.id, code, message, seq=pending.seq, position=position, **fields)
 
 
-def opened(request: Open, pending: Pending, after: History) -> Opened:
+def opened(request: Open, pending: PendingRequest, after: TokenHistory) -> Opened:
     """Build the result of an `open`; `after` is the session's history after it."""
     return Opened(
         id=request.id,
@@ -78,7 +78,7 @@ def opened(request: Open, pending: Pending, after: History) -> Opened:
     )
 
 
-def turned(before: History, extended: Input, *, holds_answer: bool = False) -> dict[str, Any]:
+def turned(before: TokenHistory, extended: ExtendedHistory, *, holds_answer: bool = False) -> dict[str, Any]:
     """Return a result's fields about input tokens and model; `before` is the history without the input."""
     model = extended.history.model
     previous = before.model if before.position else None
@@ -92,7 +92,9 @@ def turned(before: History, extended: Input, *, holds_answer: bool = False) -> d
     }
 
 
-def withdrawn(pending: Pending, history: History, position: int, turn: TurnResult | None = None) -> Result:
+def withdrawn(
+    pending: PendingRequest, history: TokenHistory, position: int, turn: TurnResult | None = None
+) -> Result:
     """Build the result of a request that was cancelled or expired before it changed the session.
 
     `position` is the session's position: if the log cannot be read, `history` may be incomplete. A generate's
@@ -115,7 +117,7 @@ def withdrawn(pending: Pending, history: History, position: int, turn: TurnResul
 
 
 def _costs(
-    pending: Pending, turn: TurnResult | None, num_prompt: int, num_new: int, num_thought: int = 0
+    pending: PendingRequest, turn: TurnResult | None, num_prompt: int, num_new: int, num_thought: int = 0
 ) -> dict[str, Any]:
     """Return the fields of a generate's result that name it, and say what it took until now."""
     begun_s = pending.received_s
@@ -138,7 +140,11 @@ def _costs(
 
 
 def appended(
-    pending: Pending, turn: TurnResult | None, before: History, extended: Input, live_bytes: int
+    pending: PendingRequest,
+    turn: TurnResult | None,
+    before: TokenHistory,
+    extended: ExtendedHistory,
+    live_bytes: int,
 ) -> Appended:
     """Build the result of an append; without a `turn`, the session still has `live_bytes` on the device."""
     cached, prefilled = (turn.num_cached, turn.num_prefilled) if turn else (0, 0)
@@ -158,7 +164,11 @@ def appended(
 
 
 def begun_elsewhere(
-    pending: Pending, chunk: Chunk, calls: tuple[Called, ...], before: History, extended: Input
+    pending: PendingRequest,
+    chunk: Chunk,
+    calls: tuple[Called, ...],
+    before: TokenHistory,
+    extended: ExtendedHistory,
 ) -> Generated:
     """Build the result of an answer begun with another tokenizer; `chunk` has its published part."""
     return Generated(
@@ -179,12 +189,12 @@ def begun_elsewhere(
 
 
 def generated(
-    pending: Pending,
+    pending: PendingRequest,
     answer: Answer,
     turn: TurnResult | None,
-    before: History,
-    extended: Input,
-    after: History,
+    before: TokenHistory,
+    extended: ExtendedHistory,
+    after: TokenHistory,
 ) -> Generated:
     """Build the result of a generate; `extended` has the prompt, `after` also the answer."""
     # The tokens of an interrupted answer are part of the context, but not of the prompt.
@@ -207,7 +217,7 @@ def generated(
 
 
 def count_result(
-    services: Services, key: SessionKey, pending: Pending, result: Result, position: int
+    services: Services, key: SessionKey, pending: PendingRequest, result: Result, position: int
 ) -> None:
     """Count a stored result, which left the session at `position`, and hand its turn to tracing."""
     telemetry = services.telemetry
@@ -232,7 +242,7 @@ def count_result(
     )
 
 
-def turn_times(key: SessionKey, pending: Pending, result: Result, model: str) -> TurnTimes:
+def turn_times(key: SessionKey, pending: PendingRequest, result: Result, model: str) -> TurnTimes:
     """Build the times and attributes for the span of a turn whose result is in the log.
 
     The attributes have OpenTelemetry's names for generative AI where such names exist.
@@ -270,7 +280,7 @@ def turn_times(key: SessionKey, pending: Pending, result: Result, model: str) ->
     )
 
 
-def _operation(pending: Pending) -> str:
+def _operation(pending: PendingRequest) -> str:
     request = pending.request
     if not isinstance(request, Generate):
         return "append"

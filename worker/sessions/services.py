@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .fold import Fold
     from .formats import Formats
-    from .limits import Limits
+    from .limits import RequestLimits
     from .shares import Shares
 
 
@@ -37,7 +37,7 @@ class Services:
     engine: EnginePort
     fold: Fold
     formats: Formats
-    limits: Limits
+    limits: RequestLimits
     telemetry: Telemetry
     retention: Retention
     device_lock: SharedLock
@@ -58,8 +58,8 @@ class Services:
     ack: Callable[[SessionKey], Coroutine[Any, Any, None]]
     #: Says whether another running worker has a session now.
     is_elsewhere: Callable[[SessionKey], Awaitable[bool]]
-    #: Returns a session's deliveries.
-    give_back: Callable[[SessionKey], Awaitable[None]]
+    #: Returns a session's deliveries, and wakes the session at the worker that `is_elsewhere` has found.
+    hand_over: Callable[[SessionKey], Awaitable[None]]
     #: Has other workers drop a session's KV; returns for each data directory whether none is left.
     erase_elsewhere: Callable[[SessionKey], Awaitable[Mapping[str, bool]]]
     #: Notes of what was erased, and the name of this worker's data directory in them.

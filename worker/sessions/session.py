@@ -27,7 +27,7 @@ from .giving_up import Doubt
 from .history import RefusedError
 from .images import SessionImages
 from .results import Outcome, count_result, failed, is_close, withdrawn
-from .session_log import SessionLog
+from .session_log import FencedLog
 from .streaming import unpublished
 
 if TYPE_CHECKING:
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Chunk, ForkPoint, Parent, Request
     from worker.wire.intake import Delivery
 
-    from .history import History
-    from .pending import Pending
+    from .history import TokenHistory
+    from .pending import PendingRequest
     from .record import Record
     from .services import Services
 
@@ -51,7 +51,7 @@ log = structlog.get_logger()
 _LOOK_S: Final = 1.0
 
 
-class Session:
+class ServedSession:
     """One session: reads its log, and answers its requests in order. Event loop only.
 
     `run` may be called by one task at a time, all other methods at any time.
@@ -61,8 +61,8 @@ class Session:
         self,
         key: SessionKey,
         services: Services,
-        wake: Callable[[Session], None],
-        parent: Callable[[SessionKey, ForkPoint], Awaitable[History]],
+        wake: Callable[[ServedSession], None],
+        parent: Callable[[SessionKey, ForkPoint], Awaitable[TokenHistory]],
         num_shared: Callable[[SessionKey, Tokens, Parent | None], Awaitable[int]],
     ) -> None:
         """`wake(session)` starts `run` in a task unless it runs already.
@@ -75,22 +75,22 @@ class Session:
         self._num_shared = num_shared
         self.services = services
         self._wake = wake
-        self.log = SessionLog(key, services)
+        self.log = FencedLog(key, services)
         self._doubt = Doubt(self.log, services)
         self._doubted_seq = 0  # a request that this worker would refuse, but another has begun
-        self.active: Pending | None = None
+        self.active: PendingRequest | None = None
         self._closing_seq = 0  # the log's last note that a worker is about to close the session
         self.num_users = 0  # users besides its task
         self.used_s = monotonic()
         self.counted_bytes = 0  # its size as `Sessions` last counted it
 
     @property
-    def history(self) -> History:
+    def history(self) -> TokenHistory:
         """The session's state after its last result."""
         return self.log.record.history
 
     @property
-    def pending(self) -> tuple[Pending, ...]:
+    def pending(self) -> tuple[PendingRequest, ...]:
         """Requests that were read and have no result, in order; the first may be running."""
         return tuple(self.log.record.pending)
 
@@ -151,7 +151,7 @@ class Session:
                     log.warning("another worker has taken this session over", why=str(error))
                     self.forget()
                     self.log.unring()
-                    await self.services.give_back(self.key)
+                    await self.services.hand_over(self.key)
                     if not self.log.has_work:  # else a delivery came meanwhile
                         return
                 else:
@@ -220,7 +220,7 @@ class Session:
         self.services.engine.cancel(self.key)
         self.services.device_lock.recheck()
 
-    async def end_early(self, pending: Pending) -> None:
+    async def end_early(self, pending: PendingRequest) -> None:
         """Have the session's task end a cancelled request as soon as possible; return once it has a result.
 
         Returns also if the log was read again meanwhile.
@@ -232,7 +232,7 @@ class Session:
         if pending in self.log.record.pending:  # else the task has read or answered it meanwhile
             await pending.done.wait()
 
-    async def _answer(self, pending: Pending, asides: TaskGroup) -> None:
+    async def _answer(self, pending: PendingRequest, asides: TaskGroup) -> None:
         self.active = pending
         pending.after, pending.server = self.log.record.out_seq, self.log.server
         if pending.deadline_s is not None and pending.deadline_s <= time():
@@ -249,7 +249,7 @@ class Session:
             self.active = None
             self.used_s = monotonic()
 
-    async def _expire(self, pending: Pending, deadline_s: float) -> None:
+    async def _expire(self, pending: PendingRequest, deadline_s: float) -> None:
         """Wait for a request's deadline, then end its turn; the tokens sampled until then stay."""
         # The clock of `sleep` stands still while a machine sleeps.
         while (left_s := deadline_s - time()) > 0:  # noqa: ASYNC110
@@ -278,7 +278,7 @@ class Session:
                 log.exception("a request could not be given up")
         self.forget()
 
-    async def _result(self, pending: Pending) -> Outcome:
+    async def _result(self, pending: PendingRequest) -> Outcome:
         """Return a request's result and the history after it.
 
         Raises only `InterruptionError`; other errors become a `failed` result.
@@ -305,7 +305,7 @@ class Session:
             log.exception("a request failed for an unknown reason")
             return await self._doubt.failure(pending, "internal", f"{type(error).__name__}: {error}")
 
-    async def _try(self, pending: Pending, history: History) -> Outcome:
+    async def _try(self, pending: PendingRequest, history: TokenHistory) -> Outcome:
         request = pending.request
         try:
             session_key(self.key.tenant, self.key.session)
@@ -332,10 +332,10 @@ class Session:
             return await self._execution(pending, history).close(request, had, self._count_shared)
         return await self._execution(pending, history).carry_out()
 
-    def _execution(self, pending: Pending, history: History) -> Execution:
+    def _execution(self, pending: PendingRequest, history: TokenHistory) -> Execution:
         return Execution(self.services, self.key, pending, history)
 
-    async def _end_diverged(self, request: Request, pending: Pending, why: str) -> Outcome:
+    async def _end_diverged(self, request: Request, pending: PendingRequest, why: str) -> Outcome:
         """Remove a session that this worker cannot continue, if a close asks to forget it; else refuse.
 
         Not all of its tokens are known, so some of their KV may stay.
@@ -357,11 +357,11 @@ class Session:
         parent = None if self.log.is_doubted else self.history.parent
         return await self._num_shared(self.key, tokens, parent)
 
-    async def commit(self, pending: Pending, outcome: Outcome | None, *, waits: bool = False) -> bool:
+    async def commit(self, pending: PendingRequest, outcome: Outcome | None, *, waits: bool = False) -> bool:
         """Store a result and the history after it, then wake all tasks that wait for the result.
 
         Without an `outcome`, stores that the request was cancelled while it waited. Raises what
-        `SessionLog.commit` raises. Returns False if that has stored nothing.
+        `FencedLog.commit` raises. Returns False if that has stored nothing.
         """
         result = await self.log.commit(pending, outcome, waits=waits)
         if result is None:
@@ -372,7 +372,7 @@ class Session:
         await self._end_tokens(pending, outcome.held if outcome else None)
         return True
 
-    async def _end_tokens(self, pending: Pending, rest: Chunk | None) -> None:
+    async def _end_tokens(self, pending: PendingRequest, rest: Chunk | None) -> None:
         """Close the token stream of a generate.
 
         First publishes `rest`: text that was held back when the answer was ended early. This must follow the

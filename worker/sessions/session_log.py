@@ -1,7 +1,7 @@
 """One session's log: reads it forward into a `Record`, and stores results directly after the last known one.
 
-Belongs to a `Session`, which says when to read and what to store. Knows nothing of how requests are carried
-out, nor of other sessions.
+Belongs to a `ServedSession`, which says when to read and what to store. Knows nothing of how requests are
+carried out, nor of other sessions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from turnkeep_client.messages import (
     encode_repeat,
 )
 from worker.process.concurrency import in_thread
-from worker.wire.chunks import Published
-from worker.wire.consistent_reads import Entry
+from worker.wire.chunks import PublishedChunks
+from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.journal import TooLargeError
 from worker.wire.written import changes_nothing
@@ -45,7 +45,7 @@ from .attachments import SessionAttachments
 from .history import RefusedError
 from .images import SessionImages
 from .pending import pending_at
-from .record import Parts, Record
+from .record import Record, ResultParts
 from .results import Outcome, failed, is_close, withdrawn
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ if TYPE_CHECKING:
     from worker.wire.intake import Delivery
 
     from .answered_ids import AnsweredAt
-    from .history import History
-    from .pending import Pending
+    from .history import TokenHistory
+    from .pending import PendingRequest
     from .services import Services
 
 
@@ -71,7 +71,7 @@ class AnsweredRequest(NamedTuple):
     at: AnsweredAt
 
 
-class SessionLog:
+class FencedLog:
     """Reads and extends one session's log. Event loop only; reads and commits exclude each other.
 
     `record` is the state read so far. After a `FencedError` it is stale: `reset` it, then read the log again.
@@ -107,12 +107,12 @@ class SessionLog:
         return next((seq for seq in known if seq > self.record.in_seq), None)
 
     @property
-    def next_request(self) -> Pending | None:
+    def next_request(self) -> PendingRequest | None:
         """The first request without a result that was read, else the delivered one; None without any."""
         if self.record.pending or self._delivered is None:
             return next(iter(self.record.pending), None)
         one = self._delivered
-        return pending_at(Entry(one.seq, "in", one.stored, one.body, {}))
+        return pending_at(StoredMessage(one.seq, "in", one.stored, one.body, {}))
 
     @property
     def is_stale(self) -> bool:
@@ -203,7 +203,7 @@ class SessionLog:
         await self._apply(record, results)
         return num_more > 0 and len(results) == len(entries)
 
-    async def _apply(self, record: Record, results: Sequence[Entry]) -> None:
+    async def _apply(self, record: Record, results: Sequence[StoredMessage]) -> None:
         """Add results, with what is stored besides them: of one result at a time, as it may be long."""
         for entry in results:
             record.add_results([entry], await self._parts(entry))
@@ -234,7 +234,7 @@ class SessionLog:
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)
 
-    async def _parts(self, entry: Entry) -> Parts:
+    async def _parts(self, entry: StoredMessage) -> ResultParts:
         """Read what is stored besides a result."""
         value, asked = None, decode_asked(entry.body)
         if (link := entry.headers.get(PARTS_HEADER)) is not None:
@@ -242,7 +242,7 @@ class SessionLog:
             if packed is not None:
                 value = self._attachments.base(packed) if _opens(entry) else packed.decode()
         linked = asked is not None and bool(asked.link)
-        return Parts(value, await self._whole(asked) if linked else None)
+        return ResultParts(value, await self._whole(asked) if linked else None)
 
     async def _whole(self, asked: Asked | None) -> Asked | None:
         """Return a request as its result has it, read from the log if it is long; None if it is gone."""
@@ -250,10 +250,10 @@ class SessionLog:
             return asked
         return decode_linked(await self._attachments.read(Link.parse(asked.link)))
 
-    def take_last(self) -> tuple[Pending, Result] | None:
+    def take_last(self) -> tuple[PendingRequest, Result] | None:
         """Return the request and the result that was read last, once."""
         last = self.record.take_last()
-        if last is None or last[0] is None:  # it answers an invalid request
+        if last is None or last[0] is None:  # it is a long request, which is gone
             return None
         return last[0], last[1]
 
@@ -275,10 +275,11 @@ class SessionLog:
         return self.record
 
     async def all_tokens(self) -> list[Tokens]:
-        """Return all tokens that the session has had, and that may have KV; the present ones are the last.
+        """Return every token sequence of the session that may have KV, to erase it; the present one is last.
 
-        Reads the log from its beginning if not all of them begin the present ones. If the session may have
-        crashed a worker, requests that changed nothing are not tokenised again.
+        A rewind, or a template that changes earlier text, leaves tokens that do not begin the present ones:
+        then the log is read from its beginning. Requests that changed nothing may have KV too, so they are
+        tokenised again, except if the session may have crashed a worker.
         """
         present = self.record.history.tokens
         found: list[Tokens] = []
@@ -294,7 +295,7 @@ class SessionLog:
                     found.append(extended.history.tokens)
         return [*found, present]
 
-    async def _branches(self) -> list[tuple[History, Append | Generate | None]]:
+    async def _branches(self) -> list[tuple[TokenHistory, Append | Generate | None]]:
         """Read the log up to the record's present end, from its beginning; return the `Record.branches`."""
         last_out = self.record.out_seq
         read = Record(self._services.fold, notes_branches=True)
@@ -303,7 +304,7 @@ class SessionLog:
                 pass
         return read.branches
 
-    async def find_waiting(self, request_id: str) -> Pending | None:
+    async def find_waiting(self, request_id: str) -> PendingRequest | None:
         """Find a request without a result: first among the pending ones, then in the rest of the log.
 
         Of requests with the same id only the first counts: if it has a result, the others will repeat it.
@@ -366,7 +367,7 @@ class SessionLog:
             return AnsweredRequest(request, result, body, at)
         return None
 
-    async def repeated(self, request: Request, pending: Pending) -> Outcome | None:
+    async def repeated(self, request: Request, pending: PendingRequest) -> Outcome | None:
         """Answer a request whose id was used before with the first result of that id; None for a new id.
 
         Raises `RefusedError` for an id of another request.
@@ -387,7 +388,7 @@ class SessionLog:
         return Outcome(result, self.record.history, first=known.body)
 
     async def commit(
-        self, pending: Pending, outcome: Outcome | None, *, waits: bool = False
+        self, pending: PendingRequest, outcome: Outcome | None, *, waits: bool = False
     ) -> Result | None:
         """Store a result and the history after it; return what was stored, a failure if it was too large.
 
@@ -429,14 +430,14 @@ class SessionLog:
             await self._services.journal.purge(self.key, "attempt")
             self.is_doubted = False
 
-    async def published(self, pending: Pending) -> Published:
+    async def published(self, pending: PendingRequest) -> PublishedChunks:
         """Read a request's published chunks, which clients may have seen; only a generate has any."""
         request = pending.request
         if not isinstance(request, Generate):
-            return Published([])
+            return PublishedChunks([])
         return await self._services.journal.chunks.read(self.key, request.id, pending.seq, pending.stored)
 
-    async def is_streamed(self, pending: Pending) -> bool:
+    async def is_streamed(self, pending: PendingRequest) -> bool:
         """Return whether clients may have seen tokens of a request; if not, seal its token stream.
 
         After the seal no worker can publish any. Raises `FencedError` if another worker does so meanwhile.
@@ -448,7 +449,7 @@ class SessionLog:
             )
         return bool(published.chunks)
 
-    async def _store(self, pending: Pending, outcome: Outcome) -> tuple[Outcome, int]:
+    async def _store(self, pending: PendingRequest, outcome: Outcome) -> tuple[Outcome, int]:
         """Commit a result directly after the last known one; if it is too large, commit a failure.
 
         Returns what was committed, and its sequence. If the commit is refused only because of newer messages
@@ -477,7 +478,7 @@ class SessionLog:
             else:
                 return outcome, seq
 
-    async def _message(self, pending: Pending, outcome: Outcome) -> tuple[bytes, dict[str, str]]:
+    async def _message(self, pending: PendingRequest, outcome: Outcome) -> tuple[bytes, dict[str, str]]:
         """Return the body and the headers of a result; first store what is too long for them."""
         result, history = outcome.result, outcome.history
         headers = {MODEL_HEADER: self._services.model, BUILD_HEADER: self._services.build}
@@ -486,7 +487,8 @@ class SessionLog:
         if self._attachments.link is not None:
             headers[CHECKPOINT_HEADER] = str(self._attachments.link)
         if result.repeat_of is not None:
-            if outcome.first and (asked := await self._asked(pending)):
+            if outcome.first:
+                asked = await self._asked(pending)
                 repeat = encode_repeat(outcome.first, asked, seq=pending.seq, repeat_of=result.repeat_of)
                 return repeat, headers
         elif isinstance(result, Opened) and result.parent:
@@ -499,13 +501,13 @@ class SessionLog:
             if len(packed) > self._services.limits.most_input:
                 headers[PARTS_HEADER] = str(await self._attachments.store(packed.encode()))
                 result = replace(result, change=replace(result.change, input=""))
-        asked = await self._asked(pending)
-        return encode_answer(result, asked) if asked else encode(result), headers
+        return encode_answer(result, await self._asked(pending)), headers
 
-    async def _asked(self, pending: Pending) -> Asked | None:
-        """Return a request as its result has it; store a long one first. None for an invalid one."""
-        if pending.request is None:
-            return None
+    async def _asked(self, pending: PendingRequest) -> Asked:
+        """Return a request as its result has it; store a long one first."""
+        if pending.request is None:  # perhaps no JSON, or none that a reader could decode
+            sent = msgspec.json.encode(pending.body.decode(errors="replace"))
+            return Asked(stored=pending.stored, request=msgspec.Raw(sent))
         if isinstance(pending.request, Close):  # short, since whoever removes sessions reads no links
             return Asked(stored=pending.stored, request=msgspec.Raw(encode(pending.request)))
         headers = dict(pending.own_headers)
@@ -517,7 +519,7 @@ class SessionLog:
         return Asked(stored=pending.stored, link=str(link))
 
 
-def _opens(entry: Entry) -> bool:
+def _opens(entry: StoredMessage) -> bool:
     with suppress(InvalidMessageError):
         return isinstance(decode_result(entry.body), Opened)
     return False

@@ -23,7 +23,7 @@ from worker.wire.fence import FencedError
 from .execution import erase_all
 from .giving_up import excuse
 from .history import RefusedError
-from .session import Session
+from .session import ServedSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import ForkPoint, Parent
     from worker.wire.intake import Delivery
 
-    from .history import History
+    from .history import TokenHistory
     from .services import Services
 
 log = structlog.get_logger()
@@ -57,7 +57,7 @@ class Sessions:
         self._services = services
         self._tasks = tasks
         self._idle_timeout_s = idle_timeout_s
-        self._sessions: dict[SessionKey, Session] = {}
+        self._sessions: dict[SessionKey, ServedSession] = {}
         self._size_bytes = 0  # the sum of all `counted_bytes`
         self._at_work: set[SessionKey] = set()
         self._stopping = Event()
@@ -79,7 +79,7 @@ class Sessions:
         self._get(delivery.key).ring(replace(delivery, again=again))
 
     @contextlib.contextmanager
-    def in_use(self, key: SessionKey) -> Iterator[Session]:
+    def in_use(self, key: SessionKey) -> Iterator[ServedSession]:
         """Keep a session in memory while the caller uses it."""
         session = self._get(key)
         session.num_users += 1
@@ -145,8 +145,8 @@ class Sessions:
         self._stopping.set()
         self._services.shares.stop()
 
-    def _get(self, key: SessionKey) -> Session:
-        session = self._sessions.pop(key, None) or Session(
+    def _get(self, key: SessionKey) -> ServedSession:
+        session = self._sessions.pop(key, None) or ServedSession(
             key, self._services, self._wake, self._parent, self._num_shared
         )
         self._bound_memory()
@@ -154,7 +154,7 @@ class Sessions:
         session.used_s = monotonic()
         return session
 
-    async def _parent(self, key: SessionKey, of: ForkPoint) -> History:
+    async def _parent(self, key: SessionKey, of: ForkPoint) -> TokenHistory:
         """Return the whole history of the session that `key` is forked from. Raises `RefusedError`."""
         if of.session == key.session:
             raise RefusedError("invalid_request", "a session cannot be forked from itself")
@@ -182,8 +182,8 @@ class Sessions:
         """
         use = self.in_use(SessionKey(key.tenant, parent.session)) if parent else contextlib.nullcontext()
         with use as first:
-            other: Session | None = first
-            read: set[Session | None] = {None}
+            other: ServedSession | None = first
+            read: set[ServedSession | None] = {None}
             while True:
                 if other is not None:
                     await _read(other)
@@ -192,7 +192,7 @@ class Sessions:
                 if other in read:
                     return num
 
-    def _most_shared(self, key: SessionKey, tokens: Tokens) -> tuple[int, Session | None]:
+    def _most_shared(self, key: SessionKey, tokens: Tokens) -> tuple[int, ServedSession | None]:
         """Find the session that shares the longest prefix of these tokens; return its length and the session.
 
         Compares with the tenant's other open sessions in memory, without those that are being closed.
@@ -224,7 +224,7 @@ class Sessions:
         self._size_bytes -= session.counted_bytes
         session.counted_bytes = 0
 
-    def _update_size(self, session: Session) -> None:
+    def _update_size(self, session: ServedSession) -> None:
         """Update the counted size of a session after it was read or has answered."""
         size_bytes = session.log.record.size_bytes if self._sessions.get(session.key) is session else 0
         self._size_bytes += size_bytes - session.counted_bytes
@@ -234,12 +234,12 @@ class Sessions:
         session = self._sessions[key]
         return not (key in self._at_work or session.log.has_work or session.num_users)
 
-    def _wake(self, session: Session) -> None:
+    def _wake(self, session: ServedSession) -> None:
         if session.key not in self._at_work and session.log.has_work and not self._stopping.is_set():
             self._at_work.add(session.key)
             self._tasks.start_soon(self._run, session, name=str(session.key))
 
-    async def _run(self, session: Session) -> None:
+    async def _run(self, session: ServedSession) -> None:
         """Run a session until it has no work.
 
         After an unexpected error, log it and start again from the session's log.
@@ -264,7 +264,7 @@ class Sessions:
             self._bound_memory()
 
 
-async def _read(other: Session) -> None:
+async def _read(other: ServedSession) -> None:
     """Read another session's log to its end. If that fails, log it; the session's `needed` is then None."""
     try:
         await other.read_closing()

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Result
     from turnkeep_client.subjects import SessionKey
-    from worker.wire.chunks import Published
+    from worker.wire.chunks import PublishedChunks
 
-    from .pending import Pending
+    from .pending import PendingRequest
     from .services import Services
 
 #: Chunks are published again after this fraction of the time for which the token stream keeps them.
@@ -42,8 +42,8 @@ class AnswerStream:
         self,
         services: Services,
         key: SessionKey,
-        pending: Pending,
-        published: Published,
+        pending: PendingRequest,
+        published: PublishedChunks,
         base: str,
         warnings: tuple[str, ...],
     ) -> None:
@@ -62,6 +62,7 @@ class AnswerStream:
         # No chunk is older than the request.
         self._said_s = min(pending.stored.timestamp(), time())
         self._first_seq, self._last_seq = published.first_seq, published.last_seq
+        self._resumes = bool(published.chunks)
         self._is_heard = True
         self._lock = Lock(fast_acquire=True)
 
@@ -113,13 +114,17 @@ class AnswerStream:
         if self._is_heard:
             pending = self._pending
             seq = await self._chunks.publish(
-                self._key, pending.id or "", chunk, self._last_seq, server=pending.server, base=self._base
+                *(self._key, pending.id or "", chunk, self._last_seq),
+                server=pending.server,
+                base=self._base,
+                resumes=self._resumes,
             )
+            self._resumes = False
             self._is_heard, self._last_seq = seq > 0, seq or self._last_seq
             self._first_seq = self._first_seq if chunk.i else seq
 
 
-def unpublished(result: Result, published: Published) -> Chunk | None:
+def unpublished(result: Result, published: PublishedChunks) -> Chunk | None:
     """Return the end of an answer's text that was not published, although all of its tokens were."""
     chunks, tokens = published.chunks, result.tokens if isinstance(result, Generated) else ()
     # Only if all chunks before it are there: a client that misses chunks reads the result instead.

@@ -78,7 +78,7 @@ class Answer:
     def push(self, token: int, logprob: float | None = None, top: Iterable[tuple[int, float]] = ()) -> Chunk:
         """Add the next token; return the chunk to publish.
 
-        `logprob` and the likeliest tokens (`top`) are those of `worker.batch.row_sampler.Drawn`. Sets
+        `logprob` and the likeliest tokens (`top`) are those of `worker.batch.row_sampler.DrawnToken`. Sets
         `finish_reason` if this token is the last.
         """
         index = len(self.tokens)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from typing import TypeAlias
 
-    from worker.models.call_parsers import Written
+    from worker.models.call_parsers import WrittenCall
 
     _Matches: TypeAlias = Callable[[str], bool | None]
     #: The matchers of patterns and formats by their keyword and value; None for an unsupported one.
@@ -82,7 +82,7 @@ class NoCallError(ValueError):
         self.allows_text = allows_text
 
 
-class Offered:
+class OfferedTools:
     """The tools that one answer may call."""
 
     def __init__(self, tools: Sequence[Mapping[str, Any]]) -> None:
@@ -101,7 +101,7 @@ class Offered:
         """The names of the offered tools."""
         return self._schemas.keys()
 
-    def believed(self, written: Written) -> ParsedCall:
+    def believed(self, written: WrittenCall) -> ParsedCall:
         """Check a call that the model wrote, and return it with converted arguments.
 
         Raises `NoCallError` for an invalid call, or what `json` raises.

@@ -31,7 +31,7 @@ Message: TypeAlias = dict[str, Any]
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
 
 
-class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
+class MessageRecord(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
     """One message of a conversation, as in a request or a result.
 
     If `trusted`, text that spells a special token becomes that token. An answer has its packed token ids in
@@ -48,7 +48,7 @@ class Said(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
 
 
 #: Stands for the answer that will follow an assistant header.
-EMPTY: Final = Said({"role": "assistant", "content": ""}, trusted=True)
+EMPTY: Final = MessageRecord({"role": "assistant", "content": ""}, trusted=True)
 
 
 class Segment(Struct, frozen=True, array_like=True, dict=True):
@@ -61,7 +61,7 @@ class Segment(Struct, frozen=True, array_like=True, dict=True):
     kind: Literal["prompt", "answer", "raw"]
     start: int
     end: int
-    said: tuple[Said, ...] = ()
+    said: tuple[MessageRecord, ...] = ()
     opens_answer: bool = False
     closed: bool = False
     text: str | None = None
@@ -189,7 +189,7 @@ class Segments:
         )
         return self if extras == self._extras else replace(self, _extras=extras)
 
-    def given(self, said: Sequence[Said], keep: int, end: int, *, opens_answer: bool) -> Self:
+    def given(self, said: Sequence[MessageRecord], keep: int, end: int, *, opens_answer: bool) -> Self:
         """Add messages, and an assistant header if `opens_answer`, as a prompt that ends at `end`.
 
         The prompt replaces the tokens from position `keep` on, and takes over their messages and answers.
@@ -197,13 +197,12 @@ class Segments:
         num_kept = len(self._segments)
         while num_kept > self._first and self._segments[num_kept - 1].end > keep:
             num_kept -= 1
-        kept, gone = list(self._segments[:num_kept]), self._segments[num_kept:]
-        before = kept[self._first :]
+        kept, gone = self._segments[:num_kept], self._segments[num_kept:]  # no copy if all are kept
         if gone:
-            last = before[-1:] if before and before[-1].opens_answer else []
+            last = kept[-1:] if num_kept > self._first and kept[-1].opens_answer else ()
             earlier = said_in([*last, *gone], drops=has_question(said))
             if last:  # the answer becomes a message of the new segment
-                kept[-1] = structs.replace(kept[-1], opens_answer=False)
+                kept = (*kept[:-1], structs.replace(kept[-1], opens_answer=False))
                 earlier = earlier[len(last[0].said) :]
             said = [*earlier, *said]
         start, told = kept[-1].end if kept else 0, tuple(in_order(said))
@@ -271,7 +270,7 @@ class Segments:
         their images the `grids`, by digest.
         """
         said = [
-            Said(with_parts(with_marks(one.message, grids)), one.trusted)
+            MessageRecord(with_parts(with_marks(one.message, grids)), one.trusted)
             for one in said_in(self._segments[self._first :])
         ]
         raw = [one.text or "" for one in self._segments[: self._first]]
@@ -281,7 +280,7 @@ class Segments:
             segments.append(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
         return replace(self, _segments=tuple(segments), _first=first)
 
-    def parts(self) -> Iterator[str | list[Said] | None]:
+    def parts(self) -> Iterator[str | list[MessageRecord] | None]:
         """Yield the content without tokens: raw texts and lists of messages; None for tokens alone."""
         for is_raw, run in groupby(self._segments, lambda segment: segment.kind == "raw"):
             segments = list(run)
@@ -291,7 +290,7 @@ class Segments:
             said = [one for one in said_in(segments) if one is not EMPTY]
             if not all(one.message for one in said):
                 yield None
-            yield [Said(one.message, one.trusted) for one in said]
+            yield [MessageRecord(one.message, one.trusted) for one in said]
 
     def rewind(self, history: Sequence[int], position: int) -> Self:
         """Drop everything from `position` on.
@@ -326,17 +325,17 @@ class Segments:
         return cls(tokenizer, *structs.astuple(msgspec.msgpack.decode(packed, type=_Packed)))
 
     def _answer(self, start: int, tokens: Sequence[int], message: Message, *, keeps: bool) -> Segment:
-        said = Said(message, ids=pack(tokens), thoughts="kept" if keeps else "leaving")
+        said = MessageRecord(message, ids=pack(tokens), thoughts="kept" if keeps else "leaving")
         end, closed = start + len(tokens), tokens[-1] in self.tokenizer.eos_ids
         return Segment("answer", start, end, (said,), closed=closed)
 
 
-def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
+def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[MessageRecord]:
     """List the messages of segments; a header without an answer counts as an empty message.
 
     With `drops`, mark the reasoning of answers that is `leaving` as `gone`.
     """
-    said: list[Said] = []
+    said: list[MessageRecord] = []
     for segment in segments:
         if segment.kind == "answer":
             said.pop()
@@ -349,7 +348,7 @@ def said_in(segments: Sequence[Segment], *, drops: bool = False) -> list[Said]:
     return said
 
 
-def _images_in(said: Sequence[Said]) -> list[tuple[str, Sequence[int] | None]]:
+def _images_in(said: Sequence[MessageRecord]) -> list[tuple[str, Sequence[int] | None]]:
     return [image for one in said for image in images_in(one.message.get("content"))]
 
 
@@ -371,9 +370,9 @@ def _first(segments: Sequence[Segment]) -> int:
     return next((index for index in range(len(segments), 0, -1) if segments[index - 1].kind == "raw"), 0)
 
 
-def in_order(said: Sequence[Said]) -> list[Said]:
+def in_order(said: Sequence[MessageRecord]) -> list[MessageRecord]:
     """Put the results of an answer's calls, which came in any order, in the order of the calls."""
-    found = list[Said]()
+    found = list[MessageRecord]()
     for _, run in groupby(said, lambda one: one.call_index is not None):
         found += sorted(run, key=lambda one: one.call_index or 0)
     return found
@@ -389,6 +388,6 @@ def _calls_of(message: Message, answered: Container[int] = ()) -> dict[str, dequ
     return found
 
 
-def has_question(said: Sequence[Said]) -> bool:
+def has_question(said: Sequence[MessageRecord]) -> bool:
     """Return whether any of the messages has the role user."""
     return any(one.message.get("role") == "user" for one in said)

@@ -15,7 +15,7 @@ from worker.models.call_parsers import parse_calls
 from .splitting import Piece, Splitter, first_marker
 
 if TYPE_CHECKING:
-    from .splitting import Calls
+    from .splitting import AnswerCalls
 
 #: The header that begins an answer's text; everything before it is reasoning or a call.
 FINAL: Final = "<|channel|>final<|message|>"
@@ -28,7 +28,7 @@ _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 class HarmonySplitter(Splitter):
     """Splits one answer. It begins with a header, or with text if it continues an unfinished answer."""
 
-    def __init__(self, calls: Calls) -> None:
+    def __init__(self, calls: AnswerCalls) -> None:
         """If `calls` offers no tools, messages to functions stay text."""
         super().__init__(calls)
         self._header: str | None = ""  # None within a message's content

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from worker.models.answer_markup import AnswerMarkup
-    from worker.models.call_parsers import Form, ParsedCall, Parser
+    from worker.models.call_parsers import CallSyntax, ParsedCall, Parser
 
-    from .arguments import Offered
+    from .arguments import OfferedTools
 
     #: The code block that text is in, if any: one behind other text shows examples.
     _Code = Literal["", "own", "example"]
@@ -59,12 +59,12 @@ class Piece(NamedTuple):
         return Piece(self.text + other.text, self.reasoning + other.reasoning, self.calls + other.calls)
 
 
-class Calls:
+class AnswerCalls:
     """Collects the valid tool calls of one answer, and decides when the answer has enough."""
 
     def __init__(
         self,
-        offered: Offered,
+        offered: OfferedTools,
         new_id: Callable[[int], str],
         *,
         max_calls: int | None = None,
@@ -125,7 +125,7 @@ def call_id(request: str, index: int) -> str:
 class Splitter(ABC):
     """Splits one answer into text, reasoning and tool calls."""
 
-    def __init__(self, calls: Calls, *, in_reasoning: bool = False) -> None:
+    def __init__(self, calls: AnswerCalls, *, in_reasoning: bool = False) -> None:
         """`calls` collects the tool calls; with `in_reasoning` the answer's text begins in its reasoning."""
         self._calls = calls
         #: Whether the answer's next text belongs to its reasoning.
@@ -159,7 +159,7 @@ class Splitter(ABC):
 class MarkedSplitter(Splitter):
     """Splits an answer at the markers that the model writes (see `AnswerMarkup`)."""
 
-    def __init__(self, markup: AnswerMarkup, calls: Calls, *, in_reasoning: bool) -> None:
+    def __init__(self, markup: AnswerMarkup, calls: AnswerCalls, *, in_reasoning: bool) -> None:
         """With `in_reasoning` the prompt already ends with the marker that begins the reasoning."""
         super().__init__(calls, in_reasoning=in_reasoning)
         self._markup = markup
@@ -173,7 +173,7 @@ class MarkedSplitter(Splitter):
         self._is_first_line = True
         self._code: _Code = ""  # the code block around that line
         self._has_text = self._has_reasoning = False
-        self._form: Form | None = None  # format of the call that `_held` begins with
+        self._form: CallSyntax | None = None  # format of the call that `_held` begins with
         self._seen = 0  # characters of the call, or after it, already searched
         self._scan: _Scan | None = None
         #: A parsed call whose last argument may continue after its apparent end, and the text behind it up to
@@ -313,7 +313,7 @@ class MarkedSplitter(Splitter):
             self.in_reasoning, self._has_reasoning = False, True
         return Piece(reasoning=text)
 
-    def _in_call(self, form: Form, *, is_over: bool, is_cut: bool) -> Piece:
+    def _in_call(self, form: CallSyntax, *, is_over: bool, is_cut: bool) -> Piece:
         """Look for the end of a call. An invalid call becomes text, in which other calls may begin."""
         text = self._held[len(form.opens) :]
         if not form.may_begin(text):
@@ -341,7 +341,14 @@ class MarkedSplitter(Splitter):
         return self._no_call(form, form.num_own(text))
 
     def _behind_call(
-        self, form: Form, text: str, found: Sequence[ParsedCall], more: str, behind: int, *, is_over: bool
+        self,
+        form: CallSyntax,
+        text: str,
+        found: Sequence[ParsedCall],
+        more: str,
+        behind: int,
+        *,
+        is_over: bool,
     ) -> Piece:
         """Add a parsed call once it is certain that its end marker was not text in its last argument.
 
@@ -361,13 +368,13 @@ class MarkedSplitter(Splitter):
         self._form, self._held, self._space, self._last = None, rest, "", ""
         return self._calls.add(found)
 
-    def _no_call(self, form: Form, num_chars: int) -> Piece:
+    def _no_call(self, form: CallSyntax, num_chars: int) -> Piece:
         """Return an invalid call as text: its marker and the `num_chars` characters after it."""
         self.malformed = True
         return self._mentioned(self._held[: len(form.opens) + num_chars])
 
     def _tried(
-        self, form: Form, text: str, is_ended: bool, *, is_over: bool = False
+        self, form: CallSyntax, text: str, is_ended: bool, *, is_over: bool = False
     ) -> tuple[list[ParsedCall], int] | None:
         is_parsed = is_over or form.may_end(text)
         found = self._calls.believed(form.parse, text, is_ended=is_ended) if is_parsed else None
@@ -375,7 +382,7 @@ class MarkedSplitter(Splitter):
             self._left_tries -= (len(text) + 1) * (form.cost if is_parsed else 1)
         return found
 
-    def _ends(self, form: Form, text: str) -> Iterator[tuple[int, int]]:
+    def _ends(self, form: CallSyntax, text: str) -> Iterator[tuple[int, int]]:
         """Yield each index at which a call may end, with the index at which the text after the call starts.
 
         A call may end with its JSON value, or before an end marker or another call.

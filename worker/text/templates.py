@@ -25,12 +25,12 @@ from worker.models.image_marks import images_in, with_marks, without_unseen
 from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.models.vision.image_file import ImageError
 
-from .conversation import Message, Said, Segment, Segments, has_question, in_order, said_in
+from .conversation import Message, MessageRecord, Segment, Segments, has_question, in_order, said_in
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["Addition", "Conversation", "Message", "Said", "TemplateError", "Tokenizer"]
+__all__ = ["Addition", "Conversation", "Message", "MessageRecord", "TemplateError", "Tokenizer"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,15 @@ class Conversation(Segments):
 
         Raises `TemplateError` if the template refuses them.
         """
-        return self.add_said(history, [Said(one, trusted) for one in messages])
+        return self.add_said(history, [MessageRecord(one, trusted) for one in messages])
 
     def add_said(
-        self, history: Sequence[int], said: Sequence[Said], *, opens_answer: bool = False
+        self, history: Sequence[int], said: Sequence[MessageRecord], *, opens_answer: bool = False
     ) -> tuple[Conversation, Addition]:
-        """Add messages as `add_messages` does, each with its own `trusted`; `opens_answer` adds a header."""
+        """Add messages of which each says itself whether it is trusted; see `add_messages`.
+
+        With `opens_answer` the header of the assistant's answer follows them. Raises `TemplateError`.
+        """
         if not said:
             return self, Addition(len(history), [])
         return self._extend(history, said, opens_answer=opens_answer)
@@ -123,7 +126,7 @@ class Conversation(Segments):
             return not last.closed and text.rfind(pair[0]) > text.rfind(pair[1])
         return last.opens_answer and self._text(history, last).rstrip().endswith(pair[0])
 
-    def _ready(self, said: Said) -> Message:
+    def _ready(self, said: MessageRecord) -> Message:
         """Return a message in the template's form, cached, since marking special tokens takes time."""
         found: Message | None = said.__dict__.get("ready")
         if found is None:
@@ -135,7 +138,7 @@ class Conversation(Segments):
             said.__dict__["ready"] = found
         return found
 
-    def _answer_message(self, said: Said) -> Message:
+    def _answer_message(self, said: MessageRecord) -> Message:
         tokens = unpack(said.ids)
         closed = tokens[-1] in self.tokenizer.eos_ids
         _, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
@@ -149,7 +152,7 @@ class Conversation(Segments):
             content = content.replace(eyes.image, self.tokenizer.as_text(eyes.image))
         return {"role": "assistant", "content": content}
 
-    def _render(self, said: Sequence[Said], *, header: bool) -> str:
+    def _render(self, said: Sequence[MessageRecord], *, header: bool) -> str:
         ready = self._extras.__dict__
         if not ready:
             tools = [_rendered(tool) for tool in self.tools]
@@ -181,7 +184,7 @@ class Conversation(Segments):
     def _extend(
         self,
         history: Sequence[int],
-        said: Sequence[Said],
+        said: Sequence[MessageRecord],
         *,
         opens_answer: bool,
         anew: bool = False,
@@ -196,7 +199,7 @@ class Conversation(Segments):
         return self.given(said, addition.keep, end, opens_answer=opens_answer), addition
 
     def _target(
-        self, history: Sequence[int], said: Sequence[Said], *, header: bool, anew: bool
+        self, history: Sequence[int], said: Sequence[MessageRecord], *, header: bool, anew: bool
     ) -> _Target | Addition:
         """Render the whole conversation; return a target, or an addition if only the end must change."""
         segments = self._segments[self._first :]
@@ -239,7 +242,7 @@ class Conversation(Segments):
     def _texts(self, history: Sequence[int], segments: Sequence[Segment]) -> str:
         return "".join(self._text(history, one) for one in segments)
 
-    def _more(self, said: Sequence[Said], wanted: str, *, opened: bool) -> str | None:
+    def _more(self, said: Sequence[MessageRecord], wanted: str, *, opened: bool) -> str | None:
         """Return the part of `wanted` after the render of earlier messages; None if it does not begin so."""
         try:
             known = self._render(said[:-1] if opened else said, header=opened)

@@ -1,6 +1,6 @@
 """Constrains an answer with reasoning: ends the reasoning after a budget, then applies a grammar. Pure.
 
-Implements the `Grammar` of `worker.batch.row_sampler`; a mask of None allows any token.
+Implements the `Constraint` of `worker.batch.row_sampler`; a mask of None allows any token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from typing import TypeAlias
 
-    from worker.batch.row_sampler import Grammar, Matcher
+    from worker.batch.row_sampler import Constraint, ConstraintState
 
     Mask: TypeAlias = np.ndarray[Any, Any]
 
@@ -40,10 +40,10 @@ class Thinking:
     spaces: tuple[int, ...]
     is_begun: bool
     budget: int | None = None
-    grammar: Grammar | None = None
+    grammar: Constraint | None = None
     inside: Mask | None = None
 
-    def follow(self, answered: Sequence[int]) -> Matcher:
+    def follow(self, answered: Sequence[int]) -> ConstraintState:
         """Return a matcher for an answer that has these tokens so far."""
         found = _Follower(self)
         found.push(answered)
@@ -59,7 +59,7 @@ class _Follower:
         self.begun: list[int] = []  # tokens until it is known whether the answer reasons
         self.tail = b""
         self.num_inside = self.num_closing = 0
-        self.inner: Matcher | None = None
+        self.inner: ConstraintState | None = None
         self.may_space = True
 
     @property
@@ -159,7 +159,7 @@ class _Follower:
         more = [*self._of.spaces] if self.place == "behind" else [*self._of.opening[:1], *self._of.spaces]
         return _with(mask, more)
 
-    def _mask_within_opening(self, grammar: Grammar) -> Mask | None:
+    def _mask_within_opening(self, grammar: Constraint) -> Mask | None:
         """Return the mask while the tokens may still begin either the reasoning or the grammar's text."""
         begun = self._begun_text
         *masks, mask = grammar.follow(()).masks(begun)

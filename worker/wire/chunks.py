@@ -18,6 +18,7 @@ from turnkeep_client.messages import Chunk, decode_chunk, encode
 from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, pause_after
 from .fence import OVERTAKEN, FencedError, check_server
 from .overwriting import overwrite
+from .written import answers
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -29,12 +30,12 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey, Subjects
 
-    from .consistent_reads import ConsistentReads, Entry
+    from .consistent_reads import ConsistentReads, StoredMessage
 
 log = structlog.get_logger()
 
 
-class Published(NamedTuple):
+class PublishedChunks(NamedTuple):
     """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
 
     `first_seq` is the sequence of the first chunk, or 0. `has_ended` says that a worker has closed
@@ -79,7 +80,7 @@ class AnswerChunks:
         self._model = model
         self._name = uuid4().hex  # written into seals: a worker ignores its own seals
 
-    async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> Published:
+    async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> PublishedChunks:
         """Read the chunks of the request at `seq`, from index 0 to the first gap; republished chunks count.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
@@ -118,22 +119,35 @@ class AnswerChunks:
                 num_tokens += len(chunk.tokens)
         if num_foreign:
             log.warning("ignoring chunks that are not of this request", request=request_id, num=num_foreign)
-        return Published(chunks, last_seq, has_ended, is_sealed, model, base, first_seq)
+        return PublishedChunks(chunks, last_seq, has_ended, is_sealed, model, base, first_seq)
 
     async def publish(
-        self, key: SessionKey, request_id: str, chunk: Chunk, after: int, *, server: str, base: str = ""
+        self,
+        key: SessionKey,
+        request_id: str,
+        chunk: Chunk,
+        after: int,
+        *,
+        server: str,
+        base: str = "",
+        resumes: bool = False,
     ) -> int:
         """Publish the next chunk of an answer; return once it is stored, when the server sends it to clients.
 
         `after` is the sequence of the last message of the answer's subject; `base` is the digest of the
-        session before the answer. Returns the chunk's sequence, or 0 if the token stream refuses the chunk.
+        session before the answer. `resumes` says that this is the worker's first chunk, behind those of an
+        earlier worker. Returns the chunk's sequence, or 0 if the token stream refuses the chunk.
         Then publish no later chunks of the answer: the stored chunks must have no gap, so that a worker that
         resumes the answer finds all that clients saw. Raises `FencedError` if another worker has published a
         chunk of the answer after `after`, if all chunks are gone, or if the NATS server process is not
         `server` any more.
         """
+        is_first = chunk.i == 0
+        said = {MODEL_HEADER: self._model, HISTORY_HEADER: base} if is_first else {}
+        headers = {name: value for name, value in said.items() if value}
+        checks = is_first or resumes
         return await self._publish(
-            key, request_id, encode(chunk), after, chunk.seq or 0, server, base=base, is_first=chunk.i == 0
+            key, request_id, encode(chunk), after, chunk.seq or 0, server, headers, checks=checks
         )
 
     async def seal(self, key: SessionKey, request_id: str, seq: int, after: int, *, server: str) -> None:
@@ -143,7 +157,8 @@ class AnswerChunks:
         might continue the answer. Stores an empty message. Raises `FencedError` if there is a later chunk,
         or if the NATS server process is not `server` any more.
         """
-        await self._publish(key, request_id, b"", after, seq, server)
+        headers = {SEALED_HEADER: f"{seq} {self._name}"}
+        await self._publish(key, request_id, b"", after, seq, server, headers)
 
     async def _publish(
         self,
@@ -153,18 +168,15 @@ class AnswerChunks:
         after: int,
         seq: int,
         server: str,
+        headers: Mapping[str, str],
         *,
-        base: str = "",
-        is_first: bool = False,
+        checks: bool = False,
     ) -> int:
+        """Store a message of an answer; with `checks`, look then whether its session was forgotten."""
         subject, pause_s = self._subjects.tokens(key, request_id, "chunk"), 0.1
-        headers = {} if body else {SEALED_HEADER: f"{seq} {self._name}"}
-        if is_first:
-            said = {MODEL_HEADER: self._model, HISTORY_HEADER: base}
-            headers |= {name: value for name, value in said.items() if value}
         while True:
             await check_server(self._nc, server)
-            is_first = is_first or not after
+            checks = checks or not after
             try:
                 ack = await self._js.publish(
                     subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
@@ -177,7 +189,7 @@ class AnswerChunks:
                         # A forget may have removed the answer's messages, before this check or after it.
                         if await self._is_gone(seq):
                             raise FencedError("the request was answered, or its session forgotten") from None
-                        is_first = True
+                        checks = True
                         continue
                     stored = after
                 else:
@@ -187,21 +199,22 @@ class AnswerChunks:
                 await pause_after("publishing tokens", error, pause_s)
                 pause_s = min(pause_s * 2, MAX_BACKOFF_S)
                 continue
-            if is_first:
-                await self._check_not_forgotten(stored, seq)
+            if checks:
+                await self._check_not_forgotten(key, stored, seq)
             return stored
 
-    async def _check_not_forgotten(self, chunk_seq: int, seq: int) -> None:
-        """If the request has left the log, delete the answer's first message and raise `FencedError`.
+    async def _check_not_forgotten(self, key: SessionKey, chunk_seq: int, seq: int) -> None:
+        """If the request has left the log, raise `FencedError`; if it was forgotten, also delete the chunk.
 
         Another worker may forget a session while this one begins to answer it. That worker removes requests
-        before chunks: so it will remove every chunk that is stored while the request is still in the log.
-        Or another worker has answered the request some time ago.
+        first, then results, then chunks: so it will remove every chunk that is stored while the request or
+        its result is still in the log. With a result, another worker has continued the answer.
         """
         if self._is_alone() or not await self._is_gone(seq):
             return
-        with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
-            await overwrite(self._js, self._subjects.token_stream, chunk_seq)
+        if not await self._is_answered(key, seq):
+            with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires
+                await overwrite(self._js, self._subjects.token_stream, chunk_seq)
         raise FencedError("the request was answered, or its session forgotten")
 
     async def _last_chunk(
@@ -259,6 +272,16 @@ class AnswerChunks:
         """Return whether a request was removed from the log."""
         return await self._reads.get(self._subjects.log_stream, seq) is None
 
+    async def _is_answered(self, key: SessionKey, seq: int) -> bool:
+        """Return whether the log has the result of a request."""
+        after, more, subject = seq, 1, self._subjects.of(key, "out")
+        while more:
+            results, more = await self._reads.page(self._subjects.log_stream, subject, after)
+            if any(answers(entry) == seq for entry in results):
+                return True
+            after = results[-1].seq if results else after
+        return False
+
     async def remove(self, key: SessionKey, before: int) -> None:
         """Remove and overwrite the messages of answers to the requests below the sequence `before`.
 
@@ -274,7 +297,7 @@ class AnswerChunks:
                 await overwrite(self._js, stream, seq)
 
 
-def _request(entry: Entry) -> int:
+def _request(entry: StoredMessage) -> int:
     """Return the sequence of the request whose chunk, end or seal a message is; 0 if it is none."""
     with contextlib.suppress(InvalidMessageError, ValueError):
         if entry.body:

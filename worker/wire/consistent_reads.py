@@ -40,7 +40,7 @@ RACE_S: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredMessage:
     """One message of a stream; `stored` is the time at which the server stored it."""
 
     seq: int
@@ -58,7 +58,7 @@ class ConsistentReads:
         self._gets = DirectGets(nc, timeout_s=TIMEOUT_S)
         self._replicated: dict[str, tuple[float, bool]] = {}  # by stream: (valid until, has replicas)
 
-    async def page(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
+    async def page(self, stream: str, subject: str, after: int) -> tuple[list[StoredMessage], int]:
         """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
         pause_s = RACE_S
         while True:
@@ -114,7 +114,7 @@ class ConsistentReads:
             except (nats.errors.Error, APIError, OSError) as error:
                 await pause_after("reading the log", error, 1.0)
 
-    async def entries(self, stream: str, subject: str) -> AsyncGenerator[Entry]:
+    async def entries(self, stream: str, subject: str) -> AsyncGenerator[StoredMessage]:
         """Iterate over a subject's messages."""
         after, num_more = 0, 1
         while num_more:
@@ -123,7 +123,7 @@ class ConsistentReads:
                 after = entry.seq
                 yield entry
 
-    async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[Entry], int]:
+    async def _direct_batch(self, stream: str, subject: str, after: int) -> tuple[list[StoredMessage], int]:
         """Read a page by a direct get, retrying until it succeeds. The answering replica may lag behind."""
         request = {"seq": after + 1, "batch": _BATCH, "max_bytes": _BATCH_BYTES, "next_by_subj": subject}
         while True:
@@ -142,18 +142,18 @@ async def pause_after(doing: str, error: BaseException, pause_s: float) -> None:
     await sleep(pause_s)
 
 
-def single(message: RawStreamMsg, kind: Literal["in", "out"]) -> Entry:
+def single(message: RawStreamMsg, kind: Literal["in", "out"]) -> StoredMessage:
     """Build the entry of a message that was read alone, not as part of a page."""
     stored = message.time or datetime.fromtimestamp(0, UTC)
-    return Entry(message.seq or 0, kind, stored, message.data or b"", message.headers or {})
+    return StoredMessage(message.seq or 0, kind, stored, message.data or b"", message.headers or {})
 
 
-def _end(entries: list[Entry]) -> int:
+def _end(entries: list[StoredMessage]) -> int:
     return entries[-1].seq if entries else 0
 
 
-def _entry(message: Msg) -> Entry:
+def _entry(message: Msg) -> StoredMessage:
     headers = message.headers or {}
     kind: Literal["in", "out"] = "in" if headers["Nats-Subject"].endswith(".in") else "out"
     stored = datetime.fromisoformat(headers["Nats-Time-Stamp"])  # truncated to microseconds
-    return Entry(int(headers["Nats-Sequence"]), kind, stored, message.data, headers)
+    return StoredMessage(int(headers["Nats-Sequence"]), kind, stored, message.data, headers)

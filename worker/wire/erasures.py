@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
 
-    from .consistent_reads import Entry
+    from .consistent_reads import StoredMessage
     from .journal import Journal
 
     LetGo = Callable[[Callable[[SessionKey], bool]], set[SessionKey]]
@@ -40,7 +40,7 @@ _KEPT_S: Final = _KEPT_DAYS * 86400.0
 _OFTEN_S: Final = 3600.0
 
 
-class Note(msgspec.Struct, frozen=True):
+class ErasureNote(msgspec.Struct, frozen=True):
     """A note that KV of a forgotten session must be erased, except in the data directories `done`.
 
     `session` is a digest of the session's name.
@@ -87,7 +87,7 @@ class Erasures:
         It concerns all data directories but those in `done`, and all tokens but the first `shared`.
         """
         if len(tokens) > shared:
-            note = Note(_digest(key), Marks.of(key.tenant, tokens.packed(), shared), tuple(done))
+            note = ErasureNote(_digest(key), Marks.of(key.tenant, tokens.packed(), shared), tuple(done))
             await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
 
     async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
@@ -154,11 +154,11 @@ class Erasures:
         self._carried_out = {seq for seq in self._carried_out if seq > done}
         return done
 
-    async def _erase(self, let_go: LetGo, entry: Entry) -> bool:
+    async def _erase(self, let_go: LetGo, entry: StoredMessage) -> bool:
         """Carry out a note; return false if this has to be tried again, for instance after a turn."""
         tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
         try:
-            note = msgspec.json.decode(entry.body, type=Note)
+            note = msgspec.json.decode(entry.body, type=ErasureNote)
         except msgspec.MsgspecError:
             return True  # not written by a worker
         if self._directory in note.done:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Request
     from worker.observe.counters import Telemetry
 
-    from .consistent_reads import Entry
+    from .consistent_reads import StoredMessage
     from .journal import Journal
     from .streams import Streams
 
@@ -93,7 +93,7 @@ def _makes_a_subject(name: str) -> bool:
     return name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
 
 
-def is_of(delivery: Msg, entry: Entry | None) -> bool:
+def is_of(delivery: Msg, entry: StoredMessage | None) -> bool:
     """Whether a delivery is of this entry; a restarted server may have used a lost entry's sequence again."""
     return entry is not None and abs(entry.stored - delivery.metadata.timestamp) <= _SAME_TIME
 
@@ -346,7 +346,11 @@ class Intake:
         return max(most - self._tenants[tenant], 0)
 
     def returns_again(self, key: SessionKey, message: Msg) -> bool:
-        """Whether to return a request again, for lack of room, without looking up its session's owner."""
+        """Whether to return a redelivered request to the server once more, without asking for its owner.
+
+        True if this worker has returned it before and still has no anchor free for the tenant: a backlog
+        that the server delivers again and again would else cost a look-up of the owner each time.
+        """
         return message.metadata.sequence.stream in self._returned and not self.room(key.tenant)
 
     def note_unbegun(self, requests: Mapping[int, SessionKey]) -> None:

@@ -29,7 +29,7 @@ from .consistent_reads import (
     MAX_BACKOFF_S,
     TIMEOUT_S,
     ConsistentReads,
-    Entry,
+    StoredMessage,
     pause_after,
     single,
 )
@@ -99,7 +99,9 @@ class Journal:
         """
         return server_id(self._nc)
 
-    async def page(self, key: SessionKey, kind: Literal["in", "out"], after: int) -> tuple[list[Entry], int]:
+    async def page(
+        self, key: SessionKey, kind: Literal["in", "out"], after: int
+    ) -> tuple[list[StoredMessage], int]:
         """Read a session's next requests, or results, after the stream sequence `after`, in order.
 
         Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
@@ -116,12 +118,12 @@ class Journal:
         message = await self._reads.get(self._subjects.log_stream, seq)
         return (message.data or b"") if message else None
 
-    async def entry(self, seq: int) -> Entry | None:
+    async def entry(self, seq: int) -> StoredMessage | None:
         """Read a request; None if it was removed from the log."""
         message = await self._reads.get(self._subjects.log_stream, seq)
         return single(message, "in") if message else None
 
-    async def first(self, key: SessionKey) -> Entry | None:
+    async def first(self, key: SessionKey) -> StoredMessage | None:
         """Read a session's first result that the log still has, else its first request; None without both."""
         kinds: tuple[Literal["out", "in"], ...] = ("out", "in")
         for kind in kinds:
@@ -164,7 +166,7 @@ class Journal:
         """Read the sequence of a session's last request, result, or note of a close; 0 if there is none."""
         return await self._reads.last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
 
-    async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> Entry | None:
+    async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> StoredMessage | None:
         """Read a session's last entry of a kind; None if there is none."""
         found = await self._reads.last(self._subjects.log_stream, self._subjects.of(key, kind))
         return single(found, "in" if kind == "in" else "out") if found else None
@@ -279,14 +281,14 @@ class Journal:
         """Find the sessions with requests that have no result. Raises nats-py's errors."""
         return [queue.key for queue in await self.queues() if queue.is_waiting]
 
-    async def closed(self, after: int) -> tuple[list[Entry], int]:
+    async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
         """Read the next notes of closes, of all sessions, after the stream sequence `after`.
 
         Also returns the number of notes that remain.
         """
         return await self._reads.page(self._subjects.log_stream, self._subjects.every("closed"), after)
 
-    async def erasures(self, after: int) -> tuple[list[Entry], int]:
+    async def erasures(self, after: int) -> tuple[list[StoredMessage], int]:
         """Read the next notes of erasures, of all tenants, after the sequence `after`; see `closed`."""
         return await self._reads.page(self._subjects.log_stream, self._subjects.erased("*"), after)
 

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-    from .consistent_reads import Entry
+    from .consistent_reads import StoredMessage
     from .journal import Journal
 
 log = structlog.get_logger()
@@ -83,12 +83,12 @@ _FORGET: Final = b"forget"
 class _Closing(NamedTuple):
     """A close in the log: the entry of its result, the result, and whether the close asks to `forget`."""
 
-    entry: Entry
+    entry: StoredMessage
     result: Closed
     forgets: bool
 
 
-def _age_s(note: Entry) -> float:
+def _age_s(note: StoredMessage) -> float:
     return time() - note.stored.timestamp()
 
 
@@ -103,8 +103,9 @@ class Retention:
         max_bytes: int,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Without `closed_ttl_s` closed sessions stay until the log is nearly full.
+        """`max_bytes` is the log's size limit in the server; near it, closed sessions are removed early.
 
+        Without `closed_ttl_s` they stay until then; else until that many seconds after their close.
         `is_first` says whether this worker, and no other one of the prefix, removes them.
         """
         self._is_first = is_first
@@ -218,10 +219,10 @@ class Retention:
             )
         self._nearly_full = nearly_full
 
-    def _is_due(self, note: Entry) -> bool:
+    def _is_due(self, note: StoredMessage) -> bool:
         return self._ttl_s is not None and _age_s(note) >= self._ttl_s
 
-    async def _follow(self, note: Entry, *, at_once: bool) -> bool:
+    async def _follow(self, note: StoredMessage, *, at_once: bool) -> bool:
         """Carry out a note of a close if it is due. Returns False if the close has no result yet."""
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
@@ -244,7 +245,7 @@ class Retention:
         self._forgotten.add(note.seq)
         return True
 
-    async def _remove(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
+    async def _remove(self, key: SessionKey, note: StoredMessage, closed: _Closing) -> None:
         """Remove a close and its result, unless a worker may still know an older one as the session's last.
 
         Requests after the close stay: they belong to a new session.
@@ -266,7 +267,7 @@ class Retention:
         for seq in (*gone, note.seq):  # in this order: a request must not lack its result
             await self._journal.delete(seq)
 
-    async def _remove_before(self, key: SessionKey, note: Entry, closed: _Closing) -> None:
+    async def _remove_before(self, key: SessionKey, note: StoredMessage, closed: _Closing) -> None:
         """Remove all entries up to a close, and later ones that belong to requests before it.
 
         Of the images those stored before the note: later ones are of the next session of this name.
@@ -308,7 +309,7 @@ class Retention:
         return None
 
 
-def _closing(entry: Entry, result: Closed) -> _Closing | None:
+def _closing(entry: StoredMessage, result: Closed) -> _Closing | None:
     """Return a close whose result has its request; None if no worker wrote the result."""
     asked = decode_asked(entry.body)
     request = decode_request(bytes(asked.request)) if asked and asked.request is not UNSET else None

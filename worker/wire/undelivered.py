@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
 
-    from .consistent_reads import Entry
+    from .consistent_reads import StoredMessage
     from .intake import Intake
     from .journal import Journal
 
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 _SLACK_S: Final = 1.0
 
 
-class Undelivered:
+class UndeliveredRequests:
     """Wakes the sessions of undelivered requests, after this worker's start and each start of the server."""
 
     def __init__(
@@ -80,7 +80,7 @@ class Undelivered:
                 await self._wake(Delivery(key, entry.seq, entry.stored, entry.body, again=True))
         return server
 
-    async def _found(self) -> AsyncIterator[tuple[SessionKey, Entry]]:
+    async def _found(self) -> AsyncIterator[tuple[SessionKey, StoredMessage]]:
         for key in await self._journal.unanswered():
             if not self._intake.expects(key):
                 entry = await self._journal.last(key, "in")

@@ -11,10 +11,10 @@ from turnkeep_client.messages import Failed, Generated, UnknownResult, decode_as
 if TYPE_CHECKING:
     from turnkeep_client.messages import Result
 
-    from .consistent_reads import Entry
+    from .consistent_reads import StoredMessage
 
 
-def written(entry: Entry) -> Result | None:
+def written(entry: StoredMessage) -> Result | None:
     """Decode an entry of `out`; None if no worker can have written it.
 
     A worker's result answers an earlier request, has the digest of the history, and has the request itself.
@@ -31,7 +31,7 @@ def written(entry: Entry) -> Result | None:
     return result if not needs_request or decode_asked(entry.body) is not None else None
 
 
-def answers(entry: Entry) -> int:
+def answers(entry: StoredMessage) -> int:
     """Return the sequence of the request that an `out` entry answers; 0 if the entry is not a result."""
     result = written(entry)
     return (result.seq or 0) if result else 0

@@ -6,7 +6,8 @@ import { Call, decode, expect, LAST_POLL_MS } from "./calls.js";
 import { Assembly } from "./chunks.js";
 import type { Piece } from "./chunks.js";
 import { RequestFailedError } from "./errors.js";
-import type { Cancelled, Chunk, Generated, Request } from "./messages.js";
+import type { Cancelled, Chunk, Generated } from "./messages.js";
+import { findRequest } from "./sessionLog.js";
 import type { Wire } from "./wire.js";
 
 /** Pause between two reads for chunks that are known to be missing; doubles up to the second value. */
@@ -188,9 +189,7 @@ class Chunks {
    */
   async #repeats(seq: number): Promise<boolean> {
     const { key, request } = this.#call;
-    const { subjects } = this.#wire;
-    const stored = await this.#wire.get(subjects.logStream, subjects.of(key, "in"), seq);
-    return stored !== undefined && isSame(decode<Request>(stored), request);
+    return isSame(await findRequest(this.#wire, key, seq), request);
   }
 }
 

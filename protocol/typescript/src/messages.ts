@@ -60,12 +60,12 @@ export interface Appended {
 /**
  * The request that a result answers, and the time at which the log stored the request.
  *
- * Each result has it in the field `asked`, if its request was valid JSON of a known type; `decode_asked` reads
- * it. So the results of a session, in their order, say all that happened in it.
+ * Each result has it in the field `asked`; `decode_asked` reads it. So the results of a session, in their
+ * order, say all that happened in it.
  *
  * `request` is the request as it was sent, and `headers` are its headers whose names begin with `Turnkeep-`.
  * If they are long, they are left out: `link` names the last of the messages of the log that together have
- * this `Asked` as a whole.
+ * this `Asked` as a whole. The `request` of an invalid one is a string: its first 1,024 bytes, as UTF-8.
  */
 export interface Asked {
   stored: string;
@@ -595,6 +595,10 @@ export interface Metrics {
   recalled_tokens?: number;
   /** Time in which answers were decoded. */
   decoding_s?: number;
+  /** Restored blocks whose KV was computed again. */
+  audited_blocks?: number;
+  /** Restored blocks whose KV was wrong. */
+  wrong_blocks?: number;
   worker: string;
   version: string;
   model: string;
@@ -739,7 +743,8 @@ export interface Parent {
  * An image among a session's tokens: rows of the image stand for the tokens `[start, end)`.
  *
  * `digest` is the SHA-256 of its file. `fingerprint` names what the rows are computed from; `grid` says how
- * many tokens the model needs for it, and in which order.
+ * many tokens the model needs for it, and in which order. If the tokens have positions in a plane, each of its
+ * lines has `columns` tokens.
  */
 export interface PlacedImage {
   digest: string;
@@ -747,6 +752,7 @@ export interface PlacedImage {
   end: number;
   fingerprint: string;
   grid: readonly number[];
+  columns?: number;
 }
 
 /** Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now. */

@@ -32,6 +32,9 @@ export interface SessionLog {
   readonly isCopy: boolean;
 }
 
+/** A result as the log has it. */
+type Answered = Result & { asked?: Asked };
+
 /** Read a session's log before the sequence `end`. */
 export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Promise<SessionLog> {
   const { subjects } = wire;
@@ -43,8 +46,8 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   const found = new Map<number, Exchange>();
   const answeredSeqs = new Set<number>();
   for (const { seq: answered, body, headers } of results) {
-    const result = decode<Result & { asked?: Asked }>(body);
-    const asked = result?.asked?.link ? await linked(wire, key, result.asked.link) : result?.asked;
+    const result = decode<Answered>(body);
+    const asked = await askedIn(wire, key, result);
     const request = (asked?.request as Request | undefined) ?? requests.get(result?.seq ?? 0);
     isCopy ||= BEGAN_HEADER in (asked?.headers ?? {});
     answeredSeqs.add(result?.seq ?? 0);
@@ -57,6 +60,23 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
     waiting: queue.map(({ seq }) => seq).filter((seq) => !answeredSeqs.has(seq)),
     isCopy,
   };
+}
+
+/** Read the request that was stored at `seq`, also one that is only in its result; undefined after a fault. */
+export async function findRequest(wire: Wire, key: SessionKey, seq: number): Promise<Request | undefined> {
+  const { subjects } = wire;
+  const queued = await wire.get(subjects.logStream, subjects.of(key, "in"), seq);
+  if (queued !== undefined) return decode<Request>(queued);
+  for (const { body } of await wire.read(subjects.logStream, subjects.of(key, "out"), seq + 1)) {
+    const result = decode<Answered>(body);
+    if (result?.seq === seq) return (await askedIn(wire, key, result))?.request as Request | undefined;
+  }
+  return undefined;
+}
+
+/** Return the request of a result, which is stored beside it if it is long. */
+async function askedIn(wire: Wire, key: SessionKey, result: Answered | undefined): Promise<Asked | undefined> {
+  return result?.asked?.link ? await linked(wire, key, result.asked.link) : result?.asked;
 }
 
 /** Read a long request from the messages of the log that a link leads to; undefined if they are gone. */

@@ -106,7 +106,8 @@ class Eyes:
                 at = tokens.index(self.image_token, at) - one.start
             if tokens[max(at, 0) : at + len(one.tokens)] != one.tokens:
                 raise ImageError("the tokenizer writes an image in another way; get the whole model again")
-            spans.append(ImageSpan(at + one.start, at + one.end, one.fingerprint, one.digest))
+            columns = one.grid[-1] if self._family.is_plane else 0
+            spans.append(ImageSpan(at + one.start, at + one.end, one.fingerprint, one.digest, columns))
             at += len(one.tokens)
         return as_tokens(tokens, spans)
 

@@ -1,8 +1,7 @@
 """The families of models that see: how each processes an image, and which tokens stand for it in a prompt.
 
 One class for each way; `FAMILIES` has the class of each `model_type`. A family that is not here cannot see.
-All of them have one position for each token, as in text (`capabilities`). Processors come from transformers,
-as far as it has them without torch.
+Processors come from transformers, as far as it has them without torch.
 """
 
 from __future__ import annotations
@@ -42,6 +41,12 @@ class Family:
     image: str = "<image>"
     #: The module of transformers' processors, and the class.
     processor_class: tuple[str, str]
+    #: The last layer of the tower that is used, counted from the end.
+    last_layer: int = -1
+    #: For each rotary frequency, the position that turns it: time 0, height 1, width 2; see `language_parts`.
+    axes: Sequence[int] = ()
+    #: How many layers of the language model get further rows of an image (DeepStack).
+    num_deep: int = 0
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Take a model's config.json and its processor's settings; raises anything if they do not fit."""
@@ -50,6 +55,11 @@ class Family:
         self.patch = int(self.vision["patch_size"])
         module, name = self.processor_class
         self.processor = self.make(getattr(import_module(module), name))
+
+    @property
+    def is_plane(self) -> bool:
+        """Whether the tokens of an image have positions in a plane, of `grid[-1]` columns."""
+        return bool(self.axes)
 
     def make(self, processor: Any) -> Any:
         """Make the processor."""
@@ -122,6 +132,11 @@ class LlavaFamily(Family):
 
     module = "llava"
     processor_class = ("transformers.models.clip.image_processing_pil_clip", "CLIPImageProcessorPil")
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        used = config.get("vision_feature_layer", -2)
+        self.last_layer = used if isinstance(used, int) and used < 0 else -1
 
     @property
     def most_patches(self) -> int:  # noqa: D102
@@ -233,6 +248,57 @@ class Lfm2Family(Family):
         return f"<|image_start|>{found}<|image_end|>" if marked else found
 
 
+class Qwen2Family(Family):
+    """Qwen2-VL: one view in about the image's shape; its tokens have positions in a plane."""
+
+    module = "qwen2_vl"
+    image = "<|image_pad|>"
+    processor_class = (
+        "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
+        "Qwen2VLImageProcessorPil",
+    )
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        text = config.get("text_config", config)
+        rotary = text.get("rope_parameters") or text["rope_scaling"]
+        self.axes = [axis for axis, size in enumerate(rotary["mrope_section"]) for _ in range(size)]
+
+    @property
+    def most_patches(self) -> int:  # noqa: D102
+        return int(self.processor.size["longest_edge"]) // self.patch**2
+
+    def views(self, image: Image) -> tuple[Grid, list[View]]:  # noqa: D102
+        found = self.processor.preprocess([image], return_tensors="np")
+        merged = int(self.processor.merge_size)
+        _, height, width = (int(side) for side in found["image_grid_thw"][0])
+        grid = height // merged, width // merged
+        arrays = {name: found[name] for name in ("pixel_values", "image_grid_thw")}
+        return grid, [View(arrays, grid[0] * grid[1], height * width)]
+
+    def text(self, grid: Sequence[int]) -> str:  # noqa: D102
+        return self.image * (grid[0] * grid[1])
+
+
+class Qwen25Family(Qwen2Family):
+    """Qwen2.5-VL, whose tower attends within windows."""
+
+    module = "qwen2_5_vl"
+
+
+class Qwen3Family(Qwen2Family):
+    """Qwen3-VL, whose sections of frequencies take turns, and whose first layers get rows too."""
+
+    module = "qwen3_vl"
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        _, height, width = (self.axes.count(axis) for axis in range(3))
+        turns = ((i, i % 3) for i in range(len(self.axes)))
+        self.axes = [axis if i < 3 * (0, height, width)[axis] else 0 for i, axis in turns]
+        self.num_deep = len(self.vision["deepstack_visual_indexes"])
+
+
 _LFM2_SETTINGS: Final = (
     *("downsample_factor", "encoder_patch_size", "min_image_tokens", "max_image_tokens", "tile_size"),
     *("max_pixels_tolerance", "do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail"),
@@ -247,4 +313,7 @@ FAMILIES: Final[dict[str, type[Family]]] = {
     "mistral3": Mistral3Family,
     "lfm2_vl": Lfm2Family,
     "lfm2-vl": Lfm2Family,
+    "qwen2_vl": Qwen2Family,
+    "qwen2_5_vl": Qwen25Family,
+    "qwen3_vl": Qwen3Family,
 }

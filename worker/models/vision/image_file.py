@@ -19,7 +19,10 @@ MOST_BYTES: Final = 20_000_000
 MOST_PIXELS: Final = 32_000_000
 #: How many times longer than wide an image may be: processors enlarge a short side to hundreds of pixels.
 MOST_RATIO: Final = 100
+#: The most scans of a progressive JPEG: each takes 30 ms or more, and has 50 bytes or more.
+MOST_SCANS: Final = 50
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF")
+_SCAN: Final = b"\xff\xda"
 
 
 class ImageError(Exception):
@@ -27,7 +30,7 @@ class ImageError(Exception):
 
 
 def decode(data: bytes) -> Image:
-    """Return an image file's pixels as RGB: the first frame of a GIF, upright, transparency on white.
+    """Return an image file's pixels as RGB: the first picture of several, upright, transparency on white.
 
     Raises `ImageError`.
     """
@@ -38,7 +41,7 @@ def decode(data: bytes) -> Image:
     Image.MAX_IMAGE_PIXELS = None  # PIL would only warn below twice its own limit
     try:
         with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
-            _check(image)
+            _check(image, data)
             image.load()
             return _on_white(ImageOps.exif_transpose(image))
     except ImageError:
@@ -49,7 +52,7 @@ def decode(data: bytes) -> Image:
         raise ImageError("the image is empty or does not fit into memory; send a PNG, JPEG or WebP") from None
 
 
-def _check(image: ImageFile) -> None:
+def _check(image: ImageFile, data: bytes) -> None:
     """Check what the file's header says, before memory is used for the pixels."""
     width, height = image.size
     if not 0 < width * height <= MOST_PIXELS:
@@ -58,7 +61,9 @@ def _check(image: ImageFile) -> None:
         raise ImageError(
             f"the image has {width} x {height} pixels; a side may be {MOST_RATIO} times the other"
         )
-    if getattr(image, "is_animated", False) and image.format != "GIF":
+    if image.format in ("JPEG", "MPO") and (num := data.count(_SCAN)) > MOST_SCANS:
+        raise ImageError(f"the image is a JPEG of {num} scans; the most are {MOST_SCANS}")
+    if image.format in ("PNG", "WEBP") and getattr(image, "is_animated", False):
         raise ImageError(f"the image is an animated {image.format}; send one frame of it")
 
 

@@ -12,7 +12,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 #: By `model_type`: the architecture of the language model, unless config.json names it.
-LANGUAGE: Final = {"idefics3": "llama", "smolvlm": "llama", "lfm2_vl": "lfm2"}
+LANGUAGE: Final = {
+    "idefics3": "llama",
+    "smolvlm": "llama",
+    "lfm2_vl": "lfm2",
+    "qwen2_vl": "qwen2",
+    "qwen2_5_vl": "qwen2",
+    "qwen3_vl": "qwen3",
+}
 #: How transformers and mlx-vlm name its weights, and how mlx-lm does. All other weights are the tower's.
 _NAMES: Final = {
     "model.text_model.": "model.",
@@ -21,6 +28,9 @@ _NAMES: Final = {
     "language_model.lm_head.": "lm_head.",
     "language_model.": "model.",
     "lm_head.": "lm_head.",
+    "model.embed_tokens.": "model.embed_tokens.",
+    "model.layers.": "model.layers.",
+    "model.norm.": "model.norm.",
 }
 
 
@@ -33,7 +43,10 @@ def language_classes(folder: Path) -> Any:
     )
 
     def classes(config: Mapping[str, Any]) -> tuple[Any, Any]:
-        text = {"model_type": LANGUAGE[config["model_type"]], **config["text_config"]}
+        family = config["model_type"]
+        text = {"model_type": LANGUAGE[family], **config.get("text_config", config)}
+        if text["model_type"].startswith(family):  # the family's own name for it
+            text["model_type"] = LANGUAGE[family]
         text["tie_word_embeddings"] = not has_head
         kind, arguments = utils._get_classes(text)  # noqa: SLF001  # the default of `load_model`
 

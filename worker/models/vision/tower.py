@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import mlx.core as mx
 from mlx import nn
+from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
 if TYPE_CHECKING:
@@ -32,6 +33,9 @@ class _Blank:
     def embed_tokens(self, tokens: mx.array) -> mx.array:
         return mx.zeros((*tokens.shape, self._size), self._dtype)
 
+    def get_rope_index(self, *_: Any) -> tuple[None, None]:
+        return None, None
+
 
 class Tower:
     """A loaded tower, with the projector to a language model's hidden size."""
@@ -39,7 +43,9 @@ class Tower:
     def __init__(self, model: Any, family: Family) -> None:
         """`model` is mlx-vlm's, whose language model is a `_Blank`."""
         self._model = model
-        self._token = int(model.config.image_token_index)
+        names = ("image_token_index", "image_token_id")
+        self._token = next(int(getattr(model.config, name)) for name in names if hasattr(model.config, name))
+        self._outputs = _record_layers(model)
         self.family = family
 
     @property
@@ -48,19 +54,64 @@ class Tower:
         leaves: Any = tree_flatten(self._model.parameters())
         return [array for _, array in leaves]
 
-    def rows(self, view: View) -> mx.array:
-        """Build the rows of a view, (`num_rows`, hidden size); they are not evaluated."""
+    def stages(self, view: View) -> list[mx.array]:
+        """Build a view's rows, (`num_rows`, hidden size), as the last of arrays that are not evaluated.
+
+        Behind each row are its further ones, one for each of the family's deep layers.
+
+        The arrays before them are the layers' outputs. Evaluated in order, none takes longer than a layer,
+        and the rows have the same bits as if evaluated at once.
+        """
         tokens = mx.full((1, view.num_rows), self._token)
         arrays = {name: mx.array(array) for name, array in view.arrays.items()}
-        rows: mx.array = self._model.get_input_embeddings(tokens, **arrays).inputs_embeds[0]
-        return rows
+        self._outputs.clear()
+        if self.family.num_deep:  # mlx-vlm would evaluate them at once
+            tower = self._model.vision_tower
+            pixels = arrays["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
+            first, deep = tower(pixels, arrays["image_grid_thw"])
+            rows = mx.concatenate([first, *deep], axis=-1)
+        else:
+            rows = self._model.get_input_embeddings(tokens, **arrays).inputs_embeds[0]
+        used = self._outputs[: len(self._outputs) + 1 + self.family.last_layer]
+        self._outputs.clear()
+        return [*used, rows]
+
+
+def _record_layers(model: Any) -> list[mx.array]:
+    """Patch a tower so that its layers add their outputs to the returned list, in the order of calls.
+
+    The layers are the modules in a list whose class is not one of MLX's own.
+    """
+    outputs: list[mx.array] = []
+
+    def recorded(kind: Any) -> Any:
+        def call(self: Any, *args: Any, **options: Any) -> Any:
+            output = kind.__call__(self, *args, **options)
+            outputs.append(output)
+            return output
+
+        return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
+
+    layers = [
+        layer
+        for parent in model.modules()
+        for member in parent.values()
+        if isinstance(member, list)
+        for layer in member
+        if isinstance(layer, Module) and not type(layer).__module__.startswith("mlx.")
+    ]
+    kinds = {kind: recorded(kind) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.__class__ = kinds[type(layer)]
+    return outputs
 
 
 def build(family: Family, config: Mapping[str, Any], dtype: mx.Dtype) -> tuple[Any, Any]:
     """Build mlx-vlm's model of a family without a language model; return it, and its module."""
     module = import_module(f"mlx_vlm.models.{family.module}")
-    given = module.ModelConfig.from_dict(config)
-    given.text_config = module.TextConfig.from_dict(config["text_config"])
+    given = module.ModelConfig.from_dict(dict(config))  # which some change
+    text = {k: v for k, v in config.get("text_config", config).items() if k != "rope_scaling"}
+    given.text_config = module.TextConfig.from_dict(text)
     given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
     model = module.Model(given)
     size = given.text_config.hidden_size

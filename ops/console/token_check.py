@@ -32,7 +32,7 @@ _HEADERS: Final = {
 }
 
 
-class Door:
+class TokenCheck:
     """ASGI middleware: passes requests with the token on to `app`, and adds security headers to responses."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:

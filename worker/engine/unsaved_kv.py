@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from worker.device.request import TurnRequest
-from worker.device.turn import SnapshotCut, Turn, TurnPlan
+from worker.device.turn import DeviceTurn, SnapshotCut, TurnPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,7 +40,7 @@ _POLL_S: Final = 0.05
 _RETRY_S: Final = 10.0
 
 
-class Saving:
+class UnsavedKv:
     """The sessions whose KV the index may lack, and the one whose KV is being copied. Event loop only."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Saving:
         store: Store,
         residency: Residency,
         at_work: Callable[[], set[SessionKey]],
-        copy: Callable[[Turn], None],
+        copy: Callable[[DeviceTurn], None],
         kv: Callable[[Policy], KvSize],
     ) -> None:
         """`at_work` returns the sessions that are not idle, `kv` the size of a session's KV.
@@ -63,7 +63,7 @@ class Saving:
         #: When to look at each session next; the least recently active session first.
         self._lacking: dict[SessionKey, float] = {}
         #: The turn that stands for an idle session while the device copies its `spans`. It never runs.
-        self._copied: Turn | None = None
+        self._copied: DeviceTurn | None = None
         self._changed = asyncio.Event()
         store.listen(self._lost)
 
@@ -92,7 +92,7 @@ class Saving:
         if self._missing(key):
             self._note(key)
 
-    def end_copy(self, turn: Turn) -> None:
+    def end_copy(self, turn: DeviceTurn) -> None:
         """Note that the device has copied what it could of an idle session."""
         if turn is self._copied:
             self._copied = None
@@ -170,7 +170,7 @@ class Saving:
             return False
         chain = self._store.kv.chain(key.tenant, policy, tokens)
         plan = TurnPlan(chain=chain, spans=tuple(spans[: max(num_fitting, 1)]))
-        self._copied = Turn(TurnRequest(key, tokens, policy), plan)
+        self._copied = DeviceTurn(TurnRequest(key, tokens, policy), plan)
         self._lacking[key] = time.monotonic() + _RETRY_S
         self._copy_spans(self._copied)
         return True

@@ -16,7 +16,7 @@ _SHARE: Final = 0.3
 _FORGOTTEN: Final = 0.95
 
 
-class Rates:
+class RestoreTimes:
     """Average seconds for a byte read from disk, a byte fetched from the remote tier, and a prefilled token.
 
     Each average is None until it is measured.

@@ -75,7 +75,7 @@ class _Form(Struct):
     format: int
 
 
-class Line(Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ExchangeLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request and its result, with their sequences and times in the original log.
 
     `parts` is data of the result that did not fit into its message; only workers need this data. `seed` is
@@ -179,7 +179,7 @@ def _lines(exchanges: Sequence[Exchange], parts: Mapping[int | str, bytes]) -> b
     images = {name: entry for name, entry in parts.items() if isinstance(name, str)}
     return b"".join(
         encoder.encode(
-            Line(
+            ExchangeLine(
                 seq=one.asked.seq,
                 stored=one.asked.stored,
                 request=msgspec.Raw(one.asked.body),
@@ -206,7 +206,7 @@ def _signed(manifest: bytes) -> bytes:
     return manifest[:-1] + _CHECKSUM + _digest(manifest[:-1]).encode() + b'"}'
 
 
-def read(source: Path) -> tuple[Manifest, list[Line]]:
+def read(source: Path) -> tuple[Manifest, list[ExchangeLine]]:
     """Read an exported session, and check everything but the content of snapshots. Raises `CopyError`."""
     if not source.is_file():
         raise CopyError(f"{source} is no file; save the export to one first")
@@ -216,7 +216,7 @@ def read(source: Path) -> tuple[Manifest, list[Line]]:
             manifest = _manifest(source, _content(file, members, _SESSION))
             log = _content(file, members, _LOG)
             found = tuple((member.name, member.size) for member in members)
-        lines = msgspec.json.Decoder(Line).decode_lines(log)
+        lines = msgspec.json.Decoder(ExchangeLine).decode_lines(log)
         if (_digest(log), found, len(lines)) != (manifest.digest, manifest.kv, manifest.exchanges):
             raise tarfile.ReadError("its content is not what was written")
         _check(manifest, lines)
@@ -235,7 +235,7 @@ def read(source: Path) -> tuple[Manifest, list[Line]]:
     return manifest, lines
 
 
-def _check(manifest: Manifest, lines: Sequence[Line]) -> None:
+def _check(manifest: Manifest, lines: Sequence[ExchangeLine]) -> None:
     """Raise `InvalidMessageError` or `tarfile.ReadError` if a line cannot have come from a log."""
     session_key(manifest.tenant, manifest.session)
     for line in lines:

@@ -11,15 +11,15 @@ from engine_process import open_process
 from tiny_models import BLOCK, prompt
 
 from cache.disk import format as snapshot_format
-from worker.engine import rates as measured
-from worker.engine.rates import Rates
+from worker.engine import restore_times as measured
+from worker.engine.restore_times import RestoreTimes
 
 MIB = 2**20
 
 
 def test_a_fetch_is_tried_again_after_refusals_whether_the_disk_or_the_tier_was_slow() -> None:
     for tier_s, disk_s in ((60.0, 1.0), (1.0, 60.0), (1.0, None)):
-        rates = Rates()
+        rates = RestoreTimes()
         rates.prefilled(1000, seconds=1.0)
         rates.fetched(64 * MIB, tier_s)
         if disk_s is not None:
@@ -30,7 +30,7 @@ def test_a_fetch_is_tried_again_after_refusals_whether_the_disk_or_the_tier_was_
 
 
 def test_a_restore_is_tried_again_after_refusals() -> None:
-    rates = Rates()
+    rates = RestoreTimes()
     rates.prefilled(1000, seconds=1.0)
     rates.restored(64 * MIB, seconds=60.0)
     assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50

@@ -16,7 +16,7 @@ _GRAIN: Final = 8
 _SHARE: Final = 0.4
 
 
-class Pace:
+class PrefillBudget:
     """Limits the prompt tokens of a step, so that it takes at most `stall_s` while answers run.
 
     Without answers, it takes at most `alone_s`. A step has at most `most` prompt tokens: a block on a CPU,
@@ -24,7 +24,7 @@ class Pace:
     """
 
     def __init__(self, stall_s: float, most: int, alone_s: float = math.inf) -> None:
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self._alone_s = alone_s
         #: The most prompt tokens of a step.
         self.most = most
@@ -62,11 +62,14 @@ class Pace:
         self.most = min(self.most, max(was // 2 // _GRAIN * _GRAIN, LEAST))
         return was > LEAST
 
-    def budget(self, num_rows: int) -> int:
-        """Return how many prompt tokens the next step may run beside `num_rows` answers."""
+    def budget(self, num_rows: int, spent_s: float = 0.0) -> int:
+        """Return how many prompt tokens the next step may run beside `num_rows` answers.
+
+        The answers have already stalled for `spent_s`.
+        """
         if not self._num_tokens:
             return min(LEAST, self.most) if num_rows else self.most
-        left_s = max(self._stall_s - self._row_s, 0.0) if num_rows else self._alone_s
+        left_s = max(self.stall_s - self._row_s - spent_s, 0.0) if num_rows else self._alone_s
         fitting = left_s * self._num_tokens / self._prompt_s if self._prompt_s > 0 else self.most
         return min(max(int(min(fitting, self.most)) // _GRAIN * _GRAIN, LEAST), self.most)
 

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
     from turnkeep_client.session import Session
     from worker.process.settings import Settings
 
-    from .flags import Given
+    from .flags import GivenSettings
 
 #: The settings of a command that talks to NATS.
 CLIENT_SETTINGS: Final = ("data_dir", "nats", "nats_port", "prefix", *CREDENTIAL_SETTINGS)
 #: The settings of a gateway, beside those.
-GATEWAY_SETTINGS: Final = ("gateway_ttl_s", "gateway_image_hosts")
+GATEWAY_SETTINGS: Final = ("gateway_ttl_s",)
 #: Settings that no other command is advised to use: each NATS user has its own. The CA is everybody's.
 _OF_A_USER: Final = frozenset(CREDENTIAL_SETTINGS) - {"nats_ca"}
 #: How long a worker may take to reply; it may have to load its model first.
@@ -270,7 +270,7 @@ def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Call
 
     @with_settings(*CLIENT_SETTINGS)
     @functools.wraps(command)
-    def called(given: Given, tenant: str = DEFAULT_TENANT, **options: Any) -> None:
+    def called(given: GivenSettings, tenant: str = DEFAULT_TENANT, **options: Any) -> None:
         if code := talk(given.load(), tenant, lambda client: command(client, **options)):
             sys.exit(code)
 

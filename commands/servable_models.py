@@ -13,7 +13,7 @@ from worker.models.blas import computes_on_linux_cpu
 from worker.models.catalog import count_parameters, list_models, named, packaged_gguf
 from worker.models.model_files import ModelError
 
-from .talking import command_line
+from .nats_connection import command_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from worker.process.settings import Settings
 
 
-class Shelf:
+class ServableModels:
     """The models that a worker with these settings could serve."""
 
     def __init__(self, settings: Settings, models: Mapping[str, Settings] | None = None) -> None:

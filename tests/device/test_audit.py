@@ -1,0 +1,108 @@
+"""Restored KV is computed again while the worker is idle; what differs is found, removed and counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from engine_process import Process, open_process
+from mlx.utils import tree_map
+from tiny_models import BLOCK
+
+from worker.engine import audit
+
+PROMPT = [1 + i % 90 for i in range(6 * BLOCK + 3)]
+
+
+@asynccontextmanager
+async def auditing(model: Any, directory: Path, trials: Path) -> AsyncIterator[Process]:
+    """Run a `Process` that audits all restored blocks."""
+    async with open_process(model, directory, trials=trials) as process:
+        assert process.engine._audit is not None
+        process.engine._audit._one_in = 1
+        task = asyncio.create_task(process.engine.audit())
+        try:
+            yield process
+        finally:
+            task.cancel()
+
+
+async def audited(process: Process, num: int) -> int:
+    """Wait until `num` blocks were audited; return how many were wrong."""
+    totals = process.engine._telemetry.totals
+    async with asyncio.timeout(20):
+        while totals.audited_blocks < num:  # noqa: ASYNC110  # a counter, as users see it
+            await asyncio.sleep(0.01)
+    return totals.wrong_blocks
+
+
+async def stored(model: Any, directory: Path, trials: Path) -> list[int]:
+    """Answer `PROMPT`, store its KV, and return the answer."""
+    async with open_process(model, directory, trials=trials) as process:
+        _, said, _ = await process.generate(PROMPT, 4)
+        assert await process.store.queue.drained(5)
+        return said
+
+
+@pytest.mark.parametrize(
+    ("kind", "kv_bits"), [("llama", None), ("llama", 4), ("exaone4", None), ("qwen3_next", None)]
+)
+async def test_restored_blocks_are_computed_again_and_found_right(
+    kind: str, kv_bits: int | None, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    model = make_model(kind, kv_bits)
+    said = await stored(model, tmp_path, trials)
+    async with auditing(model, tmp_path, trials) as process:
+        found, again, _ = await process.generate(PROMPT, 4)
+        assert found.num_prefilled <= 3
+        assert again == said
+        assert await audited(process, 6) == 0
+        assert process.engine._telemetry.totals.prefilled_tokens == found.num_prefilled
+        found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
+        assert found.num_prefilled <= 2, "the session's KV is still on the device"
+
+
+async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it_are_removed(
+    build_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await stored(build_model("llama"), tmp_path, trials)
+    other = build_model("llama")
+    other.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.1, other.parameters()))
+    mx.eval(other.parameters())
+    drawn = iter([1, 1, 0, 1, 1, 1])  # the third of six blocks is audited
+    monkeypatch.setattr(audit.random, "randrange", lambda stop: next(drawn, 1))
+    async with auditing(other, tmp_path, trials) as process:
+        await process.generate(PROMPT, 1)
+        assert await audited(process, 1) == 1
+        assert len(list((tmp_path / "quarantine").iterdir())) == 1
+        assert process.store.stats().stored == 2
+        found, _, _ = await process.generate(PROMPT, 1)
+        assert found.num_cached == 2 * BLOCK, "also the session's KV on the device is gone"
+
+
+async def test_an_audit_waits_until_no_request_runs_and_begins_again(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    await stored(model, tmp_path, trials)
+    async with auditing(model, tmp_path, trials) as process:
+        read, requests, num_read = process.store.kv.block, list[asyncio.Task[Any]](), 0
+
+        async def read_beside_a_request(*args: Any) -> Any:
+            nonlocal num_read
+            found, num_read = await read(*args), num_read + 1
+            if len(requests) < 3:
+                requests.append(asyncio.create_task(process.append([7] * 40, name="other")))
+                await asyncio.sleep(0)
+            return found
+
+        monkeypatch.setattr(process.store.kv, "block", read_beside_a_request)
+        await process.generate(PROMPT, 1)
+        assert await audited(process, 6) == 0
+        assert len(await asyncio.gather(*requests)) == 3
+        assert num_read == 6 + 3

@@ -1,0 +1,70 @@
+"""Images in the log: a file is stored once, in entries that prove themselves, and read back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import pytest
+from scripted_worker import SUBJECTS, FakeWorker
+
+from turnkeep_client import image
+from turnkeep_client.client import Client
+from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.images import PIECE_BYTES, assembled, entries
+from turnkeep_client.subjects import SessionKey
+
+KEY = SessionKey("default", "s")
+
+
+def picture(num_bytes: int) -> bytes:
+    return b"\x89PNG" + os.urandom(num_bytes - 4)
+
+
+async def test_a_session_stores_the_files_of_images_before_the_request_and_reads_them_back(
+    client: Client, worker: FakeWorker
+) -> None:
+    session, small, large = client.session("s"), picture(99), picture(3 * PIECE_BYTES + 1)
+    names = [hashlib.sha256(one).hexdigest() for one in (small, large)]
+    for _ in range(2):
+        parts = [{"type": "text", "text": "which?"}, image(small), image(large)]
+        generation = session.generate(messages=[{"role": "user", "content": parts}], timeout_s=0.3)
+        with pytest.raises(TimeoutError):
+            await generation
+    stored = [one for one in await client.stored.subjects() if one == KEY]
+    assert [(await client.stored.subjects())[key] for key in stored] == [{"in": 2, "image": 6}]
+    request = (await client.log("s"))[0]
+    assert request.seq == 7
+    assert len(request.body) < 500
+    assert [await session.image(name) for name in names] == [small, large]
+    with pytest.raises(InvalidMessageError, match=f"the log has no image {'0' * 64}"):
+        await session.image("0" * 64)
+
+
+async def test_an_image_from_before_a_close_is_stored_again(client: Client, worker: FakeWorker) -> None:
+    data = picture(99)
+    digest = hashlib.sha256(data).hexdigest()
+    await client._wire.store_images(KEY, {digest: data})
+    await worker.js.publish(SUBJECTS.of(KEY, "closed"), b"")
+    for _ in range(2):
+        await client._wire.store_images(KEY, {digest: data})
+    assert (await client.stored.subjects())[KEY] == {"image": 2, "closed": 1}
+
+
+@pytest.mark.parametrize("num_bytes", [1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES])
+async def test_a_file_is_assembled_only_if_every_entry_is_what_its_name_says(num_bytes: int) -> None:
+    data = os.urandom(num_bytes)
+    stored = dict(entries(data))
+    *_, digest = stored
+
+    async def read(name: str) -> bytes | None:
+        return stored.get(name)
+
+    assert max(map(len, stored.values())) <= PIECE_BYTES
+    assert await assembled(digest, read) == data
+    for name, body in [*stored.items()]:
+        stored[name] = body[:-1] + bytes([body[-1] ^ 1])
+        assert await assembled(digest, read) is None
+        del stored[name]
+        assert await assembled(digest, read) is None
+        stored[name] = body
