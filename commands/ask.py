@@ -18,6 +18,7 @@ from turnkeep_client.messages import encode
 
 from .flags import tenant_option, tool_option, with_answer_options, with_settings
 from .nats_connection import CLIENT_SETTINGS, named, talk
+from .pictures import content_of, parts_of
 from .sampling import asked, cut
 from .screen import complain, printable
 from .stream import stream, while_reachable
@@ -176,7 +177,7 @@ async def answer(
     `count`, print that many answers, and leave the session unchanged.
     """
     instructed = [{"role": "system", "content": wanted.system}] if wanted.system else []
-    messages = [*instructed, {"role": "user", "content": text}]
+    messages = [*instructed, {"role": "user", "content": content_of(text, parts_of(wanted.images))}]
     options = await asked(client, wanted.sampling)
     async with named(client, name or f"ask-{uuid4().hex[:12]}", wanted.cache) as session:
         if count is None:

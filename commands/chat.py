@@ -13,6 +13,7 @@ from uuid import uuid4
 
 import click
 
+from ops.log import written
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import OPTIONS, Generate
 from turnkeep_client.session import build
@@ -23,13 +24,14 @@ from .control import print_info
 from .exchanges import last_exchanges
 from .flags import tenant_option, with_answer_options
 from .nats_connection import with_client
+from .pictures import content_of, dragged, parts_of
 from .rendering import MarkdownScreen
 from .sampling import cut, preferred, whole
 from .screen import printable, wrapped
 from .stream import stream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
     from prompt_toolkit.key_binding import KeyBindings
     from prompt_toolkit.key_binding.key_processor import KeyPressEvent
@@ -97,8 +99,10 @@ class _Chat:
         self._options = options
         self._session = client.session(name, cache=options.cache)
         self._name = name
-        #: The last question of this chat in the session, and its answer.
-        self._last: tuple[str, Generation] | None = None
+        #: The last question of this chat in the session, its images, and its answer.
+        self._last: tuple[str, list[dict[str, Any]], Generation] | None = None
+        #: The images that go with the next question.
+        self._images = parts_of(options.images)
         self._defaults: dict[str, Any] = {}
         self._sampling = self._defaults
         self._commands: dict[str, Callable[[str], Awaitable[None]]] = {
@@ -123,8 +127,14 @@ class _Chat:
                     await self._commands[word](rest.strip())
                 elif word.startswith("/") and word[1:].isalpha():
                     _say(f"There is no command {word}; /help lists them. To send it, begin with a space.")
+                elif files := dragged(line):
+                    self._images += parts_of(files)
+                    _say(f"Images for the next question: {len(self._images)}")
                 else:
-                    await self._answer(line)
+                    images, self._images = self._images, []
+                    await self._answer(line, images)
+            except click.UsageError as error:
+                _say(f"turnkeep: {error.message}")
             except TurnkeepError as error:
                 _say(f"turnkeep: {error}")
 
@@ -161,10 +171,11 @@ class _Chat:
         if waiting := len(info.waiting) + (info.active is not None):
             _say(f"Unanswered requests of the session: {waiting}. Your question waits for them.\n")
 
-    async def _answer(self, question: str) -> None:
+    async def _answer(self, question: str, images: list[dict[str, Any]]) -> None:
         options = whole(self._sampling)
-        generation = self._session.generate(messages=[{"role": "user", "content": question}], **options)
-        self._last = question, generation
+        message = {"role": "user", "content": content_of(question, images)}
+        generation = self._session.generate(messages=[message], **options)
+        self._last = question, images, generation
         answered = await stream(
             self._session, generation, reasoning=self._options.reasoning, screen=MarkdownScreen()
         )
@@ -207,37 +218,40 @@ class _Chat:
         count = int(words or 1) if len(words) < 10 and (words.isdecimal() or not words) else 0
         if count < 1:
             raise InvalidMessageError(f"{words!r} is not valid; it must be a number of exchanges")
-        _say(f"Removed: {_end_of(await self._remove(count))}")
+        _say(f"Removed: {_end_of((await self._remove(count))[0])}")
 
-    async def _remove(self, count: int) -> str:
-        """Rewind the session by `count` exchanges; return the first removed question."""
-        _, question = await rewind_last(self._client, self._name, count, _PATIENCE_S)
+    async def _remove(self, count: int) -> tuple[str, list[dict[str, Any]]]:
+        """Rewind the session by `count` exchanges; return the first removed question and its images."""
+        _, removed = await rewind_last(self._client, self._name, count, _PATIENCE_S)
         self._last = None
-        return question
+        return removed.question, [{"type": "image", "digest": one} for one in removed.images]
 
     async def _retry(self, _: str) -> None:
-        question = await self._unanswered()
-        if question is None:
+        asked = await self._unanswered()
+        if asked is None:
             if not await last_exchanges(self._client, self._name):
                 raise InvalidMessageError("there is no question to ask again")
-            question = await self._remove(1)
+            asked = await self._remove(1)
             if not self._sampling.get("temperature"):
                 _say("At temperature 0 the answer is the same; /set temperature 0.7 varies it.")
-        _say(f"> {_end_of(question)}")
-        await self._answer(question)
+        _say(f"> {_end_of(asked[0])}")
+        await self._answer(*asked)
 
-    async def _unanswered(self) -> str | None:
-        """Return the last question if nothing answers it. Raises `InvalidMessageError` if it still waits."""
+    async def _unanswered(self) -> tuple[str, list[dict[str, Any]]] | None:
+        """Return the last question and its images if nothing answers it.
+
+        Raises `InvalidMessageError` if it still waits.
+        """
         if self._last is None:
             return None
-        question, generation = self._last
+        question, images, generation = self._last
         if generation.seq is None:
-            return question  # the log may not have it
+            return question, images  # the log may not have it
         try:
             async with asyncio.timeout(_LOOK_S):
-                return None if (await generation).tokens else question
+                return None if (await generation).tokens else (question, images)
         except RequestFailedError:
-            return question
+            return question, images
         except TimeoutError:
             raise InvalidMessageError(
                 "the last question still waits for its answer; /retry can replace the answer once it is there"
@@ -254,7 +268,8 @@ class _Chat:
         if not name:
             raise InvalidMessageError("/save needs the name of a file")
         past = await last_exchanges(self._client, self._name, sys.maxsize)
-        _write(Path(name), past)
+        images = {digest: await self._session.image(digest) for one in past for digest in one.images}
+        _write(Path(name), past, images)
         _say(f"Saved in {name}, exchanges: {len(past)}")
 
     async def _info(self, _: str) -> None:
@@ -340,13 +355,23 @@ def _keys() -> KeyBindings:
     return keys
 
 
-def _write(path: Path, past: Sequence[ShownExchange]) -> None:
-    """Write exchanges to a new Markdown file, questions as quotations. Raises `InvalidMessageError`."""
-    text = "".join(f"> {one.question.replace(_LINE, _QUOTED)}\n\n{one.answer}\n\n" for one in past)
+def _write(path: Path, past: Sequence[ShownExchange], images: Mapping[str, bytes]) -> None:
+    """Write exchanges to a new Markdown file, questions as quotations, and its images to a folder beside it.
+
+    Raises `InvalidMessageError`.
+    """
+    path = Path(os.path.expanduser(path))  # noqa: PTH111  # `Path.expanduser` raises for an unknown user
+    files = written.image_files(f"{path.stem}-images", images)
+    text = ""
+    for one in past:
+        shown = "".join(f"![]({files[digest]})\n\n" for digest in one.images)
+        text += f"{shown}> {one.question.replace(_LINE, _QUOTED)}\n\n{one.answer}\n\n"
     try:
-        # Unlike `Path.expanduser`, this does not raise for an unknown user.
-        with Path(os.path.expanduser(path)).open("x", encoding="utf-8") as file:  # noqa: PTH111
+        with path.open("x", encoding="utf-8") as file:
             file.write(text)
+        for digest, name in files.items():
+            (path.parent / name).parent.mkdir(exist_ok=True)
+            (path.parent / name).write_bytes(images[digest])
     except FileExistsError:
         raise InvalidMessageError(f"{path} exists; give another name") from None
     except OSError as error:

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Rewound
     from turnkeep_client.session import Session
 
+    from .exchanges import ShownExchange
+
 #: How many characters of the first removed question a rewind prints.
 _SHOWN = 60
 
@@ -107,22 +109,24 @@ async def rewind(
     if position is not None:
         rewound, note = await client.session(session).rewind(position, timeout_s=timeout_s), ""
     else:
-        rewound, removed_question = await rewind_last(client, session, last or 1, timeout_s)
-        question = printable(" ".join(removed_question.split()))
+        rewound, removed = await rewind_last(client, session, last or 1, timeout_s)
+        question = printable(" ".join(removed.question.split()))
         note = f"; removed: {question if len(question) <= _SHOWN else question[:_SHOWN] + '...'}"
     click.echo(f"rewound {session} to position {rewound.position}{note}")
 
 
-async def rewind_last(client: Client, session: str, count: int, timeout_s: float) -> tuple[Rewound, str]:
-    """Remove the last `count` exchanges; return the result, and the first removed question.
+async def rewind_last(
+    client: Client, session: str, count: int, timeout_s: float
+) -> tuple[Rewound, ShownExchange]:
+    """Remove the last `count` exchanges; return the result, and the first removed exchange.
 
     Raises `TurnkeepError`, also if the session has changed when the rewind's turn comes: it would remove the
     newer exchanges too.
     """
-    start, question, position = await start_of_last(client, session, count)
+    start, removed, position = await start_of_last(client, session, count)
     rewinding = client.session(session).rewind(start, expect_position=position, timeout_s=timeout_s)
     try:
-        return await rewinding, question
+        return await rewinding, removed
     except RequestFailedError as error:
         if error.code != "position_conflict":
             raise
@@ -132,8 +136,8 @@ async def rewind_last(client: Client, session: str, count: int, timeout_s: float
         ) from None
 
 
-async def start_of_last(client: Client, session: str, count: int) -> tuple[int, str, int]:
-    """Return where the last `count` exchanges begin, the first one's question, and the session's position.
+async def start_of_last(client: Client, session: str, count: int) -> tuple[int, ShownExchange, int]:
+    """Return where the last `count` exchanges begin, the first one, and the session's position.
 
     Raises `InvalidMessageError` if there are fewer, or where they begin is unknown.
     """
@@ -145,4 +149,4 @@ async def start_of_last(client: Client, session: str, count: int) -> tuple[int, 
         raise InvalidMessageError(
             "the text before it was rewritten since (other tools, chat template or model); rewind further"
         )
-    return exchange.start, exchange.question, position
+    return exchange.start, exchange, position

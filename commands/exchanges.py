@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from turnkeep_client.images import as_text
+from turnkeep_client.images import images_in, text_in
 from turnkeep_client.messages import Appended, Closed, Generate, Generated, Opened, Rewound
 from turnkeep_client.session_log import tails
 from turnkeep_client.subjects import session_key
@@ -21,12 +21,14 @@ class ShownExchange:
 
     `start` is None if unknown: either the part of the log that was read starts with this exchange, or tokens
     before it were replaced, then or in a later turn. If its own tokens were replaced, they end behind `end`.
+    `images` has the digests of the question's images.
     """
 
     question: str
     answer: str
     start: int | None
     end: int
+    images: tuple[str, ...] = ()
 
 
 async def last_exchanges(client: Client, session: str, at_least: int = 1) -> list[ShownExchange]:
@@ -66,7 +68,8 @@ def _exchanges(log: SessionLog) -> tuple[list[ShownExchange], int]:
         match result:
             case Generated() if isinstance(request, Generate) and result.tokens:
                 start = position if result.rewritten_from is None else None
-                found.append(ShownExchange(_question(request), result.text, start, result.position))
+                text, images = _question(request)
+                found.append(ShownExchange(text, result.text, start, result.position, images))
             case Opened() | Closed():
                 found.clear()
             case Rewound():
@@ -81,7 +84,9 @@ def _moved(exchange: ShownExchange, kept: int) -> ShownExchange:
     return replace(exchange, start=start, end=min(exchange.end, kept + 1))
 
 
-def _question(request: Generate) -> str:
+def _question(request: Generate) -> tuple[str, tuple[str, ...]]:
+    """Return a question's text and the digests of its images."""
     if request.messages is None:
-        return request.text or ""
-    return "\n\n".join(as_text(message.content) for message in request.messages if message.role == "user")
+        return request.text or "", ()
+    said = [message.content for message in request.messages if message.role == "user"]
+    return "\n\n".join(map(text_in, said)), tuple(one for content in said for one in images_in(content))

@@ -308,13 +308,15 @@ class AnswerOptions:
     """How answers are made: the options that `ask`, `chat` and `run` have in common.
 
     In `sampling`, None is an option that was not given. `cache` is the policy of a session that the first
-    request starts; None is the worker's default. `reasoning` is `show`, `hide` or None.
+    request starts; None is the worker's default. `reasoning` is `show`, `hide` or None. `images` go with the
+    first question.
     """
 
     sampling: Sampling
     system: str | None
     cache: Mapping[str, Any] | None
     reasoning: str | None
+    images: tuple[Path, ...] = ()
 
 
 def _cache_policy(
@@ -336,6 +338,14 @@ def _cache_policy(
 
 _ANSWER_OPTIONS: Final[tuple[Callable[..., Any], ...]] = (
     click.option("--system", metavar="TEXT", help="System message, sent first."),
+    click.option(
+        "--image",
+        "images",
+        metavar="FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        multiple=True,
+        help="An image (PNG, JPEG, WebP, GIF) for the first question; may be given several times.",
+    ),
     *map(_sampling_option, OPTIONS.values()),
     click.option(
         "--reasoning",
@@ -360,10 +370,17 @@ def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def called(
-        *args: Any, system: str | None, cache: dict[str, Any] | None, reasoning: str | None, **given: Any
+        *args: Any,
+        system: str | None,
+        cache: dict[str, Any] | None,
+        reasoning: str | None,
+        images: tuple[Path, ...],
+        **given: Any,
     ) -> Any:
         sampling: Any = {name: given.pop(name) for name in OPTIONS}
-        options = AnswerOptions(sampling=sampling, system=system, cache=cache, reasoning=reasoning)
+        options = AnswerOptions(
+            sampling=sampling, system=system, cache=cache, reasoning=reasoning, images=images
+        )
         return command(*args, options=options, **given)
 
     for option in reversed(_ANSWER_OPTIONS):

@@ -98,6 +98,7 @@ def gateway(
             models=[*models],
             idle_s=settings.gateway_ttl_s or math.inf,
             cors=cors,
+            image_hosts=settings.gateway_image_hosts.split(","),
             explain=explain,
             name=f"{default_worker()[:50]}-{at}",
         )

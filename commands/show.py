@@ -162,8 +162,7 @@ def _asked(request: Request | None) -> Iterator[str]:
     """Yield lines with the messages or tokens that a request adds to its session, or removes from it."""
     if isinstance(request, Append | Generate):
         for message in request.messages or ():
-            text = _with_calls(as_text(message.content), message.tool_calls or ())
-            yield from _said(message.role, text)
+            yield from _said(message.role, _with_calls(as_text(message.content), message.tool_calls or ()))
         if request.text:
             yield from _said("text", request.text)
         if request.tokens:

@@ -25,6 +25,7 @@ from .http.bodies import as_json
 from .http.durable import HEADERS
 from .http.errors import KINDS, Errors
 from .http.handlers import Handlers, Route
+from .image_fetcher import ImageFetcher
 from .metrics import Counters
 from .ollama.routes import DIALECT as OLLAMA
 from .openai.routes import DIALECT as OPENAI
@@ -64,6 +65,7 @@ class Gateway:
         max_body_bytes: int = MAX_BODY_BYTES,
         patience_s: float = 15.0,
         cors: Collection[str] = (),
+        image_hosts: Collection[str] = (),
         explain: bool = False,
         name: str = "gateway",
         dialects: Sequence[Dialect] = DIALECTS,
@@ -71,7 +73,7 @@ class Gateway:
         """`connect`, `models` and `idle_s` are those of `Connections`.
 
         Metrics are published under the id `name`. Web pages of this machine and of origins in `cors` may send
-        requests. `Handlers` describes the others.
+        requests. Images are fetched from `image_hosts` alone. `Handlers` describes the others.
         """
         self.connections = Connections(connect, models, idle_s=idle_s)
         self.access = Access(keys, cors, [one.key_header for one in dialects if one.key_header])
@@ -84,6 +86,7 @@ class Gateway:
             explain=explain,
             max_body_bytes=max_body_bytes,
             patience_s=patience_s,
+            fetcher=ImageFetcher(image_hosts),
         )
         self._listing = handlers.listing
         self.routes = [*(route for one in dialects for route in one.routes), *self._own_routes()]

@@ -30,9 +30,9 @@ def chain(messages: Sequence[Message], options: Mapping[str, Any]) -> list[bytes
     """Return a digest of the options that change the prompt, then one chained digest for each message."""
     found, calls = [_digest(b"chat", _rendered(options))], dict[str | None, int]()
     for message in messages:
-        text, given = message.content or "", message.tool_calls or ()
+        said, given = message.content or "", message.tool_calls or ()
         role = "system" if message.role == "developer" else message.role  # two names, one meaning
-        item: list[Any] = [role, text, message.name, _calls(given)]
+        item: list[Any] = [role, said, message.name, _calls(given)]
         if message.role == "tool":
             # Which call the result answers: clients may change its id, but not its place.
             item.append(calls.get(message.tool_call_id, message.tool_call_id))

@@ -23,6 +23,7 @@ from turnkeep_client.errors import (
     ResultTimeoutError,
     TurnkeepError,
 )
+from turnkeep_client.images import images_in
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -40,6 +41,7 @@ from turnkeep_client.subjects import session_key
 from . import logged_answers
 from .answer_feed import AnswerFeed, Receipt, SessionMatch
 from .idempotency import first_copy, first_note, state_of
+from .images import attach
 from .index import IndexedRequest, IndexedSession, SessionIndex, append_id, tags
 from .latest_metrics import LatestMetrics
 from .logged_answers import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, LoggedAnswer, follow
@@ -107,7 +109,14 @@ class Conversations:
         num_tokens = (await session.count(messages=turn.messages, text=turn.text, **rendering)).tokens
         if prefix := turn.options.get("prefix"):
             num_tokens += (await session.count(text=prefix, special_tokens=False)).tokens
+        if any(one.files for one in turn.messages or ()):  # which the log has now
+            self.beside(self._erase(session.key.session))
         return num_tokens
+
+    async def _erase(self, session: str) -> None:
+        """Erase the images of a session that was only counted."""
+        with contextlib.suppress(TurnkeepError):  # until it is removed, it is only in the way
+            await self.forget(session)
 
     async def close(self) -> None:
         """Cancel all tasks and close the connection; running answers go on in the worker."""
@@ -251,7 +260,7 @@ class Conversations:
             differs = "tools"
         elif num_seen < num_old:
             first = told[num_seen]
-            differs = f"messages[{num_seen}] ({first.role}, {len(first.content or '')} characters)"
+            differs = f"messages[{num_seen}] ({first.role}, {_length(first)})"
         why = f"{differs} differs from all known" if differs else "no session has the others"
         log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
         return differs
@@ -293,6 +302,7 @@ class Conversations:
         header_bytes = min(logged_answers.num_bytes(feed.note), most // 2)
         pieces = groups_ahead(messages, plan.options, most, header_bytes)
         await self._open(plan)
+        await _find_images(turn, messages)
         plan, appended = await self._append(plan, pieces)
         asked = plan.asked
         generation = self.client.session(asked.session.name).generate(
@@ -452,6 +462,23 @@ def _ignore(_how: How, _result: Generated) -> None:
 
 def _found_again(found: LoggedAnswer) -> SessionMatch:
     return SessionMatch(found.session, "repeated", 0, 0, 0)
+
+
+async def _find_images(turn: ClientTurn, messages: Sequence[Message]) -> None:
+    """Read the files of images in messages of an earlier answer's conversation, which the request only names.
+
+    Raises `TurnkeepError`.
+    """
+    if turn.earlier_image is not None:
+        missing = {
+            one for message in messages for one in images_in(message.content) if one not in message.files
+        }
+        attach(messages, {one: await turn.earlier_image(one) for one in missing})
+
+
+def _length(message: Message) -> str:
+    content = message.content or ""
+    return f"{len(content)} {'characters' if isinstance(content, str) else 'parts'}"
 
 
 def _headers(turn: ClientTurn, plan: SendPlan, note: LoggedHeader) -> dict[str, str]:

@@ -55,6 +55,11 @@ class GatewayModel(Struct, frozen=True):
         return ("answers",) if self.worker is None else self.worker.makes
 
     @property
+    def can_see(self) -> bool:
+        """Whether the model sees images."""
+        return self.worker is not None and self.worker.vision
+
+    @property
     def changed_s(self) -> float:
         """When the model's files were written, in seconds since 1970; 0 if unknown."""
         return 0.0 if self.worker is None else self.worker.model_changed_s

@@ -28,11 +28,13 @@ from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 
     from turnkeep_client.content_blocks import ContentWarning
     from turnkeep_client.errors import TokenLimit
     from turnkeep_client.messages import Message
+
+    from .images import Link
 
 #: More than any context: a worker lowers `max_tokens` to the tokens that still fit in the session's context.
 ALL_THAT_FITS: Final = 2**31 - 1
@@ -71,6 +73,8 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
     `is_kept` later by its id. `previous` is the id of an earlier answer: the conversation up to that answer
     comes before the messages. `warnings` go into a header of the response. If there are several `prompts`
     (`text` or `tokens` is the first), `n` counts the answers to all prompts, in the prompts' order.
+    `images` has the files of images by their digests, or where to fetch them, until the messages have these
+    files; `earlier_image` reads an image of an earlier answer's conversation.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -85,6 +89,8 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
     is_kept: bool = False
     previous: str = ""
     warnings: tuple[ContentWarning, ...] = ()
+    images: Mapping[str, bytes | Link] = {}
+    earlier_image: Callable[[str], Awaitable[bytes]] | None = None
     prompts: tuple[str | tuple[int, ...], ...] = ()
 
     def alone(self, number: int) -> tuple[ClientTurn, int]:
@@ -202,6 +208,8 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
     why = None
     if not before:
         why = "there is no message before the assistant's"
+    elif isinstance(last.content, tuple):
+        why = "an answer cannot begin with an image: the last message is the assistant's"
     elif last.tool_calls:
         why = "the last message has tool calls, and their results must follow it"
     elif options.get("tool_choice", "auto") not in ("auto", "none"):

@@ -13,9 +13,11 @@ import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+import zlib
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -47,6 +49,18 @@ ENDLESS_CONTEXT = 1 << 16
 #: Bytes of KV per token: 2 layers x 2 KV heads x 16 dimensions x 4 bytes, keys and values.
 TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 BLOCK = 32
+
+
+def png(seed: int = 0, side: int = 8) -> bytes:
+    """Return a PNG file of one colour, which `seed` chooses."""
+    colour = random.Random(seed).randbytes(3)
+    head = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    rows = zlib.compress((b"\0" + colour * side) * side)
+    chunks = ((b"IHDR", head), (b"IDAT", rows), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        for kind, body in chunks
+    )
 
 
 def make_tiny_model(folder: Path, *, merges: Sequence[tuple[str, str]] = (), **changes: Any) -> Path:

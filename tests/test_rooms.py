@@ -241,9 +241,9 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
         assert "asyncio" not in tops(imports(path)), path
 
 
-def test_a_gateway_dialect_imports_only_dialects_and_form_turn_and_logged_answers_but_its_routes():
+def test_a_gateway_dialect_imports_only_dialects_and_form_turn_images_and_logged_answers_but_its_routes():
     """`routes` imports of `http` only what defines routes; nothing but `app` imports a dialect's routes."""
-    shared = {"form", "turn", "logged_answers"}
+    shared = {"form", "turn", "images", "logged_answers"}
     for path in sorted((ROOT / "gateway").rglob("*.py")):
         used = {one.split(".", 2)[1:][0] for one in imports(path) if one.startswith("gateway.")}
         if path.parent.name in DIALECTS:

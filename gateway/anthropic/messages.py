@@ -9,9 +9,10 @@ import msgspec
 from msgspec import Struct
 
 from gateway import form
+from gateway.images import joined
 from gateway.openai import common as openai
 from gateway.turn import ClientTurn, Fault, WholeNumber, as_whole, check, parts_checked, prefilled, refused
-from turnkeep_client.content_blocks import ContentWarning, block_text, text_of
+from turnkeep_client.content_blocks import ContentWarning, block_text
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -21,6 +22,7 @@ from . import common as anthropic
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gateway.images import Reading
     from turnkeep_client.messages import CallPart, Chunk, Generated
 
 #: A line in some clients' system prompts that differs in each request and means nothing to the model.
@@ -105,7 +107,7 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
 
     Raises `Fault`.
     """
-    asked, warnings = openai.request(DECODER, body, ("n",))
+    asked, reading = openai.request(DECODER, body, ("n",))
     openai.refuse(asked, _REFUSED)
     if asked.thread is not None and asked.thread.type == "continue":
         # Anthropic's libraries then send the whole conversation, which continues its session.
@@ -114,7 +116,7 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
         raise refused("messages is empty", "messages")
     if asked.max_tokens is None and not is_counted:
         raise refused("max_tokens: Field required", "max_tokens")
-    options = openai.sampling(asked, asked.max_tokens) | _tools(asked, warnings)
+    options = openai.sampling(asked, asked.max_tokens) | _tools(asked, reading.warnings)
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences
     if (budget := _budget(asked.thinking)) is not None:
@@ -122,11 +124,11 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
     if asked.output_config and (form := asked.output_config.format):
         described = {"schema": form.schema, "strict": False}
         options["response_format"] = {"type": form.type, form.type: described}
-    messages = _system(asked.system, warnings)
+    messages = _system(asked.system, reading.warnings)
     for number, given in enumerate(asked.messages):
         where = f"messages[{number}]"
         try:
-            messages += _messages(given, where, warnings)
+            messages += _messages(given, where, reading)
         except (ValueError, InvalidMessageError) as error:
             raise refused(str(error), where) from None
     told, options = prefilled(messages, options)
@@ -138,7 +140,8 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
         options=options,
         model=asked.model,
         stream=bool(asked.stream),
-        warnings=tuple(warnings),
+        warnings=tuple(reading.warnings),
+        images=reading.images,
     )
     return check(turn, {})
 
@@ -161,45 +164,45 @@ def _system(given: str | list[Any] | None, warnings: list[ContentWarning]) -> li
     return [Message("system", text)] if text else []
 
 
-def _messages(given: _Message, where: str, warnings: list[ContentWarning]) -> list[Message]:
+def _messages(given: _Message, where: str, reading: Reading) -> list[Message]:
     """Convert a message to the protocol's messages: each tool result becomes a message of its own."""
     blocks = [given.content] if isinstance(given.content, str) else given.content
     match given.role:
         case "assistant":
-            return [_said(blocks, f"{where}.content", warnings)]
+            return [_said(blocks, f"{where}.content", reading)]
         case "user":
-            return _asked(blocks, f"{where}.content", warnings)
+            return _asked(blocks, f"{where}.content", reading)
         case "system":
-            return [Message("system", text_of(given.content, f"{where}.content", warnings))]
+            return [Message("system", reading.content(given.content, f"{where}.content"))]
     raise refused(f"the role {given.role!r} is not one of user, assistant, system", f"{where}.role")
 
 
-def _said(blocks: list[Any], where: str, warnings: list[ContentWarning]) -> Message:
-    calls, texts = [], []
+def _said(blocks: list[Any], where: str, reading: Reading) -> Message:
+    calls, parts = [], []
     for at, block in enumerate(blocks):
         if not _is(block, "tool_use"):
-            texts.append(block_text(block, f"{where}[{at}]", warnings))
+            parts.append(reading.block(block, f"{where}[{at}]"))
             continue
         used = _converted(block, _Used, f"{where}[{at}]")
         calls.append(ToolCall(id=used.id, function=Function(used.name, encode(used.input or {}).decode())))
-    return Message("assistant", "".join(texts), None, tuple(calls))
+    return Message("assistant", joined(parts), None, tuple(calls))
 
 
-def _asked(blocks: list[Any], where: str, warnings: list[ContentWarning]) -> list[Message]:
-    found, texts = [], []
+def _asked(blocks: list[Any], where: str, reading: Reading) -> list[Message]:
+    found, parts = [], []
     for at, block in enumerate(blocks):
         if not _is(block, "tool_result"):
-            texts.append(block_text(block, f"{where}[{at}]", warnings))
+            parts.append(reading.block(block, f"{where}[{at}]"))
             continue
-        if texts:
-            found.append(Message("user", "".join(texts)))
-            texts = []
+        if parts:
+            found.append(Message("user", joined(parts)))
+            parts = []
         result = _converted(block, _Result, f"{where}[{at}]")
-        text = text_of(result.content or "", f"{where}[{at}].content", warnings)
-        text = f"Error: {text}" if result.is_error else text
-        found.append(Message("tool", text, None, (), result.tool_use_id or None))
-    if texts or not found:
-        found.append(Message("user", "".join(texts)))
+        told = reading.content(result.content or "", f"{where}[{at}].content")
+        told = joined(["Error: ", told]) if result.is_error else told
+        found.append(Message("tool", told, None, (), result.tool_use_id or None))
+    if parts or not found:
+        found.append(Message("user", joined(parts)))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 import msgspec
 from starlette.responses import Response
 
-from gateway import logged_answers
+from gateway import images, logged_answers
 from gateway.answer_feed import Receipt, SessionMatch
 from gateway.event_ids import ResumedEvents
 from gateway.turn import Fault, fault_of, renamed, told
@@ -278,8 +278,9 @@ class AnswerResponse(Response):
 
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
-        warnings = (*self._turn.warnings, *(ContentWarning("answer", one) for one in self._warnings))
-        headers = {"cache-control": "no-store", **told(warnings)}
+        own = self._turn.warnings
+        answers = (ContentWarning("answer", one) for one in images.beside(self._warnings, own))
+        headers = {"cache-control": "no-store", **told((*own, *answers))}
         if found and self._accounting.explain:
             headers["x-turnkeep-explain"] = str(found)
         if found:

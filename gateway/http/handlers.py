@@ -15,7 +15,7 @@ from uuid import uuid4
 import msgspec
 from starlette.exceptions import HTTPException
 
-from gateway import logged_answers, models
+from gateway import images, logged_answers, models
 from gateway.answer_lookup import AnswerLookup, after, own_id
 from gateway.form import EVENT_STREAM
 from gateway.models import Models
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from gateway.connections import Connections
     from gateway.event_ids import Cursor
     from gateway.form import Body, Form
+    from gateway.image_fetcher import ImageFetcher
     from gateway.keys import ApiKey
     from gateway.logged_answers import LoggedAnswer
     from gateway.metrics import Counters
@@ -59,8 +60,9 @@ class Handlers:
         explain: bool,
         max_body_bytes: int,
         patience_s: float,
+        fetcher: ImageFetcher,
     ) -> None:
-        """Requests wait up to `patience_s` for a worker that restarts.
+        """Requests wait up to `patience_s` for a worker that restarts. `fetcher` gets images by their URLs.
 
         With `explain`, a header says how much of a conversation was found.
         """
@@ -70,6 +72,7 @@ class Handlers:
         self._explain = explain
         self._max_body_bytes = max_body_bytes
         self._patience_s = patience_s
+        self._fetcher = fetcher
         self.listing = Models(connections)
         self._lookups = AnswerLookup(connections)
 
@@ -92,7 +95,11 @@ class Handlers:
                 raise refused("n must be 1 with an Idempotency-Key", "n")
             conversations = await self._connections.of(key.tenant, model)
             worker = await conversations.latest.worker(patience_s=self._patience_s)
-            turn = turn if turn.model else msgspec.structs.replace(turn, model=worker.model)
+            turn = msgspec.structs.replace(
+                turn,
+                model=turn.model or worker.model,
+                warnings=images.told(turn.warnings, sees=worker.vision),
+            )
             await conversations.start()
             note = logged_answers.new_note(key_id or uuid4().hex, int(time.time()), turn, form.name, digest)
             accounting = self._accounting(key, running)
@@ -141,8 +148,9 @@ class Handlers:
             body = form.complete(await self._body(request), request.path_params)
             conversations = await self._connections.of(key.tenant, self.listing.chosen(body))
             turn = await self._turn(key.tenant, form, body)
+            sees = (await conversations.latest.worker(patience_s=self._patience_s)).vision
             counted = {**form.counted, "input_tokens": await conversations.count(turn)}
-            return as_json(counted, more=told(turn.warnings))
+            return as_json(counted, more=told(images.told(turn.warnings, sees=sees)))
 
     async def ask(
         self, ask: Callable[[Client, bytes], Coroutine[Any, Any, tuple[Body, int]]], request: Request
@@ -185,10 +193,15 @@ class Handlers:
         named = form.object.named(body) if form.object else set()
         answers = await self._lookups.answers(tenant, named) if named else {}
         turn = form.object.read(body, answers) if form.object and answers else form.read(body)
+        turn = await self._fetcher.fetched(turn)
         if not turn.previous:
             return turn
         found = await self._lookups.find(tenant, turn.previous)
-        return logged_answers.continued(turn, found and found.answer)
+        turn = logged_answers.continued(turn, found and found.answer)
+        if found is None:
+            return turn
+        before = found.conversations.client.session(found.answer.session)
+        return msgspec.structs.replace(turn, earlier_image=before.image)
 
     async def _load(self, key: ApiKey, model: str, *, unloads: bool) -> None:
         """Load or unload a model; with API keys do neither, as the model is not one tenant's."""

@@ -126,7 +126,8 @@ def shown(model: GatewayModel) -> dict[str, Any]:
     info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
     if model.context_tokens is not None:
         info["mlx.context_length"] = model.context_tokens
-    answering = ["tools", *(("thinking",) if model.can_reason else ())] if "answers" in model.makes else []
+    found = {"tools": True, "thinking": model.can_reason, "vision": model.can_see}
+    answering = [name for name, has in found.items() if has and "answers" in model.makes]
     return {
         "modelfile": f"FROM {model.name}\n",
         **dict.fromkeys(("parameters", "template", "license"), ""),
@@ -143,7 +144,7 @@ def page_v0(models: Sequence[GatewayModel]) -> dict[str, Any]:
 
 
 def _described_v0(model: GatewayModel) -> dict[str, Any]:
-    kind = "llm" if "answers" in model.makes else "embeddings"
+    kind = "vlm" if model.can_see else "llm" if "answers" in model.makes else "embeddings"
     fields = {"object": "model", "type": kind, "publisher": "turnkeep", "arch": "", "quantization": ""}
     more: dict[str, Any] = {"state": "loaded" if model.is_loaded else "not-loaded"}
     if model.context_tokens is not None:

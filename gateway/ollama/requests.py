@@ -10,13 +10,26 @@ import msgspec
 from msgspec import Struct
 
 from gateway.form import ModelLoad
+from gateway.images import joined
 from gateway.openai import common as openai
-from gateway.turn import ClientTurn, Fault, WholeNumber, as_whole, check, decoded, prefilled, refused
-from turnkeep_client.content_blocks import ContentWarning, other_text
+from gateway.turn import (
+    ClientTurn,
+    Fault,
+    WholeNumber,
+    as_whole,
+    check,
+    decoded,
+    parts_checked,
+    prefilled,
+    refused,
+)
+from turnkeep_client.content_blocks import ContentWarning
 from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from gateway.images import Reading
 
 #: The options that have an effect, with the protocol's names for them.
 _OPTIONS: Final = {one.name_in("ollama"): name for name, one in OPTIONS.items()}
@@ -42,7 +55,7 @@ class _Call(Struct, frozen=True):
 class _Said(Struct, frozen=True):
     role: str
     content: str | None = ""
-    images: list[Any] | None = None
+    images: list[str] | None = None
     tool_calls: list[_Call] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -77,7 +90,7 @@ class GenerateBody(_Request, frozen=True, kw_only=True):
     suffix: str | None = None
     template: str | None = None
     context: list[Any] | None = None
-    images: list[Any] | None = None
+    images: list[str] | None = None
 
 
 class _Empty(Struct, frozen=True):
@@ -94,42 +107,47 @@ _CHAT: Final = msgspec.json.Decoder(ChatBody, dec_hook=as_whole)
 _GENERATE: Final = msgspec.json.Decoder(GenerateBody, dec_hook=as_whole)
 
 
+@parts_checked()
 def chat(body: bytes) -> ClientTurn:
     """Parse a request to `/api/chat` into a `ClientTurn`. Raises `Fault`."""
-    asked, warnings = openai.request(_CHAT, body, ("n",))
-    warnings = [one for one in warnings if one.where not in _HARMLESS]
+    asked, reading = openai.request(_CHAT, body, ("n",))
+    reading.warnings = [one for one in reading.warnings if one.where not in _HARMLESS]
     if not asked.messages:
         raise refused("messages is empty", "messages")
-    options = _options(asked, warnings)
+    options = _options(asked, reading.warnings)
     if asked.tools:
         options["tools"] = asked.tools
-    messages, options = prefilled(_messages(asked.messages, warnings), options)
-    return _turn(asked, options, warnings, messages=messages)
+    messages, options = prefilled(_messages(asked.messages, reading), options)
+    return _turn(asked, options, reading, messages=messages)
 
 
+@parts_checked()
 def generate(body: bytes) -> ClientTurn:
     """Parse a request to `/api/generate`: one message, or with `raw` a rendered prompt. Raises `Fault`."""
-    asked, warnings = openai.request(_GENERATE, body, ("n",))
-    warnings = [one for one in warnings if one.where not in _HARMLESS]
+    asked, reading = openai.request(_GENERATE, body, ("n",))
+    reading.warnings = [one for one in reading.warnings if one.where not in _HARMLESS]
     openai.refuse(asked, ("suffix", "template"))
     if asked.context:
         raise refused("context is not supported: send the conversation to /api/chat", "context")
     if not asked.prompt:
         raise refused("prompt is empty", "prompt")
-    options = _options(asked, warnings)
+    options = _options(asked, reading.warnings)
     if asked.raw:
-        return _turn(asked, options, warnings, text=asked.prompt)
+        return _turn(asked, options, reading, text=asked.prompt)
     first = [_Said("system", asked.system)] if asked.system else []
     said = [*first, _Said("user", asked.prompt, asked.images)]
-    return _turn(asked, options, warnings, messages=tuple(_messages(said, warnings)))
+    return _turn(asked, options, reading, messages=tuple(_messages(said, reading)))
 
 
-def _turn(
-    asked: _Request, options: Mapping[str, Any], warnings: Sequence[ContentWarning], **prompt: Any
-) -> ClientTurn:
+def _turn(asked: _Request, options: Mapping[str, Any], reading: Reading, **prompt: Any) -> ClientTurn:
     is_stream = asked.stream is not False
     turn = ClientTurn(
-        options=options, model=asked.model, stream=is_stream, warnings=tuple(warnings), **prompt
+        options=options,
+        model=asked.model,
+        stream=is_stream,
+        warnings=tuple(reading.warnings),
+        images=reading.images,
+        **prompt,
     )
     return check(turn, NAMES)
 
@@ -164,7 +182,7 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     return options
 
 
-def _messages(given: Sequence[_Said], warnings: list[ContentWarning]) -> list[Message]:
+def _messages(given: Sequence[_Said], reading: Reading) -> list[Message]:
     """Convert messages. A result without an id gets the id of a call without a result."""
     found: list[Message] = []
     queues, waiting = _queues(()), set[str]()
@@ -172,15 +190,17 @@ def _messages(given: Sequence[_Said], warnings: list[ContentWarning]) -> list[Me
         where = f"messages[{number}]"
         if one.role not in _ROLES:
             raise refused(f"the role {one.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
-        text = one.content or ""
-        for at, _ in enumerate(one.images or ()):
-            text += other_text({}, "image", f"{where}.images[{at}]", warnings)
+        images = [
+            reading.block({"type": "image", "data": file}, f"{where}.images[{at}]")
+            for at, file in enumerate(one.images or ())
+        ]
+        told = joined([one.content or "", *images])
         call_id = _taken(one, queues, waiting) if one.role == "tool" else None
         calls = tuple(_call(call, f"call_{number}_{at}") for at, call in enumerate(one.tool_calls or ()))
         if calls:
             queues, waiting = _queues(calls), {call.id for call in calls}
         try:
-            found.append(Message(one.role, text, None, calls, call_id))  # type: ignore[arg-type]
+            found.append(Message(one.role, told, None, calls, call_id))  # type: ignore[arg-type]
         except ValueError as error:
             raise refused(str(error), where) from None
     return found

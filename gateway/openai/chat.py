@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.images import joined
 from gateway.turn import ClientTurn, WholeNumber, as_whole, check, decoded, parts_checked, prefilled, refused
-from turnkeep_client.content_blocks import other_text, text_of
+from turnkeep_client.content_blocks import other_text
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
@@ -17,7 +18,7 @@ from . import common as openai
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.content_blocks import ContentWarning
+    from gateway.images import Content, Reading
     from turnkeep_client.messages import CallPart, Chunk, Generated, TokenLogprob
 
 
@@ -110,7 +111,7 @@ _SENT: Final = msgspec.json.Decoder(_Sent)
 @parts_checked()
 def read(body: bytes) -> ClientTurn:
     """Parse a request's body into a `ClientTurn`. Raises `Fault`."""
-    asked, warnings = openai.request(DECODER, body)
+    asked, reading = openai.request(DECODER, body)
     openai.refuse(asked, _REFUSED)
     if asked.modalities not in (None, [], ["text"]):
         raise refused("only the modality text is supported", "modalities")
@@ -127,7 +128,7 @@ def read(body: bytes) -> ClientTurn:
     options |= openai.reasoning(asked.reasoning_effort)
     streamed = asked.stream_options
     said = [
-        _message(one, f"messages[{number}]", warnings).of_keys(sent.messages[number])
+        _message(one, f"messages[{number}]", reading).of_keys(sent.messages[number])
         for number, one in enumerate(asked.messages)
     ]
     messages, options = prefilled(said, options)
@@ -138,7 +139,8 @@ def read(body: bytes) -> ClientTurn:
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
-        warnings=tuple(warnings),
+        warnings=tuple(reading.warnings),
+        images=reading.images,
     )
     return check(turn, {})
 
@@ -183,15 +185,15 @@ def _as_sent(tool: dict[str, Any]) -> dict[str, Any]:
     return {name: fields[name] for name in (*tool, *fields) if name in fields}
 
 
-def _message(given: _Message, where: str, warnings: list[ContentWarning]) -> Message:
+def _message(given: _Message, where: str, reading: Reading) -> Message:
     if given.role == "function":
         result = _Message("tool", given.content or "", tool_call_id=_OLD_ID)
-        return _message(result, where, warnings)
+        return _message(result, where, reading)
     if given.role not in _ROLES:
         raise refused(f"the role {given.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
-    content = given.refusal
+    content: Content | None = given.refusal
     if given.content is not None:
-        content = text_of(given.content, f"{where}.content", warnings)
+        content = reading.content(given.content, f"{where}.content")
     calls = []
     old = [_Call(given.function_call, id=_OLD_ID)] if given.function_call else []
     for index, one in enumerate(given.tool_calls or old):
@@ -199,7 +201,7 @@ def _message(given: _Message, where: str, warnings: list[ContentWarning]) -> Mes
         if one.type in _CALLS:
             calls.append(_call(one, index, at))
         else:
-            content = (content or "") + other_text({}, one.type, at, warnings)
+            content = joined([content or "", other_text({}, one.type, at, reading.warnings)])
     if content is None and not calls:
         if given.role not in ("assistant", "tool"):
             raise refused("the message has no content", f"{where}.content")

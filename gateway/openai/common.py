@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from gateway.form import Events
+from gateway.images import Reading
 from gateway.turn import ALL_THAT_FITS, WholeNumber, decoded, refused
 from turnkeep_client.content_blocks import ContentWarning, printed
 from turnkeep_client.messages import OPTIONS
@@ -122,7 +123,7 @@ def _best_effort(form: Any) -> Any:
 
 def request(
     decoder: msgspec.json.Decoder[_R], body: bytes, without_effect: Iterable[str] = ()
-) -> tuple[_R, list[ContentWarning]]:
+) -> tuple[_R, Reading]:
     """Decode a request's body; return it with a warning for each field that has no effect. Raises `Fault`.
 
     Such fields are unknown ones, and those in `without_effect`.
@@ -130,7 +131,7 @@ def request(
     asked = decoded(decoder, body)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
-    return asked, [ContentWarning(printed(name), "has no effect") for name in sorted(given - known)]
+    return asked, Reading(ContentWarning(printed(name), "has no effect") for name in sorted(given - known))
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 def read(body: bytes) -> ClientTurn:
     """Parse a request's body into a `ClientTurn`. Raises `Fault`."""
-    asked, warnings = openai.request(DECODER, body)
+    asked, reading = openai.request(DECODER, body)
     openai.refuse(asked, ("suffix", "echo"))
     num_answers = 1 if asked.n is None else int(asked.n)
     if not 1 <= num_answers <= MOST_ANSWERS:
@@ -56,7 +56,7 @@ def read(body: bytes) -> ClientTurn:
         model=asked.model,
         stream=bool(asked.stream),
         include_usage=bool(streamed and streamed.include_usage),
-        warnings=tuple(warnings),
+        warnings=tuple(reading.warnings),
     )
     return check(turn, NAMES)
 

@@ -30,6 +30,7 @@ def described(model: GatewayModel) -> dict[str, Any]:
         "owned_by": "turnkeep",
         "type": "model",
         "makes": model.makes,
+        "vision": model.can_see,
         "display_name": model.name,
         "lifecycle": "active",
         "created_at": f"{datetime.fromtimestamp(int(model.changed_s), UTC):%Y-%m-%dT%H:%M:%SZ}",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from gateway.turn import ClientTurn, decoded, refused
+from turnkeep_client.images import files_of
 
 from . import requests
 from .answers import usage_of
@@ -47,7 +48,11 @@ def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Gene
     """Return the JSON body with the compacted conversation: all messages of the user, then the summary."""
     (result,) = results
     users = [one for one in (turn.messages or ())[:-1] if one.role == "user"]
-    kept = [item for number, one in enumerate(users) for item in written(one, f"{answer_id}_{number}")]
+    kept = [
+        item
+        for number, one in enumerate(users)
+        for item in written(one, f"{answer_id}_{number}", files_of(turn))
+    ]
     summary = {"id": f"cmp_{answer_id}", "type": "compaction", "encrypted_content": sealed(result.text)}
     return {
         "id": answer_id,

@@ -8,21 +8,24 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.images import joined
 from gateway.turn import Fault, number_in, refused
-from turnkeep_client.content_blocks import other_text, text_of
+from turnkeep_client.content_blocks import other_text
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.images import data_url
 from turnkeep_client.messages import Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from gateway.images import Reading
     from gateway.logged_answers import LoggedAnswer
-    from turnkeep_client.content_blocks import ContentWarning
 
 _ROLES: Final = ("system", "developer", "user", "assistant")
 _NUM_ITEMS, _MOST_ITEMS = 20, 100
 _SEAL: Final = "turnkeep1:"
 _SUMMARY: Final = "Your own summary of our conversation before my next message:\n\n"
+_LOST: Final = "[image: the summary has no copy of it]"
 #: Items that are left out: reasoning of models, searches without their results, and lists of tools.
 _SILENT: Final = ("reasoning", "web_search_call", "file_search_call", "mcp_list_tools")
 
@@ -44,13 +47,11 @@ class Item(Struct, frozen=True):
     encrypted_content: Any = None
 
 
-def messages(
-    items: Sequence[Item], known: Mapping[str, dict[str, Any]], warnings: list[ContentWarning]
-) -> list[Message]:
+def messages(items: Sequence[Item], known: Mapping[str, dict[str, Any]], reading: Reading) -> list[Message]:
     """Convert items to messages; `known` has, by id, the items that an `item_reference` may name.
 
     Text and calls of the assistant that follow each other become one message. Each content that is not text
-    adds a warning to `warnings`. Raises `Fault`.
+    adds a warning to `reading`. Raises `Fault`.
     """
     found: list[list[Message]] = []  # the messages of each turn
     for number, given in enumerate(items):
@@ -60,7 +61,7 @@ def messages(
         if item.type in _SILENT:
             continue
         try:
-            one = _message(item, where, warnings)
+            one = _message(item, where, reading)
         except (ValueError, InvalidMessageError) as error:
             raise refused(str(error), where) from None
         last = found[-1] if found and one.role == found[-1][0].role == "assistant" else []
@@ -79,18 +80,18 @@ def called_name(namespace: str | None, name: str) -> str:
 def _joined(said: Sequence[Message]) -> Message:
     if len(said) == 1:
         return said[0]
-    text = "".join(f"{one.content or ''}" for one in said)
+    told = joined(one.content or "" for one in said)
     calls = tuple(call for one in said for call in one.tool_calls or ())
-    return Message("assistant", text or None, None, calls)
+    return Message("assistant", told or None, None, calls)
 
 
-def _message(item: Item, where: str, warnings: list[ContentWarning]) -> Message:
+def _message(item: Item, where: str, reading: Reading) -> Message:
     match item.type:
         case "message" | None:
             if item.role not in _ROLES:
                 raise refused(f"the role {item.role!r} is not one of {', '.join(_ROLES)}", f"{where}.role")
-            text = text_of(item.content, f"{where}.content", warnings)
-            return Message(item.role, text)  # type: ignore[arg-type]
+            told = reading.content(item.content, f"{where}.content")
+            return Message(item.role, told)  # type: ignore[arg-type]
         case "function_call":
             return _call(item, item.name or "", item.arguments or "{}")
         case "custom_tool_call":
@@ -98,14 +99,14 @@ def _message(item: Item, where: str, warnings: list[ContentWarning]) -> Message:
         case "local_shell_call":
             return _call(item, "local_shell", item.action)
         case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
-            text = text_of(item.output or "", f"{where}.output", warnings)
-            return Message("tool", text, None, (), item.call_id or item.id)
+            told = reading.content(item.output or "", f"{where}.output")
+            return Message("tool", told, None, (), item.call_id or item.id)
         case "item_reference":
             raise Fault(404, f"Item with id '{item.id}' not found.", param=f"{where}.id")
         case "compaction" if (summary := _opened(item.encrypted_content)) is not None:
             return Message("user", f"{_SUMMARY}{summary}")
-    told = {"content": item.content, "output": item.output}
-    text = other_text(told, item.type, where, warnings)
+    given = {"content": item.content, "output": item.output}
+    text = other_text(given, item.type, where, reading.warnings)
     return Message("assistant" if item.type.endswith("_call") else "user", text)
 
 
@@ -150,14 +151,21 @@ def page(answer: LoggedAnswer, query: Mapping[str, str]) -> dict[str, Any]:
     return {"object": "list", "data": shown, "has_more": first + len(shown) < len(found), **ends}
 
 
-def written(said: Message, key: str) -> list[dict[str, Any]]:
-    """Convert a message to items, with ids made from `key`."""
+def written(said: Message, key: str, images: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Convert a message to items, with ids made from `key`.
+
+    `images` has files by their digests; without it, an image has its digest as the id of a file.
+    """
     if said.role == "tool":
-        output = {"call_id": said.tool_call_id or "", "output": said.content or ""}
+        told = said.content or ""
+        output: dict[str, Any] = {
+            "call_id": said.tool_call_id or "",
+            "output": told if isinstance(told, str) else [_part(one, "input_text", images) for one in told],
+        }
         return [{"id": f"fco_{key}", "type": "function_call_output", **output, "status": "completed"}]
-    is_said = said.role == "assistant"
-    part: dict[str, Any] = {"type": "output_text" if is_said else "input_text", "text": said.content}
-    content = [{**part, "annotations": []} if is_said else part]
+    kind = "output_text" if said.role == "assistant" else "input_text"
+    parts = [{"type": "text", "text": said.content}] if isinstance(said.content, str) else said.content or ()
+    content = [_part(one, kind, images) for one in parts]
     message = {"id": f"in_{key}", "type": "message", "role": said.role, "status": "completed"}
     calls = [
         {
@@ -171,3 +179,14 @@ def written(said: Message, key: str) -> list[dict[str, Any]]:
         for number, call in enumerate(said.tool_calls or ())
     ]
     return [*([{**message, "content": content}] if said.content else []), *calls]
+
+
+def _part(part: Mapping[str, Any], kind: str, images: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Convert a part of a content; an image that `images` lacks becomes a text."""
+    image: dict[str, Any] = {"type": "input_image", "detail": "auto"}
+    if part["type"] == "image" and images is None:
+        return {**image, "file_id": part["digest"]}
+    if part["type"] == "image" and isinstance(file := (images or {}).get(part["digest"]), bytes):
+        return {**image, "image_url": data_url(file)}
+    text = {"type": kind, "text": part.get("text", _LOST)}
+    return {**text, "annotations": []} if kind == "output_text" else text

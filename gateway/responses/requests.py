@@ -109,14 +109,14 @@ def referred(body: bytes) -> set[str]:
 @parts_checked()
 def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> ClientTurn:
     """Parse a request; `known` maps ids to the items that the request names. Raises `Fault`."""
-    asked, warnings = openai.request(DECODER, body, ("max_tokens", "n"))
+    asked, reading = openai.request(DECODER, body, ("max_tokens", "n"))
     openai.refuse(asked, _REFUSED)
     given = asked.input
-    said = messages(given, known, warnings) if isinstance(given, list) else [Message("user", given)]
+    said = messages(given, known, reading) if isinstance(given, list) else [Message("user", given)]
     if not given or not said:
         raise refused("input is empty", "input")
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
-    tools, kinds = _tools(asked, warnings)
+    tools, kinds = _tools(asked, reading.warnings)
     options = openai.answered(openai.sampling(asked, asked.max_output_tokens), "max_output_tokens")
     options |= openai.reasoning(effort) | tools
     if _LOGPROBS in included:
@@ -143,7 +143,8 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> ClientTurn
         asked={name: value for name, value in repeated.items() if value},
         is_kept=asked.store is not False,
         previous=asked.previous_response_id or "",
-        warnings=tuple(warnings),
+        warnings=tuple(reading.warnings),
+        images=reading.images,
     )
     return check(turn, NAMES)
 

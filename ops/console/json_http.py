@@ -18,13 +18,13 @@ T = TypeVar("T")
 _MAX_BODY_BYTES: Final = 2**20
 
 
-async def read_body(request: Request, kind: type[T]) -> T:
-    """Read and decode a request's JSON body. Raises `HTTPException`."""
+async def read_body(request: Request, kind: type[T], most: int = _MAX_BODY_BYTES) -> T:
+    """Read and decode a request's JSON body of at most `most` bytes. Raises `HTTPException`."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > _MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body is larger than {_MAX_BODY_BYTES} bytes")
+        if len(body) > most:
+            raise HTTPException(413, f"the body is larger than {most} bytes")
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from msgspec import Meta, Struct
+from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 #: Most answers streamed at once, and how long sending one event to a reader may take.
 MAX_STREAMS: Final = 16
 _SLOW_S: Final = 20.0
+#: The largest question: its images are base64.
+_MOST_BYTES: Final = 64 * 2**20
 #: The temperature for another answer to the same question, if the default is 0.
 _VARIED: Final = 0.7
 
@@ -43,7 +45,8 @@ class _Draft(Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Question(Struct, frozen=True, forbid_unknown_fields=True):
     id: str
-    text: Annotated[str, Meta(min_length=1)]
+    text: str
+    images: tuple[str, ...] = ()
     system: str = ""
     max_tokens: int | None = None
     temperature: float | None = None
@@ -87,15 +90,19 @@ class QuestionApi:
     async def _ask(self, request: Request) -> Response:
         """Store a question in the log; return its id and sequence, by which `_answer` streams the answer."""
         key = session_key(self._client.tenant, request.path_params["name"])
-        question = await read_body(request, _Question)
-        messages = [("system", question.system), ("user", question.text)]
+        question = await read_body(request, _Question, _MOST_BYTES)
+        images = [{"type": "image", "data": one} for one in question.images]
+        if not (question.text or images):
+            raise HTTPException(400, "the question is empty; it needs a text or an image")
+        asked = [*images, {"type": "text", "text": question.text}] if images else question.text
+        messages = [("system", question.system), ("user", asked)]
         options = await self._sampling(self._client, question.options())
         if question.vary and question.temperature is None:  # at 0 the answer would be the same again
             options["temperature"] = options.get("temperature") or _VARIED
         generate = build(
             Generate,
             question.id,
-            messages=[{"role": role, "content": text} for role, text in messages if text],
+            messages=[{"role": role, "content": content} for role, content in messages if content],
             **options,
         )
         try:

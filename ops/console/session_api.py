@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
+import zipfile
 from typing import TYPE_CHECKING, Final
 
 from starlette.exceptions import HTTPException
@@ -15,6 +17,7 @@ from ops.log.costs import SessionCosts
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.images import images_in, media_type
 from turnkeep_client.messages import Opened
 from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
@@ -26,7 +29,7 @@ from .turns import inherited, shown
 from .variants import VARIANT, joined, may_vary, stem, variants
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from starlette.requests import Request
 
@@ -59,6 +62,7 @@ class SessionApi:
             Route(f"{one}/tree", self._tree),
             Route(f"{one}/variants", self._variants),
             Route(f"{one}/export", self._export),
+            Route(f"{one}/images/{{digest}}", self._image),
         ]
 
     async def _sessions(self, request: Request) -> Response:
@@ -139,6 +143,13 @@ class SessionApi:
             raise TurnkeepError("forks of forks are too many levels deep to be shown") from None
         return as_json(next((tree for tree in found if any(one.session == name for one in tree)), None))
 
+    async def _image(self, request: Request) -> Response:
+        """Return the file of an image that a message of the session names by its digest."""
+        name, digest = request.path_params["name"], request.path_params["digest"]
+        data = await self._client.session(name).image(digest)
+        # Its first bytes have been checked; the door's headers keep the browser from reading it otherwise.
+        return Response(data, media_type=media_type(data))
+
     async def _export(self, request: Request) -> Response:
         name = request.path_params["name"]
         if form := request.query_params.get("form"):
@@ -155,15 +166,32 @@ class SessionApi:
         history = await self._client.session(name).history()
         if not history.turns:
             raise HTTPException(404, f"the log has no conversation of {name}")
+        session, ending = self._client.session(name), form
+        named = {digest for one in history.messages for digest in images_in(one.content)}
+        images = {digest: await session.image(digest) for digest in named}
         match form:
             case "md":
-                body, kind = written.as_markdown(name, history).encode(), "text/markdown"
+                files = written.image_files(f"{name}-images", images)
+                body, kind = written.as_markdown(name, history, files).encode(), "text/markdown"
+                if images:
+                    ending, kind = "zip", "application/zip"
+                    contents = {f"{name}.md": body, **{files[one]: images[one] for one in images}}
+                    body = await asyncio.to_thread(_zipped, contents)
             case "json":
-                body, kind = written.as_json(history), "application/json"
+                body, kind = written.as_json(history, images), "application/json"
             case _:
                 raise HTTPException(404, f"there is no form {form!r}; there are md and json")
-        attached = {"Content-Disposition": f'attachment; filename="{name}.{form}"'}
+        attached = {"Content-Disposition": f'attachment; filename="{name}.{ending}"'}
         return Response(body, 200, attached, kind)
+
+
+def _zipped(contents: Mapping[str, bytes]) -> bytes:
+    """Return an archive of files by their names."""
+    found = io.BytesIO()
+    with zipfile.ZipFile(found, "w") as archive:
+        for name, data in contents.items():
+            archive.writestr(name, data)
+    return found.getvalue()
 
 
 def _varies(turn: LoggedTurn) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from msgspec import Struct
 
 from ops.log.conversation import taken_over
-from turnkeep_client.images import as_text
+from turnkeep_client.images import images_in, text_in
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -55,20 +55,28 @@ class ShownCall(NamedTuple):
 
 
 class ShownMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A message of a turn. An answer has `text` and the same text as Markdown `blocks`."""
+    """A message of a turn. An answer has `text` and the same text as Markdown `blocks`.
+
+    `images` has the digests of its images.
+    """
 
     role: str
     text: str = ""
+    images: tuple[str, ...] = ()
     blocks: tuple[Node, ...] = ()
     reasoning: str = ""
     calls: tuple[ShownCall, ...] = ()
 
 
 class ShownCost(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s."""
+    """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s.
+
+    `images` are the tokens of the turn's images.
+    """
 
     found: int
     prefilled: int
+    images: int = 0
     generated: int | None = None
     first_token_s: float | None = None
     tokens_per_s: float | None = None
@@ -175,9 +183,11 @@ def _said(request: Request | None, result: Result | None) -> Iterator[ShownMessa
 
 
 def _message(message: Message) -> ShownMessage:
-    text = as_text(message.content)
+    text = text_in(message.content)
     blocks = rendered(text) if message.role == "assistant" else ()
-    return ShownMessage(role=message.role, text=text, blocks=blocks, calls=_calls(message.tool_calls or ()))
+    calls = _calls(message.tool_calls or ())
+    images = tuple(images_in(message.content))
+    return ShownMessage(role=message.role, text=text, images=images, blocks=blocks, calls=calls)
 
 
 def _calls(calls: Iterable[ToolCall | Called]) -> tuple[ShownCall, ...]:
@@ -225,6 +235,7 @@ def _spent(result: Any) -> ShownCost | None:
             return ShownCost(
                 found=used.cached_tokens,
                 prefilled=used.prefilled_tokens,
+                images=_of_images(result),
                 generated=used.completion_tokens,
                 first_token_s=took.first_token if used.completion_tokens else None,
                 tokens_per_s=num / decoding_s if num > 0 and decoding_s > 0 else None,
@@ -232,6 +243,13 @@ def _spent(result: Any) -> ShownCost | None:
             )
         case Appended(repeat_of=None):
             return ShownCost(
-                found=result.cached_tokens, prefilled=result.prefilled_tokens, total_s=result.seconds
+                found=result.cached_tokens,
+                prefilled=result.prefilled_tokens,
+                images=_of_images(result),
+                total_s=result.seconds,
             )
     return None
+
+
+def _of_images(result: Appended | Generated) -> int:
+    return sum(one.end - one.start for one in result.change.images) if result.change else 0

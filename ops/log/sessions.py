@@ -18,7 +18,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.images import as_text
+from turnkeep_client.images import as_text, text_in
 from turnkeep_client.messages import (
     Append,
     Closed,
@@ -239,7 +239,10 @@ def _first_words(requests: Iterable[Request | None]) -> str | None:
         if not isinstance(request, Append | Generate):
             continue
         said = [("user", request.text)] if request.text else []
-        said += [(message.role, as_text(message.content)) for message in request.messages or ()]
+        said += [
+            (message.role, text_in(message.content) or as_text(message.content))
+            for message in request.messages or ()
+        ]
         for role, text in said:
             if role == "user" and text.strip():
                 return _shortened(text)
@@ -255,7 +258,7 @@ def _shortened(text: str) -> str:
 async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*") -> list[SessionRow]:
     """Return the rows with their sizes (bodies and headers of all entries). Reads every entry."""
     sizes: dict[SessionKey, int] = dict.fromkeys((SessionKey(row.tenant, row.session) for row in rows), 0)
-    async for key, one in client.stored.every(SessionKey(tenant, "*"), ">"):
+    async for key, one in client.stored.every(SessionKey(tenant, "*")):
         if key in sizes:
             headers = sum(len(name) + len(value) for name, value in one.headers.items())
             sizes[key] += len(one.body) + headers

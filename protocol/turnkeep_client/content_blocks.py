@@ -107,7 +107,7 @@ def with_digests(blocks: Sequence[Any], where: str, files: dict[str, bytes]) -> 
     """
     found = []
     for at, block in enumerate(blocks):
-        data = _image_in(block, f"{where}[{at}]") if isinstance(block, dict) else None
+        data = image_in(block, f"{where}[{at}]") if isinstance(block, dict) else None
         if data is not None:
             digest = digest_of(data)
             files[digest] = data
@@ -117,7 +117,7 @@ def with_digests(blocks: Sequence[Any], where: str, files: dict[str, bytes]) -> 
     return found
 
 
-def _image_in(block: dict[str, Any], where: str) -> bytes | None:
+def image_in(block: dict[str, Any], where: str) -> bytes | None:
     """Return the file of an image block; None for other blocks, and for images without their file."""
     if block.get("type") not in _IMAGES:
         return None
@@ -139,10 +139,10 @@ def _image_in(block: dict[str, Any], where: str) -> bytes | None:
         file = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError, TypeError):
         raise ContentError("an image's data must be base64", where) from None
-    return _checked(file, where)
+    return checked(file, where)
 
 
-def _checked(file: bytes, where: str) -> bytes:
+def checked(file: bytes, where: str) -> bytes:
     """Return a file if it may be an image that models read. Raises `ContentError`."""
     if len(file) > MOST_BYTES:
         raise ContentError(f"the image has {len(file)} bytes; the most are {MOST_BYTES}", where)

@@ -31,6 +31,18 @@ def image(source: str | Path | bytes) -> dict[str, Any]:
     return {"type": "image", "data": base64.b64encode(data).decode()}
 
 
+def media_type(data: bytes) -> str:
+    """Return the media type of an image file by its first bytes; PNG's for those that are no image."""
+    begins = {b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
+    kind = next((kind for begin, kind in begins.items() if data.startswith(begin)), "image/png")
+    return "image/webp" if data[8:12] == b"WEBP" else kind
+
+
+def data_url(data: bytes) -> str:
+    """Return an image file as a `data:` URL."""
+    return f"data:{media_type(data)};base64,{base64.b64encode(data).decode()}"
+
+
 def digest_of(data: bytes) -> str:
     """Return the SHA-256 that names a file or a piece of it, as hex."""
     return hashlib.sha256(data).hexdigest()
@@ -88,6 +100,13 @@ def named_by(request: object) -> list[str]:
 def images_in(content: Any) -> list[str]:
     """Return the digests of the images in a message's content, in order."""
     return [part["digest"] for part in content if part["type"] == "image"] if _has_parts(content) else []
+
+
+def text_in(content: Any) -> str:
+    """Return the text of a message's content."""
+    if not _has_parts(content):
+        return content or ""
+    return "".join(part["text"] for part in content if part["type"] == "text")
 
 
 def as_text(content: Any) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from parts import free_port
+from parts import free_port, png
 
 from turnkeep_client.messages import Failed, Generated, decode_request, decode_result
 
@@ -95,6 +95,8 @@ async def here(request: pytest.FixtureRequest, worker_process: Any, tmp_path: Pa
     worker = worker_process()
     worker.start()
     (folder := tmp_path / "example").mkdir()
+    for seed, name in enumerate(("a.png", "b.png")):
+        (folder / name).write_bytes(png(seed))
     async with await worker.client(tenant=getattr(request, "param", "default")) as client:
         await until(lambda: asyncio.to_thread(lambda: '"event": "ready"' in worker.log))
         yield Here(worker, client, folder)
@@ -132,19 +134,20 @@ async def gateway(worker: Any, port: int) -> AsyncIterator[None]:
     [
         ("agent_nats.py", 2, "answer {'text':"),
         ("agent.py", 2, "tool: "),
+        ("agent_screens.py a.png b.png", 3, "answer {"),
         ("fan_out.py", 9, "tokens prefilled"),
     ],
 )
 async def test_an_example_survives_a_worker_crash_and_prints_the_same_output_when_run_again(
     here: Here, example: str, num_requests: int, said: str
 ) -> None:
-    process = await here.run(example)
+    process = await here.run(*example.split())
     await here.crash(2, 1)
     first = await output(process)
     assert said in first
     answered = await here.requests()
     assert [*answered.values()] == [1] * num_requests
-    assert await output(await here.run(example)) == first
+    assert await output(await here.run(*example.split())) == first
     assert await here.requests() == answered
 
 

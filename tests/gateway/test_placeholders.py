@@ -17,10 +17,11 @@ Start = Any
 IMAGE = "[image: this model cannot see images]"
 READ = {"chat": chat.read, "messages": messages.read, "responses": responses.read}
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
+#: Images whose files are elsewhere.
 PICTURES: dict[str, dict[str, Any]] = {
-    "chat": {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}},
-    "messages": {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
-    "responses": {"type": "input_image", "image_url": "data:image/png;base64,AAAA"},
+    "chat": {"type": "image_url", "image_url": {"file_id": "a"}},
+    "messages": {"type": "image", "source": {"type": "file", "file_id": "a"}},
+    "responses": {"type": "input_image", "file_id": "a"},
 }
 FOUND = {"type": "search_result", "source": "https://a.example", "title": "A", "content": [
     {"type": "text", "text": "It is red."}, {"type": "image", "source": {}}]}  # fmt: skip
@@ -159,7 +160,7 @@ def test_items_of_unsupported_types_in_the_responses_api_become_placeholders_wit
 
 
 @pytest.mark.parametrize("dialect", READ)
-async def test_a_conversation_with_an_image_continues_in_its_session(
+async def test_a_conversation_with_a_placeholder_continues_in_its_session(
     dialect: str, http: httpx2.AsyncClient
 ) -> None:
     text = {"type": "input_text" if dialect == "responses" else "text", "text": "What is it?"}

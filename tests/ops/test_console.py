@@ -571,10 +571,11 @@ async def test_the_console_refuses_invalid_requests_and_they_change_nothing_in_t
     async with opened(worker.client) as page:
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["a"]
         for path, body, status, says in (
-            ("a/ask", {"id": "x", "text": "x" * 2**21}, 413, "larger than"),
+            ("a/count", {"text": "x" * 2**21}, 413, "larger than"),
+            ("a/ask", {"id": "x", "text": "x" * 2**21}, 400, "at most"),
             ("a/ask", {"id": "x", "text": "x", "more": 1}, 400, "`more`"),
             ("a/ask", {"id": "<b>", "text": "x"}, 400, "id"),
-            ("a/ask", {"id": "x", "text": ""}, 400, "length >= 1"),
+            ("a/ask", {"id": "x", "text": ""}, 400, "it needs a text or an image"),
             ("a/ask", {"id": "x", "text": "x", "max_tokens": -1}, 400, "max_tokens"),
             ("%3Cscript%3E/ask", {"id": "x", "text": "x"}, 400, "is not valid"),
             ("a/explode", {}, 404, "there is no action 'explode'"),

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.commands.command_runs import environment
 from tests.ops.browser import Browser, browsing
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_workers_history import Watched
-from tests.parts import LocalWorker, WorkerProcess
+from tests.parts import LocalWorker, WorkerProcess, png
 from turnkeep_client.client import Client
 from turnkeep_client.messages import Generated, decode_result, encode
 from turnkeep_client.results import failure
@@ -526,3 +527,57 @@ async def test_a_walk_through_a_page(
         browser.cdp("Browser.grantPermissions", origin=url, permissions=may)
         await asyncio.to_thread(walk, browser, url)
     SHELF.pulled.clear()
+
+
+async def test_images_are_chosen_pasted_and_dropped_shown_small_and_enlarged_by_a_click(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
+) -> None:
+    worker = await local_worker()
+    (file := tmp_path / "screen.png").write_bytes(png(3, side=400))
+    given = """const bytes = Uint8Array.from(atob(arguments[0]), (one) => one.charCodeAt(0));
+        const data = new DataTransfer(), how = { bubbles: true, cancelable: true };
+        data.items.add(new File([bytes], arguments[1], { type: 'image/png' }));
+        const event = arguments[2] === 'paste' ? new ClipboardEvent('paste', { ...how, clipboardData: data })
+            : new DragEvent('drop', { ...how, dataTransfer: data });
+        document.querySelector(arguments[3]).dispatchEvent(event);
+        return event.defaultPrevented"""
+    waiting = "document.querySelectorAll('.composer .thumbs canvas').length"
+    loaded = (
+        "[...document.querySelectorAll('.turn .thumbs img')].map((one) => one.complete && one.naturalWidth)"
+    )
+
+    def look(url: str) -> None:
+        browser.open(f"{url}/?token={TOKEN}")
+        browser.wait_for("document.querySelector('#message')")
+        (element,) = browser.run("return document.querySelector('input[type=file]')").values()
+        browser.do(f"element/{element}/value", text=str(file))
+        browser.wait_for(f"{waiting} === 1")
+        for seed, (how, where) in enumerate((("paste", "#message"), ("drop", ".conversation"))):
+            data = b64encode(png(seed, side=40 + seed)).decode()
+            assert browser.run(given, data, f"{how}.png", how, where)
+            browser.wait_for(f"{waiting} === arguments[0]", 2 + seed)
+        assert browser.run(given, b64encode(b"no picture").decode(), "wrong.png", "paste", "#message")
+        browser.wait_for("document.querySelector('#toast').innerText.startsWith('wrong.png is no image')")
+        browser.run("document.querySelector('[title=\"Remove paste.png\"]').click()")
+        browser.wait_for(f"{waiting} === 2")
+        browser.type("#message", "Which colours?\ue007")  # Enter
+        browser.wait_for("document.querySelectorAll('.turn').length === 1")
+        assert browser.run(f"return {waiting}") == 0
+        browser.wait_for(f"JSON.stringify({loaded}) === '[400,41]'")
+        browser.wait_for("!document.querySelector('.growing')")
+        assert not browser.faults()
+        browser.run("document.querySelector('.turn .thumbs button').click()")
+        browser.wait_for("document.querySelector('dialog.image[open] img')?.naturalWidth === 400")
+        browser.press(ESCAPE)
+        browser.wait_for("!document.querySelector('dialog.image')")
+        browser.click("Regenerate")
+        browser.wait_for("location.hash.endsWith('-v2')")
+        browser.wait_for(f"JSON.stringify({loaded}) === '[400,41]'")
+        browser.run(given, b64encode(png(5)).decode(), "alone.png", "paste", "#message")
+        browser.wait_for(f"{waiting} === 1")
+        browser.click("Send")
+        browser.wait_for("document.querySelectorAll('.turn').length === 2")
+        browser.wait_for(f"JSON.stringify({loaded}) === '[400,41,8]'")
+
+    async with serving(worker.client) as url:
+        await asyncio.to_thread(look, url)

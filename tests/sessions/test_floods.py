@@ -150,7 +150,7 @@ async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_anoth
 
 @pytest.mark.usefixtures("_small")
 async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
-    one = await wire(max_waiting=1, tenants=Tenants(sessions=1), max_attempts=1)
+    one = await wire(max_waiting=1, tenants=TenantLimits(sessions=1), max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
     while one.worker.app._parts.intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
         await asyncio.sleep(0.05)

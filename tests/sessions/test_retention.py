@@ -769,7 +769,7 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
         result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
         return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
 
-    async def removes(_: Retention, __: SessionKey, ___: Entry, closed: retention._Closing) -> None:
+    async def removes(_: Retention, __: SessionKey, ___: StoredMessage, closed: retention._Closing) -> None:
         removed.append(closed.result.seq or 0)
 
     monkeypatch.setattr(Retention, "_find_close", found)

@@ -187,6 +187,14 @@ def named(wants: str, check: Callable[[str], str]) -> Kind:
     return Kind(wants, "NAME", parse)
 
 
+def _hosts(value: object) -> str:
+    """Normalise host names joined by commas. Raises ValueError."""
+    names = [one.strip().lower() for one in text(value).split(",")]
+    if not all(map(_HOST.fullmatch, names)):
+        raise ValueError(value)
+    return ",".join(names)
+
+
 def _nats_url(value: object) -> str:
     """Complete `host:port[,host:port]` to NATS URLs; ports may be missing. Raises ValueError."""
     urls = [
@@ -274,6 +282,7 @@ SYNC = Kind(
     "a duration from 0.001 to 3600 seconds", "TIME", lambda v: f"{_within(parse_duration, 0.001, 3600)(v):g}s"
 )
 URL = Kind("a URL such as http://127.0.0.1:4318, without a password", "URL", _http_url)
+HOSTS = word_or("none", "", Kind("names of hosts such as images.example, joined by commas", "HOST", _hosts))
 NATS_URLS = word_or(
     "embedded", None, Kind("NATS URLs such as nats://host:4222, joined by commas", "URL", _nats_url)
 )

@@ -200,6 +200,11 @@ class Settings:
         30 * 86400.0,
         "time until a gateway removes a conversation that nobody continued; off keeps it",
     )
+    gateway_image_hosts: str = _setting(
+        kinds.HOSTS,
+        "",
+        "hosts from which a gateway fetches images whose URLs requests have; it asks no others",
+    )
     max_message_bytes: int = _setting(
         kinds.size(kinds.KIB, 32 * kinds.MIB), kinds.MIB, "maximum size of one NATS message, headers included"
     )
@@ -263,6 +268,7 @@ SHARED: Final = frozenset(
         "tenants",
         "health",
         "gateway_ttl_s",
+        "gateway_image_hosts",
         "sync_interval",
         "log_format",
         "log_level",

@@ -2,6 +2,7 @@
 
 import { stem } from "./conversations.js";
 import { exact, made, path, post, tell, toast } from "./dom.js";
+import { attachments } from "./images.js";
 
 export const isNearEnd = () => innerHeight + scrollY > document.documentElement.scrollHeight - 160;
 export const toEnd = () => scrollTo(0, document.documentElement.scrollHeight);
@@ -72,11 +73,15 @@ export function composer(name, given, sent, stop) {
   } });
   text.value = localStorage.getItem(draft(given)) ?? "";
   counted.see(text.value);
+  const images = attachments(text, () => {
+    id = newId();
+    text.required = !images.any();
+  });
   const system = area("System message", "system", { placeholder: "for example: Answer in one sentence." });
   const send = made("button", { class: "main" }, "Send");
   const stopping = made("button", { type: "button", hidden: true, click: stop, title: "Esc" }, "Stop");
   const form = made("form", { class: "composer", hidden: true, submit: ask },
-    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), stopping, send), counted.note,
+    made("div", { class: "row" }, made("label", { class: "grow" }, made("span", { class: "hidden" }, "Message"), text), stopping, ...images.parts, send), images.row, counted.note,
     made("details", {}, made("summary", {}, "Options"), made("div", { class: "row" }, system,
       number("Tokens at most", "max_tokens", { min: 1, max: 2 ** 31 - 1, step: 1, placeholder: "what fits" }),
       number("Temperature", "temperature", { min: 0, max: 100, placeholder: "the model's" }),
@@ -88,11 +93,12 @@ export function composer(name, given, sent, stop) {
 
   async function ask(event) {
     event.preventDefault();
-    if (!text.value.trim() || send.disabled) return;
+    if (!(text.value.trim() || images.any()) || send.disabled) return;
     send.disabled = true;
     try {
-      await post(path(name, "/ask"), { id, text: text.value, system: system.hidden ? "" : chosen.system ?? "", ...options() });
+      await post(path(name, "/ask"), { id, text: text.value, images: await images.files(), system: system.hidden ? "" : chosen.system ?? "", ...options() });
       text.value = "";
+      images.clear();
       dropDraft(given);
       counted.see("");
       await sent();
@@ -104,5 +110,5 @@ export function composer(name, given, sent, stop) {
       text.focus();
     }
   }
-  return { form, text, begins: (isNew) => { system.hidden = !isNew; }, busy: (isBusy) => { stopping.hidden = !isBusy; } };
+  return { form, text, takes: images.takes, begins: (isNew) => { system.hidden = !isNew; }, busy: (isBusy) => { stopping.hidden = !isBusy; } };
 }

@@ -4,6 +4,7 @@ import { composer, dropDraft, isNearEnd, newId, options, toEnd } from "./chat.js
 import { conversations, entitle, newName, stem, title, titled } from "./conversations.js";
 import { details } from "./details.js";
 import { asked, exact, get, made, path, post, tell, toast } from "./dom.js";
+import { files } from "./images.js";
 import { menu } from "./menu.js";
 import { address, state } from "./sessions.js";
 import { element, growing } from "./turns.js";
@@ -21,9 +22,10 @@ export function session(main, given, about) {
   const actions = made("span", { class: "actions" }), more_ = details(name);
   const head = made("h1", {}, given ? titled(name) ?? "" : "New chat"), chat = composer(name, given, sent, stop), box = chat.form;
   const beside = conversations(given, about.read_only);
-  main.append(made("div", { class: "columns" }, beside.element,
-    made("div", { class: "conversation" }, made("div", { class: "row title" }, head, badge, actions), given && more_.element, earlier,
-      made("div", { role: "log", "aria-label": "Conversation", "aria-live": "polite" }, list), note, box)));
+  const conversation = made("div", { class: "conversation" }, made("div", { class: "row title" }, head, badge, actions), given && more_.element, earlier,
+      made("div", { role: "log", "aria-label": "Conversation", "aria-live": "polite" }, list), note, box);
+  main.append(made("div", { class: "columns" }, beside.element, conversation));
+  if (!about.read_only) chat.takes(conversation);
 
   async function sent() {
     if (given) await refresh(); else location.hash = address(name);
@@ -80,11 +82,11 @@ export function session(main, given, about) {
   /* Ask again from a turn on, in a variant: a fork of what was before it. */
   async function again(one, text) {
     if (!stands(one.start, one.seq)) return moved();
-    const words = (role) => one.said.find((said) => said.role === role)?.text ?? "";
+    const of = (role) => one.said.find((said) => said.role === role), words = (role) => of(role)?.text ?? "";
     const numbers = varied.members.map((other) => Number(/-v(\d+)$/.exec(other)?.[1] ?? 1)), as = `${stem(name)}-v${1 + Math.max(...numbers)}`;
     try {
       await post(path(name, "/fork"), { name: as, position: one.start, is_variant: true });
-      await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), system: words("system"), vary: text === undefined, ...options() });
+      await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), images: await files(name, of("user")?.images ?? []), system: words("system"), vary: text === undefined, ...options() });
       location.hash = address(as);
     } catch (error) {
       toast(error.message, true);
@@ -130,7 +132,7 @@ export function session(main, given, about) {
       const kept = turns.get(one.seq), text = JSON.stringify([one, variants]);
       if (kept?.text === text || kept?.element.querySelector(".edit") || (one.state === "waiting" && stream?.seq === one.seq)) continue;
       const isNext = one.state === "waiting" && one.kind === "generate" && !stream;
-      const made_ = isNext ? listen(one) : element(one, acts, variants, (other) => go(other, one.seq, one.start));
+      const made_ = isNext ? listen(one) : element(name, one, acts, variants, (other) => go(other, one.seq, one.start));
       if (one.state === "waiting" && !isNext) made_.append(made("p", { class: "note faint" }, "waiting"));
       if (kept) kept.element.replaceWith(made_);
       else list.insertBefore(made_, [...turns.entries()].filter(([seq]) => seq > one.seq).sort(([a], [b]) => a - b)[0]?.[1].element ?? null);
@@ -144,7 +146,7 @@ export function session(main, given, about) {
   }
 
   function listen(one) {
-    const grown = growing(one, models);
+    const grown = growing(name, one, models);
     const events = new EventSource(path(name, `/answers/${one.seq}`));
     const on = (kind, then) => events.addEventListener(kind, (event) => {
       const wasNearEnd = isNearEnd();

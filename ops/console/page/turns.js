@@ -1,6 +1,7 @@
 /* Turns of a conversation as elements. */
 
 import { clock, copied, count, exact, made, seconds, tree } from "./dom.js";
+import { thumbnails } from "./images.js";
 import { address } from "./sessions.js";
 
 const WHO = { user: "You", assistant: "Model", system: "System", tool: "Result of a tool", text: "Text", tokens: "Tokens" };
@@ -17,10 +18,11 @@ const folded = (title, text, kind) => made("details", { class: kind }, made("sum
 const link = (label, click, title) => made("button", { class: "link", type: "button", click, title }, label);
 const who = (role, model) => made("span", { class: "who" }, (role === "assistant" && model) || (WHO[role] ?? role));
 
-function said(one, model) {
+function said(one, model, session) {
   const text = one.blocks ? made("div", { class: "text rich" }, ...one.blocks.map(tree)) : made("div", { class: "text" }, one.text);
   const element = made("div", { class: `said ${one.role}` }, who(one.role, model),
     one.reasoning && folded("Reasoning", one.reasoning, "reasoning"),
+    one.images && thumbnails(session, one.images),
     one.text && (one.role === "tool" ? folded("Content", one.text, "content") : text),
     ...(one.calls ?? []).map(([name, given]) => folded(`Calls ${name}`, pretty(given), "call")));
   element.source = one.text ?? "";
@@ -28,11 +30,13 @@ function said(one, model) {
 }
 
 const MEANS = { found: "tokens of the prompt whose KV was there already", prefilled: "tokens of the prompt that the model had to read",
+  "of images": "tokens of the images that came with this turn",
   generated: "tokens of the answer" };
 
 /* What a turn has cost: one figure, behind which are the others. */
 function cost(spent) {
   const figures = [["found", count(spent.found)], ["prefilled", count(spent.prefilled)],
+    spent.images && ["of images", count(spent.images)],
     spent.generated !== undefined && ["generated", count(spent.generated)],
     spent.first_token_s !== undefined && ["first token", seconds(spent.first_token_s)], ["in all", seconds(spent.total_s)]];
   return made("details", { class: "cost" }, made("summary", { title: "What it has cost" },
@@ -70,11 +74,11 @@ const isQuestion = (turn) => turn.kind === "generate" && turn.said?.filter((one)
   && turn.said.every((one) => ["system", "user", "assistant"].includes(one.role));
 
 /* `acts` is null if nothing may be done; `choice` is null if the message has no variants, `go` shows one of them. */
-export function element(turn, acts, choice, go) {
+export function element(session, turn, acts, choice, go) {
   const answer = turn.said?.findLast((one) => one.role === "assistant")?.text, stored = turn.stored && new Date(turn.stored);
   const again = acts && turn.state !== "waiting" && isQuestion(turn);
   const parts = (turn.said ?? []).map((one) => {
-    const part = said(one, turn.model);
+    const part = said(one, turn.model, session);
     if (again && one.role === "user") part.append(link("Edit", () => editing(part, one.text, (text) => acts.again(turn, text)), "Ask another question here"));
     return part;
   });
@@ -100,11 +104,11 @@ function waiting({ is_heard, others, read, of, written }, hasText) {
 }
 
 /* An answer that is on its way: `begin`, `add`, `draw` and `waits` are its events. */
-export function growing(turn, model) {
+export function growing(session, turn, model) {
   const text = made("div", { class: "text rich" }), thought = made("pre"), calls = made("div"), told = made("span", { class: "faint" }, "waiting for the worker");
   const reasoning = made("details", { class: "reasoning", open: true, hidden: true }, made("summary", {}, "Reasoning"), thought);
   const answer = made("div", { class: "said assistant growing", "aria-busy": "true" }, who("assistant", model), reasoning, text, calls);
-  const box = made("li", { class: "turn waiting", "data-seq": turn.seq }, ...(turn.said ?? []).map((one) => said(one, model)), answer,
+  const box = made("li", { class: "turn waiting", "data-seq": turn.seq }, ...(turn.said ?? []).map((one) => said(one, model, session)), answer,
     made("div", { class: "meta" }, made("span", { class: "dots", "aria-hidden": "true" }), told));
   answer.source = "";
   return {

@@ -7,6 +7,7 @@
 import { delay } from "@nats-io/nats-core";
 
 import { ClientClosedError, InvalidMessageError, RequestFailedError, ResultRemovedError } from "./errors.js";
+import { withDigests } from "./images.js";
 import type { ControlReply, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import { Bell } from "./waiting.js";
@@ -233,10 +234,12 @@ export class Call {
   async #publish(feed: ResultFeed): Promise<void> {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
+    const [request, files] = await withDigests(this.request);
+    await wire.storeImages(this.key, files);
     feed.publishing += 1;
     this.isPublished = true;
     try {
-      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(this.request), headers, signal);
+      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(request), headers, signal);
       this.seq = seq;
       this.#waitAt(seq, feed);
       const early = feed.early.get(seq);

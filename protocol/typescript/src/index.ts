@@ -8,6 +8,8 @@ export * from "./errors.js";
 export type { Generation } from "./generation.js";
 export type * from "./messages.js";
 export type { History, Turn } from "./history.js";
+export { image } from "./images.js";
+export type { ImagePart } from "./images.js";
 export type { Listed } from "./listing.js";
 export { retry } from "./retrying.js";
 export type { Fields, Session } from "./session.js";

@@ -4,9 +4,11 @@ import { nuid } from "@nats-io/nats-core";
 
 import { Call, decode, encode, expect } from "./calls.js";
 import type { CallOptions, ResultFeeds } from "./calls.js";
+import { InvalidMessageError } from "./errors.js";
 import { Generation } from "./generation.js";
 import { readHistory } from "./history.js";
 import type { History } from "./history.js";
+import { withDigests } from "./images.js";
 import type {
   Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
   Generate, InfoRequest, Open, Opened, Request, Result, Rewind, Rewound, SessionInfo,
@@ -96,6 +98,13 @@ export class Session {
     return readHistory(this.#feeds.wire, this.key);
   }
 
+  /** Return the file of an image that the conversation names by its digest, from the log. Needs no worker. */
+  async image(digest: string): Promise<Uint8Array> {
+    const file = await this.#feeds.wire.image(this.key, digest);
+    if (file === undefined) throw new InvalidMessageError(`the log has no image ${digest} of the session ${this.name}`);
+    return file;
+  }
+
   /** Return the session's state, from the worker that holds it. */
   info(fields: Omit<InfoRequest, "type"> = {}): Promise<SessionInfo> {
     return this.#control("session", { ...fields, type: "info" });
@@ -107,8 +116,10 @@ export class Session {
   }
 
   /** Count the tokens that a generate with this input would add, without running it. */
-  count(fields: Omit<CountRequest, "type">): Promise<Counted> {
-    return this.#control("counted", { ...fields, type: "count" });
+  async count(fields: Omit<CountRequest, "type">): Promise<Counted> {
+    const [request, files] = await withDigests(fields);
+    await this.#feeds.wire.storeImages(this.key, files);
+    return this.#control("counted", { ...request, type: "count" });
   }
 
   #call(request: Request, options: CallOptions): Call {

@@ -44,8 +44,13 @@ export class Subjects {
     this.tokenStream = `${name}_tok`;
   }
 
-  of(key: SessionKey, kind: "in" | "out" | "checkpoint" | "ctl"): string {
+  of(key: SessionKey, kind: "in" | "out" | "checkpoint" | "closed" | "ctl"): string {
     return `${this.prefix}.${key.tenant}.${key.session}.${kind}`;
+  }
+
+  /** The subject of an image of a session, or of a piece of one, by its SHA-256 as hex. */
+  image(key: SessionKey, digest: string): string {
+    return `${this.prefix}.${key.tenant}.${key.session}.image.${digest}`;
   }
 
   /** The subject of one generate's token chunks. */

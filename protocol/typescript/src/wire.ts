@@ -13,7 +13,8 @@ import {
   ClientClosedError, InvalidMessageError, NoAnswerError, NoServerError, NotPermittedError, NoWorkerError,
   RequestFailedError,
 } from "./errors.js";
-import type { Subjects } from "./subjects.js";
+import { assembled, entries } from "./images.js";
+import type { SessionKey, Subjects } from "./subjects.js";
 import { Bell, unlessAborted } from "./waiting.js";
 
 /** Timeout for the log's acknowledgement before publishing again; doubles up to the second value. */
@@ -141,6 +142,31 @@ export class Wire {
     const isSame = (other: Uint8Array) => other.length === body.length && other.every((byte, at) => byte === body[at]);
     const found = await this.read(this.subjects.logStream, subject, 1);
     return found.findLast((one) => isSame(one.body))?.seq ?? 0;
+  }
+
+  /**
+   * Store the files of images, by digest, for a session, unless its log has them.
+   *
+   * What the log has from before the session was closed leaves it later, so it is stored once more.
+   */
+  async storeImages(key: SessionKey, files: ReadonlyMap<string, Uint8Array>): Promise<void> {
+    if (files.size === 0) return;
+    const { subjects } = this;
+    const seqOf = async (subject: string) => (await this.last(subjects.logStream, subject)).at(-1)?.seq ?? 0;
+    const closed = await seqOf(subjects.of(key, "closed"));
+    const isStored = async (name: string) => (await seqOf(subjects.image(key, name))) > closed;
+    for (const [digest, file] of files) {
+      if (await isStored(digest)) continue;
+      for (const [name, body] of await entries(file, (this.connection.info?.max_payload ?? Infinity) / 2)) {
+        if (!(await isStored(name))) await this.publish(subjects.image(key, name), body);
+      }
+    }
+  }
+
+  /** Return the file of an image of a session; undefined if the log lacks it. */
+  image(key: SessionKey, digest: string): Promise<Uint8Array | undefined> {
+    const { subjects } = this;
+    return assembled(digest, async (name) => (await this.last(subjects.logStream, subjects.image(key, name))).at(-1)?.body);
   }
 
   /** Return the reply to one core NATS request. */

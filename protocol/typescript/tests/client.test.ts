@@ -47,11 +47,11 @@ test("the pieces of an answer are its result, and a repeated id gets the record"
   await assert.rejects(session.generate({ ...asked, max_tokens: 41 }).result, failsWith("id_conflict", false));
 });
 
-test("a placeholder stands for a picture, and the result and the first piece say so", async () => {
-  const content = [{ type: "image_url", image_url: { url: "data:image/png;base64,AAAA" } }];
-  const answer = client.session("looked").generate({ messages: [{ role: "user", content }], max_tokens: 8, ignore_eos: true });
+test("a placeholder stands for a sound, and the result and the first piece say so", async () => {
+  const content = [{ type: "input_audio", input_audio: { data: "AAAA", format: "wav" } }];
+  const answer = client.session("heard").generate({ messages: [{ role: "user", content }], max_tokens: 8, ignore_eos: true });
   const [first, ...more] = await all(answer);
-  const warnings = ["messages[0].content[0]: image_url replaced by a placeholder"];
+  const warnings = ["messages[0].content[0]: input_audio replaced by a placeholder"];
   assert.deepEqual((await answer.result).warnings, warnings);
   assert.deepEqual([first?.warnings, more.flatMap((piece) => piece.warnings)], [warnings, []]);
 });
@@ -64,6 +64,31 @@ test("whoever leaves an answer and comes back gets all of it", async () => {
   const result = await answer.result;
   assert.deepEqual(pieces.flatMap((piece) => piece.tokens), result.tokens);
   assert.deepEqual((await all(answer)).map((piece) => piece.text), [result.text]);
+});
+
+test("an image is stored once, before the request, which names it by its digest", async () => {
+  const begin = [0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a];
+  const small = Uint8Array.from([...begin, 1]), large = new Uint8Array(400_000).map((_, at) => begin[at] ?? (at * 7) % 251);
+  const session = client.session("looked");
+  const url = `data:image/png;base64,${turnkeep.image(small).data}`;
+  const content = [turnkeep.image(small), { type: "text", text: "Which?" }, turnkeep.image(large), { type: "image_url", image_url: { url } }];
+  const counted = await session.count({ messages: [{ role: "user", content }] });
+  const appended = await session.append({ messages: [{ role: "user", content }] });
+  assert.ok(appended.position > 0 && counted.tokens >= appended.position);
+  await session.append({ messages: [{ role: "user", content: [turnkeep.image(large)] }] });
+
+  const { messages } = await session.history();
+  const [first, second] = messages.map((message) => message.content as { type: string; digest?: string }[]);
+  assert.deepEqual(first?.map(({ type }) => type), ["image", "text", "image", "image"]);
+  const [one = "", , other = "", third] = first?.map(({ digest }) => digest) ?? [];
+  assert.deepEqual([second, third], [[{ type: "image", digest: other }], one]);
+  assert.deepEqual(Uint8Array.from(await session.image(one)), small);
+  assert.deepEqual(Uint8Array.from(await session.image(other)), large);
+  await assert.rejects(session.image("0".repeat(64)), turnkeep.InvalidMessageError);
+
+  const manager = await jetstreamManager(client.connection);
+  const { state } = await manager.streams.info("turnkeep_log", { subjects_filter: `turnkeep.${run}.looked.image.*` });
+  assert.deepEqual(Object.values(state.subjects ?? {}), [1, 1, 1, 1, 1, 1]); // a file of one piece, and one of four
 });
 
 /** Streams without a worker: the log of one prefix, and what is published by hand. */

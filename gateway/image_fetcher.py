@@ -1,0 +1,106 @@
+"""Fetches the images that requests name by URLs, from the hosts that the gateway's settings name."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import urllib.request
+from http.client import HTTPException
+from typing import TYPE_CHECKING, Any, Final
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+
+from msgspec.structs import replace
+
+from turnkeep_client.content_blocks import checked
+from turnkeep_client.images import MOST_BYTES, digest_of
+
+from .images import Link, attach
+from .turn import ClientTurn, parts_checked, refused
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from turnkeep_client.messages import Message
+
+#: How long one image may take.
+_FETCH_S: Final = 15.0
+_PIECE_BYTES: Final = 65536
+
+
+class ImageFetcher:
+    """Fetches images over HTTP and HTTPS, only from `hosts`; redirects must lead to these hosts too."""
+
+    def __init__(self, hosts: Collection[str] = ()) -> None:
+        self._hosts = {*hosts}
+
+    async def fetched(self, turn: ClientTurn) -> ClientTurn:
+        """Return a turn whose messages have the files of their images. Raises `Fault`."""
+        if not turn.images:
+            return turn
+        links = {name: one for name, one in turn.images.items() if isinstance(one, Link)}
+        fetched = await asyncio.gather(*map(self._image, links.values()))
+        digests = {name: digest_of(file) for name, file in zip(links, fetched, strict=True)}
+        messages = tuple(_renamed(one, digests) for one in turn.messages or ())
+        attach(messages, {**turn.images, **dict(zip(digests.values(), fetched, strict=True))})
+        return replace(turn, messages=messages, images={})
+
+    async def _image(self, link: Link) -> bytes:
+        """Return an image's file. Raises `Fault`."""
+        self.check(link.url, link.where)
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                data = await asyncio.to_thread(self._read, link)
+        except TimeoutError:
+            raise refused(f"the image did not arrive within {_FETCH_S:.0f} s", link.where) from None
+        except (OSError, ValueError, HTTPException) as error:
+            why = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
+            raise refused(f"the image cannot be fetched: {why}", link.where) from None
+        with parts_checked():
+            return checked(data, link.where)
+
+    def check(self, url: str, where: str) -> None:
+        """Raise `Fault` unless a URL is of one of the hosts."""
+        try:
+            parts = urlsplit(url)
+            host = parts.hostname or ""
+        except ValueError:
+            raise refused("the image's URL is not valid", where) from None
+        if parts.scheme not in {"http", "https"} or not host or host not in self._hosts:
+            why = f"images are not fetched from {host!r}: send the image as a data: URL, or name the host"
+            raise refused(f"{why} in the gateway's setting gateway_image_hosts", where)
+
+    def _read(self, link: Link) -> bytes:
+        """Read an image, or a part of one that is too large. Raises as `urllib`, and `Fault`."""
+        until_s, data = time.monotonic() + _FETCH_S, bytearray()
+        opener = urllib.request.build_opener(_Redirects(self, link.where))
+        with opener.open(link.url, timeout=_FETCH_S) as response:
+            while len(data) <= MOST_BYTES and (piece := response.read(_PIECE_BYTES)):
+                data += piece
+                if time.monotonic() > until_s:
+                    raise TimeoutError
+        return bytes(data)
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    def __init__(self, fetcher: ImageFetcher, where: str) -> None:
+        self._fetcher = fetcher
+        self._where = where
+
+    def redirect_request(
+        self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str
+    ) -> urllib.request.Request | None:
+        """Follow a redirect to one of the hosts. Raises `Fault` for others."""
+        self._fetcher.check(newurl, self._where)
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _renamed(message: Message, digests: Mapping[str, str]) -> Message:
+    """Return a message whose images have other digests."""
+    if not isinstance(message.content, tuple) or not digests:
+        return message
+    parts = tuple(
+        {**part, "digest": digests[part["digest"]]} if part.get("digest") in digests else part
+        for part in message.content
+    )
+    return replace(message, content=parts).of_keys(message.sent)

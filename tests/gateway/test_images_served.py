@@ -1,0 +1,234 @@
+"""Conversations with images through the gateway, with a model that sees and with one that does not."""
+
+from __future__ import annotations
+
+import asyncio
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from anthropic import AsyncAnthropic
+from test_images import PATHS, READ, TYPES, body, digest, said
+
+from tests.device import tiny_seeing
+from tests.parts import png
+from turnkeep_client.images import images_in
+from turnkeep_client.messages import Generated
+from turnkeep_client.session_log import read
+from turnkeep_client.subjects import SessionKey
+
+Start = Any
+RED, BLUE = tiny_seeing.picture(1), tiny_seeing.picture(2)
+TEMPLATE = (
+    "{% for one in messages %}{{ one.role }}: {% if one.content is string %}{{ one.content }}{% else %}"
+    "{% for part in one.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+PLAIN = {"logit_bias": {str(token): 100 for token in range(97, 100)}}
+
+
+class Served:
+    """A gateway, an HTTP client for it, and its worker."""
+
+    def __init__(self, door: Any, http: httpx2.AsyncClient, worker: Any) -> None:
+        self.door = door
+        self.http = http
+        self.worker = worker
+
+    async def images(self, session: str) -> list[str]:
+        """Return the digests of all images in a session's conversation."""
+        messages = (await self.worker.client.session(session).history()).messages
+        return [one for message in messages for one in images_in(message.content)]
+
+    async def num_stored(self, session: str) -> int:
+        """Return how many entries of images a session has in the log."""
+        found = await self.worker.client.stored.subjects("default", session)
+        return sum(kinds.get("image", 0) for kinds in found.values())
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "seeing"
+    tiny_seeing.write("smolvlm", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+@pytest.fixture
+async def served(
+    request: pytest.FixtureRequest, local_worker: Start, door: Start, seeing: Path
+) -> AsyncIterator[Served]:
+    """A gateway for a worker whose model sees, or for one whose model does not."""
+    model = {"model": str(seeing)} if getattr(request, "param", True) else {}
+    worker = await local_worker(**model)
+    started = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=started.url, timeout=60) as http:
+        yield Served(started, http, worker)
+
+
+def key_of(session: str) -> SessionKey:
+    return SessionKey("default", session)
+
+
+def answered(dialect: str, answer: httpx2.Response) -> list[dict[str, Any]]:
+    """Return an answer's message, as a client sends it back."""
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    match dialect:
+        case "chat":
+            return [found["choices"][0]["message"]]
+        case "messages":
+            return [{"role": "assistant", "content": found["content"] or "."}]
+        case "ollama":
+            return [found["message"]]
+    return list(found["output"])
+
+
+BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["sees", "blind"])
+
+
+@BOTH
+@pytest.mark.parametrize("dialect", READ)
+async def test_a_conversation_with_images_continues_in_its_session_which_has_each_file_once(
+    dialect: str, served: Served
+) -> None:
+    told = [said(dialect, "What is it? ", RED)]
+    first = await served.http.post(PATHS[dialect], json=body(dialect, told))
+    told += [*answered(dialect, first), said(dialect, "And these? ", BLUE, RED)]
+    second = await served.http.post(PATHS[dialect], json=body(dialect, told))
+    name = first.headers["x-turnkeep-session"].split()[0]
+    assert second.headers["x-turnkeep-session"] == f"{name} continued"
+    assert await served.images(name) == [digest(RED), digest(BLUE), digest(RED)]
+    assert await served.num_stored(name) == 2
+    assert await served.worker.client.session(name).image(digest(BLUE)) == BLUE
+    where, places = "input" if dialect == "responses" else "messages", "content"
+    first_place = 1
+    if dialect == "ollama":
+        places, first_place = "images", 0
+    warning = f"{where}[0].{places}[{first_place}]: {TYPES[dialect]} replaced by a placeholder"
+    if await sees(served):
+        assert "x-turnkeep-warnings" not in {*first.headers, *second.headers}
+    else:
+        assert first.headers["x-turnkeep-warnings"] == warning
+        assert second.headers["x-turnkeep-warnings"].count("placeholder") == 3
+
+    told[0] = said(dialect, "What is it? ", BLUE)
+    other = await served.http.post(PATHS[dialect], json=body(dialect, told))
+    assert other.headers["x-turnkeep-session"].endswith(" begun"), "the same words about another picture"
+
+
+async def sees(served: Served) -> bool:
+    return bool((await served.worker.client.worker_metrics()).vision)
+
+
+@BOTH
+async def test_lists_of_models_say_whether_a_model_sees(served: Served) -> None:
+    has = await sees(served)
+    (listed,) = (await served.http.get("/v1/models")).json()["data"]
+    shown = (await served.http.post("/api/show", json={"model": "m"})).json()
+    (studio,) = (await served.http.get("/api/v0/models")).json()["data"]
+    assert (listed["vision"], "vision" in shown["capabilities"]) == (has, has)
+    assert studio["type"] == ("vlm" if has else "llm")
+
+
+async def test_a_count_of_tokens_has_those_of_images_and_leaves_nothing_in_the_log(served: Served) -> None:
+    counts = []
+    for images in ((), (RED,), (RED, BLUE)):
+        asked = body("messages", [said("messages", "What? ", *images)])
+        counts.append(
+            (await served.http.post("/v1/messages/count_tokens", json=asked)).json()["input_tokens"]
+        )
+    assert counts[0] < counts[1] < counts[2]
+    answer = await served.http.post(
+        PATHS["messages"], json=body("messages", [said("messages", "What? ", RED)])
+    )
+    used = answer.json()["usage"]
+    assert used["input_tokens"] + used["cache_read_input_tokens"] == counts[1]
+    name = answer.headers["x-turnkeep-session"].split()[0]
+    async with asyncio.timeout(10):
+        while await served.num_stored("*") > 1:  # noqa: ASYNC110  # there is no event to wait for
+            await asyncio.sleep(0.05)
+    assert await served.num_stored(name) == 1
+
+
+async def test_an_earlier_response_is_continued_with_its_images_in_a_fork_and_in_a_new_session(
+    served: Served,
+) -> None:
+    more: dict[str, Any] = {"store": True, **PLAIN}
+    path = PATHS["responses"]
+    first = await served.http.post(path, json=body("responses", [said("responses", "See. ", RED)], **more))
+    own = first.json()["id"]
+    items = (await served.http.get(f"{path}/{own}/input_items")).json()["data"]
+    assert items[0]["content"][1] == {"type": "input_image", "detail": "auto", "file_id": digest(RED)}
+    sessions = []
+    for text in ("One.", "Two."):
+        asked = body("responses", [said("responses", text)], previous_response_id=own, **more)
+        answer = await served.http.post(path, json=asked)
+        assert answer.status_code == 200, answer.text
+        sessions.append(answer.headers["x-turnkeep-session"].split())
+    assert [how for _, how in sessions] == ["continued", "forked"]
+    for session in list(served.door.index.sessions.values()):  # as if another gateway had begun it
+        served.door.index.drop(session)
+    asked = body("responses", [said("responses", "Three.")], previous_response_id=own, **more)
+    answer = await served.http.post(path, json=asked)
+    name, how = answer.headers["x-turnkeep-session"].split()
+    assert how == "begun"
+    assert await served.worker.client.session(name).image(digest(RED)) == RED
+
+
+async def test_a_compacted_conversation_keeps_its_users_images(served: Served) -> None:
+    told = [said("responses", "See. ", RED)]
+    compacted = await served.http.post("/v1/responses/compact", json={"input": told, "max_output_tokens": 4})
+    assert compacted.status_code == 200, compacted.text
+    (kept, *_) = compacted.json()["output"]
+    url = f"data:image/png;base64,{b64encode(RED).decode()}"
+    assert kept["content"][1] == {"type": "input_image", "detail": "auto", "image_url": url}
+    again = await served.http.post(
+        PATHS["responses"], json=body("responses", [*compacted.json()["output"], said("responses", "And?")])
+    )
+    assert again.status_code == 200, again.text
+    assert await served.images(again.headers["x-turnkeep-session"].split()[0]) == [digest(RED)]
+
+
+async def test_a_broken_picture_fails_its_request_alone(served: Served) -> None:
+    for wrong in (RED[:60], png(1)[:40] + bytes(40), b"GIF89a" + bytes(30), b"\xff\xd8\xff\xe0" + bytes(30)):
+        answer = await served.http.post(PATHS["chat"], json=body("chat", [said("chat", "See: ", wrong)]))
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == "messages[0].content[1]"
+    good = await served.http.post(PATHS["chat"], json=body("chat", [said("chat", "See: ", RED)]))
+    assert good.status_code == 200
+
+
+async def test_openais_and_anthropics_clients_send_a_picture_which_the_model_sees(served: Served) -> None:
+    url = f"data:image/png;base64,{b64encode(RED).decode()}"
+    chat: Any = [{"role": "user", "content": [
+        {"type": "text", "text": "What? "}, {"type": "image_url", "image_url": {"url": url}}]}]  # fmt: skip
+    items: Any = [{"role": "user", "content": [
+        {"type": "input_text", "text": "What? "},
+        {"type": "input_image", "image_url": url, "detail": "auto"}]}]  # fmt: skip
+    client = served.door.openai
+    first = await client.chat.completions.with_raw_response.create(
+        model="m", messages=chat, max_tokens=4, temperature=0
+    )
+    second = await client.responses.with_raw_response.create(
+        model="m", input=items, max_output_tokens=16, temperature=0
+    )
+    async with AsyncAnthropic(base_url=served.door.url, api_key="none", max_retries=0) as other:
+        source: Any = {"type": "base64", "media_type": "image/png", "data": b64encode(RED).decode()}
+        asked: Any = [{"role": "user", "content": [
+            {"type": "text", "text": "What? "}, {"type": "image", "source": source}]}]  # fmt: skip
+        third = await other.messages.with_raw_response.create(model="m", messages=asked, max_tokens=4)
+    names = [one.headers["x-turnkeep-session"].split()[0] for one in (first, second, third)]
+    assert [await served.images(name) for name in names] == [[digest(RED)]] * 3
+    placed = [
+        image.digest
+        for result in [
+            one.result for one in (await read(served.worker.client.stored, key_of(names[0]))).exchanges
+        ]
+        if isinstance(result, Generated) and result.change is not None
+        for image in result.change.images
+    ]
+    assert placed == [digest(RED)], "rows of the picture stand in the prompt"
