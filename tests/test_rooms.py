@@ -62,42 +62,44 @@ NATS = {
 #: form of errors; `protocol`, as options and metrics say there all that flags, pages and exporter need;
 #: `tests/process`, as routing is tried over all states of members; `worker`, its `models device batch` and
 #: their tests, as models see images; `protocol` and `worker/wire`, as one module of each client reads
-#: logs, whose requests leave the queue; `tests/protocol_model`, which explores all orders of several workers.
+#: logs, whose requests leave the queue; `tests/protocol_model`, which explores all orders of several workers;
+#: `cache` and `worker/engine`, as restored KV is audited; `gateway`, `protocol`, `commands`, `ops`,
+#: `worker/sessions` and `words`, as conversations have images.
 SIZES = {
-    "bench": 3_827,
-    "cache": 9_049,
-    "commands": 6_145,
-    "gateway": 7_223,
-    "ops": 5_367,
-    "protocol": 6_315,
-    "tests": 80_331,
-    "tests/bench": 1_107,
-    "tests/cache": 8_406,
-    "tests/commands": 3_225,
-    "tests/device": 10_777,
-    "tests/examples": 431,
-    "tests/gateway": 6_991,
-    "tests/model": 6_235,
-    "tests/ops": 6_421,
+    "bench": 3_838,
+    "cache": 9_151,
+    "commands": 6_266,
+    "gateway": 7_505,
+    "ops": 5_510,
+    "protocol": 6_678,
+    "tests": 76_800,
+    "tests/bench": 1_080,
+    "tests/cache": 7_912,
+    "tests/commands": 2_841,
+    "tests/device": 10_765,
+    "tests/examples": 434,
+    "tests/gateway": 6_837,
+    "tests/model": 6_361,
+    "tests/ops": 6_138,
     "tests/packaging": 881,
-    "tests/process": 5_975,
-    "tests/protocol": 3_808,
-    "tests/protocol_model": 1_570,
-    "tests/sessions": 15_060,
-    "tests/simulation": 4_991,
-    "tests/soak": 2_637,
-    "words": 26_920,
-    "worker": 32_978,
-    "worker/batch": 4_378,
-    "worker/cluster": 1_515,
-    "worker/device": 3_281,
-    "worker/engine": 1_762,
-    "worker/models": 6_143,
+    "tests/process": 5_521,
+    "tests/protocol": 3_786,
+    "tests/protocol_model": 1_578,
+    "tests/sessions": 14_288,
+    "tests/simulation": 5_040,
+    "tests/soak": 1_181,
+    "words": 28_001,
+    "worker": 34_016,
+    "worker/batch": 4_497,
+    "worker/cluster": 1_538,
+    "worker/device": 3_330,
+    "worker/engine": 1_949,
+    "worker/models": 6_434,
     "worker/observe": 706,
-    "worker/process": 1_912,
-    "worker/sessions": 4_812,
-    "worker/text": 2_564,
-    "worker/wire": 3_653,
+    "worker/process": 1_927,
+    "worker/sessions": 5_056,
+    "worker/text": 2_606,
+    "worker/wire": 3_713,
 }
 
 #: The packages of the gateway that translate an HTTP API to the common form in `turn`.
@@ -392,7 +394,7 @@ def test_each_test_file_that_uses_what_only_linux_has_checks_that_it_runs_there(
     """The test suite must also run on macOS."""
     texts = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     using = {name for name, text in texts.items() if ONLY_ON_LINUX.search(text)}
-    assert {"test_health.py", "test_cache_restore.py", "test_floods.py"} <= using
+    assert {"test_cache_restore.py", "test_floods.py"} <= using
     assert [name for name in using if '"linux"' not in texts[name]] == []
 
 
