@@ -63,6 +63,46 @@ async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
     assert (await client.session("asked").info()).worker.sessions_by_policy == {"sink_window": 1, "full": 1}
 
 
+async def test_a_sink_window_session_longer_than_the_disk_limit_answers_as_with_a_larger_limit(
+    local_worker: Callable, endless_model: Path, tmp_path: Path
+) -> None:
+    """With restarts, and after a rewind to a position without snapshots, up to which it prefills again."""
+
+    async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
+        settings = {
+            "model": str(endless_model),
+            "data_dir": tmp_path / name,
+            "prefix": f"{tmp_path.name}-{name}",
+            **changes,
+        }
+        answers, sizes, prefilled = [], [], []
+        for part in range(4):
+            worker = await local_worker(**settings)
+            session = worker.client.session("s", cache=CACHE)
+            if part == 3:
+                await session.rewind(250)
+            for turn in range(3):
+                answer = await session.generate(tokens=[5 + part + turn] * 80, max_tokens=20)
+                answers.append(answer.tokens)
+                if turn == 0:
+                    prefilled.append(answer.usage.prefilled_tokens)
+            store = worker.app._store
+            await session.info()  # clients get a result before the worker has finished the turn
+            assert await store.queue.drained(5)
+            await worker.stop()
+            files = (tmp_path / name).rglob("*.safetensors")
+            sizes.append(sum(path.stat().st_size for path in files))
+        return answers, sizes, prefilled
+
+    expected, all_sizes, _ = await live("all")
+    limit = all_sizes[0] // 2
+    answers, sizes, prefilled = await live("bounded", max_disk=limit)
+    assert answers == expected
+    assert max(sizes) <= limit < all_sizes[2] // 5
+    assert max(prefilled[1:3]) < 80 + 2 * BLOCK, "a restart restores the sinks and the window"
+    assert prefilled[3] == 250 + 80 - BLOCK, "all but the block that has its sinks"
+
+
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a checkpoint due with each fourth result."""
