@@ -86,7 +86,7 @@ def ask(
     schema: Path | None,
     options: AnswerOptions,
 ) -> None:
-    """Ask a running worker one question, in a script or a pipe.
+    """Ask a running worker one question, also about an image.
 
     `turnkeep serve` starts a worker; `turnkeep run` asks without one.
 

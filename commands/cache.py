@@ -137,7 +137,7 @@ def _empty_message(place: Path) -> str:
 
 @click.group(cls=_Group)
 def cache() -> None:
-    """Snapshots on disk: list, verify, remove, export and import."""
+    """Snapshots on disk: ls, verify, prune, export and import."""
 
 
 @cache.command("ls")
@@ -250,8 +250,10 @@ def verify(where: _Where, quarantine: bool, as_json: bool) -> None:
     callback=_parsed(parse_size, "a size such as 5GiB"),
     help="Remove the least recently used, until this size is left.",
 )
-@click.option("--identity", metavar="IDENTITY", help="Only of the model whose identity begins so.")
-@click.option("--all", "everything", is_flag=True, help="Remove everything, also quarantine.")
+@click.option(
+    "--identity", metavar="IDENTITY", help="Only of the model whose identity, of `cache ls`, begins so."
+)
+@click.option("--all", "everything", is_flag=True, help="Remove everything, also files that failed a check.")
 @as_json
 @_cache_options()
 def prune(
@@ -262,7 +264,7 @@ def prune(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Remove snapshots that meet every condition given. Needs the lock."""
+    """Remove snapshots that meet every condition given. Stop the worker first."""
     conditions = [older_than_s, to_bytes, identity]
     if everything == any(condition is not None for condition in conditions):
         raise click.UsageError(
@@ -318,9 +320,9 @@ def export(
 @as_json
 @_cache_options("max_disk", "min_free_disk")
 def import_(where: _Where, source: Path, as_json: bool) -> None:
-    """Import the snapshots of a tar file, or of a session's export, after checking each. Needs the lock.
+    """Import the snapshots of a tar file, or of a session's export, after checking each.
 
-    They serve the same model, settings and tenant names as in the cache they came from. In a new data
+    Stop the worker first. They serve the same model, settings and tenant names as in the cache they came from. In a new data
     directory this makes the cache.
 
     An archive is trusted content: import only from people whom you would let change the model. The checks

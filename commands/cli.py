@@ -33,7 +33,7 @@ _GROUPS: Final = {
     "Talk": {
         "run": ("run", "Talk with a model; downloads it and starts a worker if need be."),
         "chat": ("chat", "Talk with the model of a running worker."),
-        "ask": ("ask", "Ask a running worker one question, in a script or a pipe."),
+        "ask": ("ask", "Ask a running worker one question, also about an image."),
         "launch": ("launch", "Start a coding agent on the gateway: claude, codex, pi and more."),
     },
     "Sessions": {
@@ -51,14 +51,14 @@ _GROUPS: Final = {
         "serve": ("serve", "Run a model for programs; with --gateway over OpenAI's API."),
         "service": ("service", "A worker that starts with this machine: install, status, logs."),
         "model": ("model", "Models: list, describe, download and remove them."),
-        "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, for a worker."),
+        "gateway": ("gateway", "Serve OpenAI's and Anthropic's APIs over HTTP, also to a team."),
         "doctor": ("doctor", "Find out what is missing or does not work, and how to fix it."),
-        "cache": ("cache", "Snapshots on disk: list, verify, remove, export and import."),
+        "cache": ("cache", "Snapshots on disk: ls, verify, prune, export and import."),
         "drain": ("drain", "Let a worker give its sessions to the other workers."),
     },
     "Look": {
-        "info": ("control", "Show the state of a worker, or of a session and its worker."),
-        "top": ("top", "Watch all workers of a prefix live on the terminal."),
+        "info": ("control", "Show load and memory of a worker, or a session and its worker."),
+        "top": ("top", "Watch load, speed and memory of all workers, on the terminal."),
         "console": ("console", "Serve a web page with a chat, all sessions and all workers."),
         "exporter": ("exporter", "Serve the metrics of all workers to Prometheus, until Ctrl-C."),
     },

@@ -41,7 +41,7 @@ _PATIENCE_S: Final = 15.0
 )
 @with_settings(*CLIENT_SETTINGS)
 def info(given: GivenSettings, session: str | None, tenant: str, as_json: bool, url: bool) -> None:
-    """Show the state of a worker, or of a session and its worker.
+    """Show load and memory of a worker, or a session and its worker.
 
     Other programs connect to the worker's own NATS server at the URL that --url prints.
     """

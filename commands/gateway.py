@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 @click.option(
     "--explain",
     is_flag=True,
-    help="Say in a header, and in the log, what was found of each conversation, and what differs.",
+    help="Say in a header, and in the log, which conversation was found, and where the request differs.",
 )
 @click.option("--until-eof", is_flag=True, hidden=True, help="End when standard input does.")
 @with_settings(*CLIENT_SETTINGS, *GATEWAY_SETTINGS)
@@ -61,7 +61,7 @@ def gateway(
     explain: bool,
     until_eof: bool,
 ) -> None:
-    """Serve OpenAI's and Anthropic's APIs over HTTP, for a worker.
+    """Serve OpenAI's and Anthropic's APIs over HTTP, also to a team.
 
     `turnkeep serve --gateway` runs both. Ctrl-C stops it.
 

@@ -57,8 +57,8 @@ def run(
 
     With MESSAGE it answers that alone. MODEL is a name of `turnkeep model list`, a folder, a .gguf file or a
     hub id; by default it is the model of the running worker, or else the packaged one. A worker that this
-    command starts ends with it; a worker that is running already stays, and changes to MODEL until it is
-    next started.
+    command starts ends with it; a worker that is running already is used, and serves MODEL to everybody
+    until it is next started.
     """
     from .ask import answer, whole_question
 

@@ -239,7 +239,8 @@ def service() -> None:
 def install(config: Path | None, gateway: int | None, only_print: bool, is_daemon: bool) -> None:
     """Install and start the service, or start it anew with other settings.
 
-    A user's systemd runs it on Linux, launchd on macOS.
+    A user's systemd runs it on Linux, launchd on macOS. Its gateway is for this machine; `turnkeep gateway
+    --listen ADDRESS --keys FILE` serves others.
     """
     system = _system(is_daemon=is_daemon)
     config = _settings_file(config)

@@ -40,7 +40,7 @@ _ENDED = ("closed", "forgotten")
     type=click.Choice(["idle", "running", "waiting", "failed", "closed", "forgotten", "dead"]),
     help="Only in this state; may be repeated. dead: the dead letters. [default: those not ended]",
 )
-@tag_option("Only opened with this tag; may be repeated. Of the gateway's sessions only forks have its tag.")
+@tag_option("Only opened with this tag; may be repeated. The gateway tags only forks.")
 @click.option("--since", metavar="TIME", callback=moment, help="Only sessions active since: 2h, 2026-11-20.")
 @click.option("--until", metavar="TIME", callback=moment, help="Only sessions idle since.")
 @click.option("--sort", "by", type=click.Choice(ORDERS), default="last", show_default=True)

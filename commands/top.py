@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @click.command()
 @with_settings(*CLIENT_SETTINGS)
 def top(given: GivenSettings) -> None:
-    """Watch all workers of a prefix live on the terminal."""
+    """Watch load, speed and memory of all workers, on the terminal."""
     from ops.top import run
 
     settings = given.load()
