@@ -322,8 +322,8 @@ def export(
 def import_(where: _Where, source: Path, as_json: bool) -> None:
     """Import the snapshots of a tar file, or of a session's export, after checking each.
 
-    Stop the worker first. They serve the same model, settings and tenant names as in the cache they came from. In a new data
-    directory this makes the cache.
+    Stop the worker first. They serve the same model, settings and tenant names as in the cache they came
+    from. In a new data directory this makes the cache.
 
     An archive is trusted content: import only from people whom you would let change the model. The checks
     prove that a file is complete and matches its name. They cannot prove that a model computed it: a session

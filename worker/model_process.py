@@ -62,11 +62,11 @@ class ModelProcess:
         self.leave = Event()
 
     def wake(self) -> None:
-        """Load the model, if it is not loaded."""
+        """Ask for the model to be loaded, if it is not; returns at once."""
         self.wanted.set()
 
     def let_go(self) -> None:
-        """Unload the model; whoever wants it from now on wakes it again."""
+        """Ask for the model to be unloaded; whoever wants it from now on wakes it again."""
         self.leave.set()
         self.wanted = Event()
 

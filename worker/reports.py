@@ -64,7 +64,7 @@ class ReportLine(msgspec.Struct, frozen=True, tag="line"):
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
-    """Why the worker needs a restart (`hangs`), and why it does not answer now (`unready`), every second.
+    """What the worker reports each second: why it must be restarted, and why it cannot answer now, if so.
 
     `is_alone` if no other worker serves the prefix.
     """

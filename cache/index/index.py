@@ -262,7 +262,10 @@ class SnapshotIndex:
         return found[::-1]
 
     def superseded(self, node: Node, packed: bytes) -> list[Node]:
-        """Return the other nodes that hold only tokens of this node, `packed`; children before parents."""
+        """Return the nodes that this node makes useless, since it has all their tokens.
+
+        Children come before parents. `packed` are the packed tokens of `node`, which the index does not have.
+        """
         if len(self.children(node.parent)) == 1:  # of most blocks: nothing has to be hashed
             return []
         return [one for one in reversed(self.pieces_within(node.parent, packed)) if one is not node]

@@ -30,8 +30,8 @@ class PrefixMatch(NamedTuple):
     """The longest stored prefix of some tokens: `num_tokens` tokens.
 
     `placed` are the snapshots that a session needs to resume there, in order, each with the position of its
-    first token. The prefix ends where the last one does, which has the state if the model's layers have one;
-    if `StoredKv.extend` added the last one, it may end within that.
+    first token. The prefix ends where the last snapshot ends, which then has the layers' states, if they have
+    any. Only if `StoredKv.extend` has added the last snapshot may the prefix end before that snapshot does.
     """
 
     num_tokens: int

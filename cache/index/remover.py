@@ -59,7 +59,8 @@ class Remover:
     def discard(self, nodes: Iterable[Node]) -> int:
         """Remove these nodes, except nodes that a remaining node continues; return how many.
 
-        Nodes come after those that continue them. A node that a load or a turn uses stays until its release.
+        Nodes come after those that continue them. A node that a load or a turn uses counts too, but stays
+        until its release (`discard_released`), and longer if a new snapshot continues it by then.
         """
         num_discarded = 0
         for node in nodes:

@@ -259,9 +259,9 @@ class StoredKv:
         return ((), {}) if restored is None else (found, restored.tensors)
 
     async def block(self, chain: Chain, tokens: Sequence[int], span: Span) -> dict[str, Any] | None:
-        """Read the KV of one block, of all layers; None if the block is not stored or cannot be read.
+        """Read the KV of one block, of all layers, into arrays by the names of the snapshot's tensors.
 
-        `tokens` must end with the block.
+        `tokens` must end with the block. Returns None if the block is not stored or cannot be read.
         """
         found: dict[str, Any] = {}
         for reach in dict.fromkeys(self._under(chain.policy).layout.reaches):

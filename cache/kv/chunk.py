@@ -27,7 +27,7 @@ class ChunkCache(ChunkedKVCache):
         return -(-self.start_position // size) * size
 
     def trim(self, num_tokens: int) -> None:
-        """Drop the last `num_tokens` tokens. Raises `ValueError` if the next token's chunk is incomplete."""
+        """Drop the last `num_tokens` tokens. Raises `ValueError` if earlier tokens of the chunk are gone."""
         left = self.offset - num_tokens
         if not self.earliest <= left <= self.offset:
             raise ValueError(f"a chunk of {self.offset} tokens cannot go back to {left}")

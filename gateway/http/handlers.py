@@ -240,8 +240,9 @@ def _described(form: Form, wanted: str, answer: LoggedAnswer) -> dict[str, Any]:
 
 
 class Route(NamedTuple):
-    """One path: its methods, a method of `Handlers` and what that is to serve, and words for the guide.
+    """One path: its HTTP methods, the method of `Handlers` that serves it, and a line for the guide.
 
+    `of` is passed to that method: the form of an API's answers, for example, or the reader of its requests.
     `request` is the type of the request's body, if it has one.
     """
 

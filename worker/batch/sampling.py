@@ -66,9 +66,9 @@ def draw_all(logits: mx.array, draws: Sequence[Draw]) -> Choice:
 def waits_for_logits(sampling: RowSampling) -> bool:
     """Say whether `draw_all` evaluates the logits of a row with this sampling.
 
-    A step with such a row cannot be launched before the previous tokens are read.
-
-    On a CPU sorting 49,152 logits takes 4 ms a row; finding the largest 1,024 takes a seventh of that.
+    A step with such a row cannot be launched before the previous tokens are read. It is true only on a CPU,
+    and only if a sampling may need more than the largest logits: there MLX sorts 49,152 logits in 4 ms, so
+    `draw_all` looks first whether the largest 1,024 suffice, which takes a seventh of that.
     """
     return mx.default_device() == mx.cpu and _needs_every_rank(sampling)
 

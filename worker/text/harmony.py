@@ -38,7 +38,7 @@ class HarmonySplitter(Splitter):
         self._held = ""
 
     def is_marker(self, text: str) -> bool:
-        """Whether a special token with this text may be a marker: any may in a header."""
+        """Whether a special token with this text may be a marker: in a header all may, else only ends."""
         return self._header is not None or text in _ENDS
 
     def push(self, text: str) -> Piece:

@@ -84,9 +84,10 @@ class Conversation(Segments):
     def set_extras(
         self, history: Sequence[int], tools: Sequence[Message] | None, variables: Mapping[str, Any] | None
     ) -> tuple[Conversation, Addition]:
-        """Replace tools or variables, and render all messages again, since tools may be rendered first.
+        """Replace the tools or the template's variables, and render all messages again; None keeps them.
 
-        Raises `TemplateError`.
+        Tools may be rendered first, so `history`, the session's tokens, may change from there on. Returns the
+        new conversation and how its tokens differ. Raises `TemplateError`.
         """
         changed = self.with_extras(tools, variables)
         if changed is self or not self.has_messages:

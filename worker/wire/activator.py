@@ -125,7 +125,7 @@ class Activator:
             await self._outbox.reply(self._held.pop(0).reply, failure(None, "internal", why))
 
     async def publish_metrics(self) -> None:
-        """Publish metrics, which show that the prefix is served, as a worker does every few seconds."""
+        """Publish one metrics message, which shows that the prefix is served; call this every few seconds."""
         await self._outbox.metrics(self._metrics())
 
     async def has_work(self) -> bool:
