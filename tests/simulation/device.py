@@ -96,6 +96,7 @@ class _Family:
     """Every image has as many tokens as it is wide."""
 
     image = "<image>"
+    is_plane = False
     processor = SimpleNamespace()
 
     def views(self, image: Any) -> tuple[tuple[int, ...], list[Any]]:
@@ -219,6 +220,10 @@ class Device(EnginePort):
 
     async def save(self) -> None:
         """Wait until cancelled. Unlike the engine, never save again what the disk has lost."""
+        await Event().wait()
+
+    async def audit(self) -> None:
+        """Wait until cancelled: the KV of this device is not computed again."""
         await Event().wait()
 
     async def save_all(self, within_s: float) -> None:
