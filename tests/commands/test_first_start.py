@@ -24,7 +24,7 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
     with Terminal("serve", *place, *beside, "--model", tiny_model, columns=200) as terminal:
         terminal.wait_for("starting")
         terminal.wait_for("testing how this model runs best")
-        terminal.wait_for(r"loaded the model +context=\d+ model=tiny\s+\d")
+        terminal.wait_for(r"loaded the model +context=\d+ model=tiny vision=False\s+\d")
         terminal.wait_for(r"ready +nats=nats://127.0.0.1:\d+ worker=\w+\s")
         agent = f"turnkeep launch --data-dir {place[1]} pi"
         terminal.wait_for(

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 from anthropic import AsyncAnthropic
-from test_images import PATHS, READ, TYPES, body, digest, said
+from test_image_requests import PATHS, READ, TYPES, body, digest, said
 
 from tests.device import tiny_seeing
 from tests.parts import png

@@ -14,7 +14,7 @@ PAGES = 48 * MIB // 4096
 #: Allocates, writes and frees 48 MiB in pieces, twice, and prints the number of page faults of each time.
 PROGRAM = """
 import ctypes, resource, sys
-from worker.process.heap import Spare
+from worker.process.heap import SpareMemory
 
 MIB = 2**20
 libc = ctypes.CDLL(None)
@@ -31,7 +31,7 @@ def faults():
         libc.free(address)
     return found
 
-spare = Spare(int(sys.argv[1]))
+spare = SpareMemory(int(sys.argv[1]))
 spare.fill()
 weights = libc.malloc(8 * MIB)  # what comes before the release takes nothing of it
 ctypes.memset(weights, 1, 8 * MIB)

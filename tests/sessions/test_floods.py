@@ -333,10 +333,10 @@ async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tena
     one, extend, tokenised = await wire(), Fold.extend, list[str]()
     one.worker.app._parts.sessions._services.fold.tokenising.num_free = 1  # as on two CPUs
 
-    def slow(fold: Fold, history: TokenHistory, request: Any, answer: Any = None) -> Any:
+    def slow(fold: Fold, history: TokenHistory, request: Any, grids: Any, answer: Any = None) -> Any:
         time.sleep(0.05)  # tokenising a long text
         tokenised.append(request.id)
-        return extend(fold, history, request, answer)
+        return extend(fold, history, request, grids, answer)
 
     monkeypatch.setattr(Fold, "extend", slow)
     said = {"type": "append", "messages": [{"role": "user", "content": "e"}]}
