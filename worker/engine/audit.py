@@ -38,8 +38,9 @@ log = structlog.get_logger()
 
 #: One in this many restored blocks is computed again.
 ONE_IN: Final = 1000
-#: The relative difference above which a block is wrong. The same tokens computed in other pieces or batches
-#: differ by up to 0.02 in 16 bits, or by 0.05 after attention to KV of 4 bits; other tokens' KV by 0.3 to 2.
+#: The relative difference above which a block is wrong. On a CPU the KV of the same tokens has the same bits,
+#: also in bfloat16 and after KV of 4 bits; a GPU may round otherwise for pieces of other lengths. The KV of
+#: slightly changed weights differed by 1.5.
 MOST_DIFFERENCE: Final = 0.1
 #: How often to look whether the worker is idle.
 _POLL_S: Final = 0.5
