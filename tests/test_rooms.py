@@ -72,7 +72,7 @@ SIZES = {
     "gateway": 7_506,
     "ops": 5_510,
     "protocol": 6_678,
-    "tests": 76_845,
+    "tests": 76_866,
     "tests/bench": 1_080,
     "tests/cache": 7_912,
     "tests/commands": 2_841,
@@ -86,10 +86,10 @@ SIZES = {
     "tests/protocol": 3_786,
     "tests/protocol_model": 1_578,
     "tests/sessions": 14_328,
-    "tests/simulation": 5_045,
+    "tests/simulation": 5_066,
     "tests/soak": 1_181,
     "words": 27_999,
-    "worker": 34_019,
+    "worker": 34_038,
     "worker/batch": 4_497,
     "worker/cluster": 1_538,
     "worker/device": 3_330,
@@ -99,7 +99,7 @@ SIZES = {
     "worker/process": 1_927,
     "worker/sessions": 5_056,
     "worker/text": 2_607,
-    "worker/wire": 3_713,
+    "worker/wire": 3_732,
 }
 
 #: The packages of the gateway that translate an HTTP API to the common form in `turn`.

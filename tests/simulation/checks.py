@@ -14,9 +14,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.policy import FULL
+from turnkeep_client.checkpoints import CheckpointMessage, Link
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.images import digest_of
-from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, derived_seed, words
+from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, PARTS_HEADER, derived_seed, words
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -31,6 +32,7 @@ from turnkeep_client.messages import (
     Parent,
     Rewound,
     UnknownResult,
+    decode_asked,
     decode_chunk,
     decode_request,
     decode_result,
@@ -526,6 +528,23 @@ def _check_no_fork(
         yield f"the fork at {result.seq} is refused, though its parent was there: {result.message}"
 
 
+def _linked(log: Logged, stream: Stream, close_seq: int) -> set[int]:
+    """Return the sequences of what results of requests behind a close link to: long requests and inputs."""
+    texts, found = list[str](), set[int]()
+    for message in stream.matching(SUBJECTS.of(log.key, "out")):
+        if (_result(message.data).seq or 0) > close_seq:
+            asked = decode_asked(message.data)
+            texts += [message.headers.get(PARTS_HEADER, ""), asked.link if asked else ""]
+    parts = {one.seq: one.data for one in stream.matching(SUBJECTS.of(log.key, "checkpoint"))}
+    while texts:
+        link = Link.parse(texts.pop())
+        part = CheckpointMessage.unpack(parts[link.seq], link) if link and link.seq in parts else None
+        if link and part:
+            found.add(link.seq)
+            texts.append(part.before)
+    return found
+
+
 def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
     """Check that the streams have no message of the session from before its last close with `forget`."""
     closes = [
@@ -542,10 +561,11 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
         return
     last = max(closes)
     closed = log.results[last][0][0].seq
+    later = _linked(log, streams[SUBJECTS.log_stream], last)
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.log(log.key)):
         kind = message.subject.rpartition(".")[2]
         ends = {"in": last, "out": last, "checkpoint": closed, "dead": closed}  # waiting requests lie between
-        if message.seq < ends.get(kind, 0):
+        if message.seq < ends.get(kind, 0) and message.seq not in later:
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
     noted = [
         one.seq for one in streams[SUBJECTS.log_stream].all if one.subject == SUBJECTS.of(log.key, "closed")

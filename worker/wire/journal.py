@@ -38,7 +38,7 @@ from .overwriting import overwrite
 from .written import answers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from nats.aio.client import Client
     from nats.js import JetStreamContext
@@ -308,22 +308,24 @@ class Journal:
         kind: Literal["in", "checkpoint", "dead", "image.*"] | None = None,
         *,
         overwrites: bool = False,
+        kept: Collection[int] = (),
     ) -> None:
         """Remove a session's entries below the sequence `before`: of one kind, or of all but images.
 
-        With `overwrites`, removes them one by one, in order, and overwrites them in the server's files.
-        Raises nats-py's errors.
+        Entries `kept` stay. With `overwrites`, or if some stay, removes them one by one, in order, and
+        overwrites them in the server's files. Raises nats-py's errors.
         """
         stream = self._subjects.log_stream
         subject = self._subjects.log(key)[:-1] + (kind or "*")
-        if not overwrites:
+        if not overwrites and not kept:
             await self._js.purge_stream(stream, seq=before, subject=subject)
             return
         async with contextlib.aclosing(self._reads.entries(stream, subject)) as entries:
             async for entry in entries:
                 if entry.seq >= before:
                     return
-                await self.delete(entry.seq)
+                if entry.seq not in kept:
+                    await self.delete(entry.seq)
 
     async def delete(self, seq: int) -> None:
         """Remove and overwrite one entry, if it exists. Raises nats-py's errors."""

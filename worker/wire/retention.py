@@ -36,7 +36,9 @@ from anyio import Event, Lock, move_on_after, sleep
 from msgspec import UNSET
 from nats.js.errors import APIError
 
+from turnkeep_client.checkpoints import Link, backwards
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import PARTS_HEADER
 from turnkeep_client.messages import (
     Close,
     Closed,
@@ -277,16 +279,31 @@ class Retention:
         close_seq, closed_seq, overwrites = closed.result.seq or 0, closed.entry.seq, closed.forgets
         await self._journal.remove(key, close_seq, "in", overwrites=overwrites)
         await self._journal.remove(key, close_seq, overwrites=overwrites)
-        await self._journal.remove(key, closed_seq, "checkpoint", overwrites=overwrites)
         await self._journal.remove(key, closed_seq, "dead", overwrites=overwrites)
         await self._journal.remove(key, note.seq, "image.*", overwrites=overwrites)
-        after, more = close_seq, 1
+        after, more, kept = close_seq, 1, set[int]()
         while more and after < closed_seq:
             results, more = await self._journal.page(key, "out", after)
             for entry in results:
                 after = entry.seq
                 if after < closed_seq and answers(entry) < close_seq:
                     await self._journal.delete(after)
+                elif after < closed_seq:
+                    kept |= await self._linked(entry)
+        await self._journal.remove(key, closed_seq, "checkpoint", overwrites=overwrites, kept=kept)
+
+    async def _linked(self, entry: StoredMessage) -> set[int]:
+        """Return the sequences of the messages that have a result's request or tokens, if these are long.
+
+        A later request that was cancelled while the close ran has its result before that of the close.
+        """
+        asked, found = decode_asked(entry.body), set[int]()
+        for text in (entry.headers.get(PARTS_HEADER, ""), asked.link if asked else ""):
+            link = Link.parse(text)
+            async for message in backwards(link, self._journal.get):
+                found |= {link.seq} if link else set()
+                link = Link.parse(message.before) if message else None
+        return found
 
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
         """Find the close of a note; None if the close has no result, or if no worker wrote the note.
