@@ -66,9 +66,7 @@ class Form(NamedTuple):
     """How the requests of some paths are read, and their answers, events and errors are written.
 
     `names` maps the protocol's field names to this API's, where they differ. `counted` has fields that go
-    beside a count of tokens. `complete` adds to a request's
-    body what the parameters of its path say, such as the model. `loading` returns None for a request that
-    needs an answer.
+    beside a count of tokens. `loading` returns None for a request that needs an answer.
     """
 
     name: str
@@ -80,7 +78,6 @@ class Form(NamedTuple):
     media_type: str = EVENT_STREAM
     object: AnswerObject | None = None
     counted: Mapping[str, str] = {}
-    complete: Callable[[bytes, Mapping[str, str]], bytes] = lambda body, _path: body
     loading: Callable[[bytes], ModelLoad | None] = lambda _body: None
 
     @property

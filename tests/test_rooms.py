@@ -69,7 +69,7 @@ SIZES = {
     "bench": 3_838,
     "cache": 9_155,
     "commands": 6_269,
-    "gateway": 7_506,
+    "gateway": 7_503,
     "ops": 5_510,
     "protocol": 6_678,
     "tests": 76_890,

@@ -81,7 +81,7 @@ class Handlers:
         key = self._access.key(request)
         with contextlib.ExitStack() as running:
             running.enter_context(key.one_request())
-            body = form.complete(await self._body(request), request.path_params)
+            body = await self._body(request)
             model, digest = self.listing.chosen(body), logged_answers.digest(form.name, body)
             if (loading := form.loading(body)) is not None:
                 await self._load(key, model, unloads=loading.unloads)
@@ -145,7 +145,7 @@ class Handlers:
         """Count a request's tokens."""
         key = self._access.key(request)
         with key.one_request():
-            body = form.complete(await self._body(request), request.path_params)
+            body = await self._body(request)
             conversations = await self._connections.of(key.tenant, self.listing.chosen(body))
             turn = await self._turn(key.tenant, form, body)
             sees = (await conversations.latest.worker(patience_s=self._patience_s)).vision
