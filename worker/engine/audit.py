@@ -17,10 +17,11 @@ import structlog
 
 from cache.kv.difference import difference
 from cache.names.blocks import Span
+from cache.names.errors import InterruptionError
 from turnkeep_client.subjects import SessionKey
 from worker.device.request import TurnRequest
 
-from .port import StoppingError
+from .port import DeviceFaultError, NoMemoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -112,10 +113,10 @@ class Audit:
             try:
                 if not await self._audited(noted):
                     self._noted.append(noted)
-            except StoppingError:
-                await asyncio.Event().wait()
-            except Exception as error:  # noqa: BLE001  # an audit never ends a worker
-                log.warning("a snapshot could not be audited", error=repr(error))
+            except InterruptionError:
+                raise
+            except (DeviceFaultError, NoMemoryError) as error:
+                log.warning("a snapshot could not be audited", error=str(error))
             if not self._noted:
                 self._changed.clear()
 
@@ -129,8 +130,8 @@ class Audit:
             return True
         if not await self._compute(one):
             return False
-        found = difference(stored, self._computed)
-        if found is None:  # also if the writer's queue had no room
+        found, self._computed = difference(stored, self._computed), ()
+        if found is None:
             return True
         if found > MOST_DIFFERENCE:
             why = f"differs from the KV of its tokens by {found:.2g}"
@@ -143,7 +144,6 @@ class Audit:
 
     async def _compute(self, one: _Restored) -> bool:
         """Run the block's tokens after the KV before them; False if a request has interrupted the run."""
-        self._computed = ()  # an interrupted run may have left those of another block
         self._running = key = SessionKey(one.tenant, _SESSION)
         request = TurnRequest(key, one.tokens + one.tokens[:1], policy=one.policy, audited=one.span)
         try:
