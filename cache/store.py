@@ -65,10 +65,10 @@ def codec_by(key_file: Path | None) -> Codec:
     if key_file is None:
         return PLAIN
     try:
-        from .disk.sealing import SealedCodec, read_key
+        from .disk.encryption import EncryptedCodec, read_key
     except ImportError:
         raise KeyFileError("cryptography is missing; pip install 'turnkeep[encryption]' brings it") from None
-    return SealedCodec(read_key(key_file))
+    return EncryptedCodec(read_key(key_file))
 
 
 def tier_at(place: str, codec: Codec, *, max_bytes: int, min_free_bytes: int) -> Tier:

@@ -32,7 +32,7 @@ def collect(parts: Parts) -> Metrics:
         model=model.loaded.name,
         sampling=model.loaded.sampling,
         reasoning=model.loaded.tokenizer.markup.has_reasoning,
-        vision=model.loaded.tokenizer.eyes is not None,
+        vision=model.loaded.tokenizer.image_processor is not None,
         makes=model.makes,
         weight_bytes=model.loaded.weight_bytes,
         model_changed_s=model.loaded.changed_s,

@@ -103,7 +103,9 @@ class ModelStart:
         loaded = self.loaded = await step_in_thread(self._tasks, self.device.start)
         stack.push_async_callback(shielded, partial(in_thread, self.device.stop))
         self._weights_loaded()
-        loaded.tokenizer.eyes = None if isinstance(self.device.sight, str) else self.device.sight.eyes
+        loaded.tokenizer.image_processor = (
+            None if isinstance(self.device.vision_model, str) else self.device.vision_model.processor
+        )
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()
@@ -153,7 +155,7 @@ class ModelStart:
             kv_bounded_bytes=kv.bounded_bytes,
             caches=self.device.caches,
             **({"draft_model": settings.draft_model} if settings.draft_model else {}),
-            vision=loaded.tokenizer.eyes is not None,
+            vision=loaded.tokenizer.image_processor is not None,
         )
         if settings.kv_bits is not None and " " in self.device.caches:
             log.warning("kv_bits holds in some layers only", caches=self.device.caches)
@@ -167,7 +169,9 @@ class ModelStart:
             name=self.loaded.name,
             weights=await step_in_thread(self._tasks, digest),
             tokenizer=tokenizer.hex(),
-            vision=eyes.processor.hex() if (eyes := self.loaded.tokenizer.eyes) else "",
+            vision=image_processor.processor.hex()
+            if (image_processor := self.loaded.tokenizer.image_processor)
+            else "",
         )
 
     async def identity(self) -> Identity:

@@ -1,4 +1,4 @@
-"""Reads and writes files, names and rows unencrypted; `sealing` overrides this for a directory with a key.
+"""Reads and writes files, names and rows unencrypted; `encryption` overrides this for a directory with a key.
 
 `format`, `folder` and `catalog` use this module for every codec. The module knows bytes and names, but
 neither headers nor tensors.
@@ -103,7 +103,7 @@ class Codec:
         return FileWriter(file)
 
     def hidden(self, digest: bytes) -> bytes:
-        """Return a digest in the form that the catalog stores: unchanged here, encrypted in `SealedCodec`."""
+        """Return a digest as the catalog stores it: unchanged here, encrypted by `EncryptedCodec`."""
         return digest
 
     def hidden_row(self, row: SnapshotRow, proof: bytes) -> tuple[Any, ...]:

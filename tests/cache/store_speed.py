@@ -32,9 +32,9 @@ from collections.abc import Sequence
 
 from cache.disk.catalog import Catalog
 from cache.disk.codec import PLAIN, Codec
+from cache.disk.encryption import EncryptedCodec
 from cache.disk.folder import Folder
 from cache.disk.rows import SnapshotRow
-from cache.disk.sealing import SealedCodec
 from cache.names import blocks
 from cache.names.identity import Identity
 from cache.names.marks import MARK_BYTES
@@ -105,7 +105,7 @@ async def seal(folder: Path, rounds: int, num_tokens: int = 2_000) -> None:
     """Write and restore sessions, alternately without and with encryption; print the speeds."""
     stores = {
         name: await opened(folder / name, LAYOUT, codec)
-        for name, codec in (("plain", PLAIN), ("sealed", SealedCodec(bytes(32))))
+        for name, codec in (("plain", PLAIN), ("sealed", EncryptedCodec(bytes(32))))
     }
     figures: dict[str, list[float]] = {
         f"{name} {deed}": [] for name in stores for deed in ("write", "restore")

@@ -415,7 +415,7 @@ class WithKey(Faithful):
 
     def __init__(self) -> None:
         super().__init__()
-        self.codec = pytest.importorskip("cache.disk.sealing").SealedCodec(bytes(32))
+        self.codec = pytest.importorskip("cache.disk.encryption").EncryptedCodec(bytes(32))
 
 
 #: Thousands of examples take longer than a test may.

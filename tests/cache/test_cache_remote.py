@@ -319,9 +319,9 @@ async def test_a_worker_s_own_cache_directory_is_refused_as_a_tier(open_store: A
 
 
 async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any, tmp_path: Path) -> None:
-    from cache.disk.sealing import SealedCodec
+    from cache.disk.encryption import EncryptedCodec
 
-    key = SealedCodec(b"k" * 32)
+    key = EncryptedCodec(b"k" * 32)
     tier = SharedDirectory(tmp_path / "tier", key, max_bytes=1 << 30, min_free_bytes=0)
     one = await open_store(tmp_path / "one", tier=tier, codec=key)
     await put(one, TOKENS)
@@ -329,7 +329,7 @@ async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any
     assert not any(name.hex() in str(path) for name in names for path in in_tier(tmp_path))
     two = await open_store(tmp_path / "two", tier=tier, codec=key)
     assert await fetched(two, TOKENS) == 10
-    for other in (PLAIN, SealedCodec(b"o" * 32)):
+    for other in (PLAIN, EncryptedCodec(b"o" * 32)):
         with pytest.raises(SealedError):
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 

@@ -28,12 +28,12 @@ pytest.importorskip("cryptography")
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from cache.disk import sealing
+from cache.disk import encryption
 from cache.store import Store
 
 #: Numbers that occur nowhere else, so that a search finds their bytes wherever they are.
 TOKENS = [0x5A5A0000 + i for i in range(10)]
-KEY, OTHER_KEY = sealing.SealedCodec(bytes(range(32))), sealing.SealedCodec(bytes(32))
+KEY, OTHER_KEY = encryption.EncryptedCodec(bytes(range(32))), encryption.EncryptedCodec(bytes(32))
 
 
 def snapshots(directory: Path) -> list[Path]:
@@ -138,7 +138,7 @@ async def test_an_encrypted_file_under_another_name_is_not_used(open_store, tmp_
 
 def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_path, monkeypatch) -> None:
     """With chunks of 64 bytes, the tensors of a file are in several chunks."""
-    monkeypatch.setattr(sealing, "_CHUNK", 64)
+    monkeypatch.setattr(encryption, "_CHUNK", 64)
     tensors = cut(TOKENS, blocks.Span(0, 4))
     name = Name(blocks.root(identity().digest(), "a"), 0, pack(TOKENS[:4]))
     encoded = snapshot_format.encode(name, identity(), tensors)
@@ -147,7 +147,7 @@ def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_p
     whole = path.read_bytes()
     assert len(whole) == KEY.size_bytes(encoded.size_bytes)
     assert snapshot_format.prove(path, KEY) == name
-    before, size = sealing._BEFORE, 64 + sealing._TAG
+    before, size = encryption._BEFORE, 64 + encryption._TAG
     chunks = [whole[at : at + size] for at in range(before, len(whole), size)]
     assert len(chunks) > 20
     for wrong in (chunks[:-1], chunks[:-2], chunks[1:], [chunks[0], *chunks], [*chunks, chunks[-1]]):
@@ -169,7 +169,7 @@ GOLDEN = (
 
 def test_the_encrypted_file_format_stays_the_same_between_versions(tmp_path, monkeypatch) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
-    monkeypatch.setattr(sealing, "_CHUNK", 32)
+    monkeypatch.setattr(encryption, "_CHUNK", 32)
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
     path, contents = tmp_path / KEY.file_name(bytes(32)), bytes(range(80))
     with path.open("w+b", buffering=0) as file:
@@ -178,7 +178,7 @@ def test_the_encrypted_file_format_stays_the_same_between_versions(tmp_path, mon
         writer.finish()
         assert base64.b64encode(path.read_bytes()).decode() == GOLDEN
         assert KEY.reader(file.fileno(), path).read(80) == contents
-        file.truncate(len(base64.b64decode(GOLDEN)) - 16 - sealing._TAG)
+        file.truncate(len(base64.b64decode(GOLDEN)) - 16 - encryption._TAG)
         with pytest.raises(DoubtfulSnapshotError, match="damaged"):
             KEY.reader(file.fileno(), path).read(64)
 
@@ -189,7 +189,7 @@ def test_every_write_of_the_same_snapshot_gives_a_different_ciphertext(tmp_path)
     path, written = tmp_path / KEY.file_name(name.digest), set()
     for _ in range(20):
         snapshot_format.write(encoded, path, KEY)
-        written.add(path.read_bytes()[sealing._BEFORE :][:16])
+        written.add(path.read_bytes()[encryption._BEFORE :][:16])
     assert len(written) == 20
 
 
@@ -259,7 +259,7 @@ def test_a_key_file_holds_32_bytes_raw_or_in_base64(tmp_path, content: bytes) ->
     file = tmp_path / "key"
     file.write_bytes(content)
     file.chmod(0o600)
-    assert sealing.read_key(file) == bytes(range(32))
+    assert encryption.read_key(file) == bytes(range(32))
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra
     )
     assert done.stdout.strip() == "False"
     monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
-    monkeypatch.delitem(sys.modules, "cache.disk.sealing")
+    monkeypatch.delitem(sys.modules, "cache.disk.encryption")
     with pytest.raises(KeyFileError, match=r"cryptography is missing; pip install 'turnkeep\[encryption\]'"):
         codec_by(tmp_path / "key")
 

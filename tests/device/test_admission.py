@@ -579,7 +579,7 @@ async def test_an_abandoned_turn_keeps_its_memory_and_sends_the_next_turn_none_o
 
 
 def held_by(engine: Engine) -> set[SessionKey]:
-    return set(engine._device._runner.room._resident)
+    return set(engine._device._runner.idle_kv._resident)
 
 
 @pytest.mark.parametrize("seed", first(range(3)))
@@ -589,7 +589,7 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
     """Turns grow, fork, rewind and are cancelled, while the device is always short of memory."""
     gc.collect()
     engine = await make_engine(2500, limit_bytes=mx.get_active_memory() + 2**19)
-    room = engine._device._runner.room
+    room = engine._device._runner.idle_kv
     drops = Mock(wraps=room._dropped)
     room._dropped = drops  # type: ignore[method-assign]
     dice, common = random.Random(seed), prompt(120, salt=99)

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
 from cache.disk.codec import PLAIN
-from cache.disk.sealing import SealedCodec
+from cache.disk.encryption import EncryptedCodec
 from cache.kv import layers, paged
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError
@@ -247,7 +247,7 @@ async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_fork
 
     Every other seed has encrypted snapshots. Behind a restart, earlier KV is on disk alone.
     """
-    codec = SealedCodec(bytes(range(32))) if seed % 2 else PLAIN
+    codec = EncryptedCodec(bytes(range(32))) if seed % 2 else PLAIN
     rng, sessions = random.Random(seed), {"a": prompt(8 * CHUNK, seed)}
     for _ in range(3):
         async with engine_process.open_process(model, tmp_path, num_blocks=8, codec=codec) as process:

@@ -43,15 +43,15 @@ class Seeing(NamedTuple):
 
     def prompt(self, text: str, *images: bytes) -> Tokens:
         """Return a prompt's tokens; `@` stands for the next image."""
-        eyes = self.loaded.sight.eyes
-        read = [(one.digest.hex(), one.grid) for one in map(eyes.read, images)]
-        placeholder = tiny_seeing.PLACEHOLDER.get(self.kind, eyes.image)
-        written = eyes.written(text.replace("@", placeholder), [grid for _, grid in read])
-        return eyes.found(self.loaded.tokenizer.encode(written, at_start=True), read)
+        image_processor = self.loaded.vision_model.processor
+        read = [(one.digest.hex(), one.grid) for one in map(image_processor.read, images)]
+        placeholder = tiny_seeing.PLACEHOLDER.get(self.kind, image_processor.image)
+        written = image_processor.written(text.replace("@", placeholder), [grid for _, grid in read])
+        return image_processor.found(self.loaded.tokenizer.encode(written, at_start=True), read)
 
     def embeddings(self, tokens: Tokens, images: Sequence[bytes]) -> Any:
         """Return mlx-vlm's input embeddings of a prompt, and their positions, from all images at once."""
-        views = [view for image in images for view in self.loaded.sight.eyes.views(image)]
+        views = [view for image in images for view in self.loaded.vision_model.processor.views(image)]
         axis = 1 if self.kind in ("idefics3", "smolvlm", "wide") else 0
         arrays = {}
         for name in views[0].arrays if views else ():
@@ -70,7 +70,7 @@ class Seeing(NamedTuple):
             ids = _array([*tokens.ids(), *found])
             more: dict[str, Any] = {} if places is None else {"position_ids": places}
             if (deep := getattr(features, "deepstack_visual_embeds", None)) is not None:
-                masked = ids == self.loaded.sight.eyes.image_token
+                masked = ids == self.loaded.vision_model.processor.image_token
                 more |= {"visual_pos_masks": masked, "deepstack_visual_embeds": deep}
             logits = self.direct.language_model(ids, inputs_embeds=rows, **more).logits[0, -1]
             if places is not None:
@@ -109,7 +109,7 @@ class Reader:
     """Reads images by their fingerprints, and counts how often."""
 
     def __init__(self, seen: Seeing, *images: bytes) -> None:
-        self.files = {seen.loaded.sight.eyes.read(image).fingerprint: image for image in images}
+        self.files = {seen.loaded.vision_model.processor.read(image).fingerprint: image for image in images}
         self.num = 0
 
     async def __call__(self, fingerprint: bytes) -> bytes:
@@ -158,7 +158,7 @@ async def test_an_answer_about_an_image_is_mlx_vlms(seeing, open_process, kind) 
 @pytest.mark.parametrize("layout", ["pt", "4-bit"])
 async def test_weights_of_every_layout_are_loaded(seeing, open_process, kind, layout) -> None:
     seen, image = seeing(kind, layout), picture(1)
-    assert not isinstance(seen.loaded.sight, str), seen.loaded.sight
+    assert not isinstance(seen.loaded.vision_model, str), seen.loaded.vision_model
     tokens = seen.prompt("Look: @ What is it?", image)
     async with open_process(seen, dtype="keep" if layout == "4-bit" else "float32") as process:
         _, found = await run(process, tokens, 4, Reader(seen, image))
@@ -414,15 +414,15 @@ async def test_rows_of_an_image_are_kept_for_other_sessions(seeing, open_process
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_a_tower_that_runs_layer_by_layer_gives_the_same_bits(seeing, kind) -> None:
     seen = seeing(kind)
-    sight = seen.loaded.sight
-    for view in sight.eyes.views(picture(1, 50, 40)):
-        *layers, rows = sight.tower.stages(view)
+    vision_model = seen.loaded.vision_model
+    for view in vision_model.processor.views(picture(1, 50, 40)):
+        *layers, rows = vision_model.tower.stages(view)
         num = {"llava": 1, "qwen3_vl": 3 + 2}  # LLaVA uses the last but one layer; Qwen3-VL merges twice more
         assert len(layers) == num.get(kind, 2)
         for layer in layers:
             mx.eval(layer)
         arrays = {name: mx.array(array) for name, array in view.arrays.items()}
-        tokens = _array([sight.eyes.image_token] * view.num_rows)
+        tokens = _array([vision_model.processor.image_token] * view.num_rows)
         features = seen.direct.get_input_embeddings(tokens, **arrays)
         deep = getattr(features, "deepstack_visual_embeds", None) or []
         assert mx.array_equal(rows, mx.concatenate([features.inputs_embeds[0], *deep], axis=-1))
@@ -430,8 +430,8 @@ def test_a_tower_that_runs_layer_by_layer_gives_the_same_bits(seeing, kind) -> N
 
 async def test_an_answer_waits_for_one_layer_of_the_tower_at_most(seeing, open_process, monkeypatch) -> None:
     seen, image = seeing("smolvlm"), picture(1, 50, 40)
-    sight, text, growing = seen.loaded.sight, seen.prompt("only text"), answer(400)
-    num_layers = sum(len(sight.tower.stages(view)) for view in sight.eyes.views(image))
+    vision_model, text, growing = seen.loaded.vision_model, seen.prompt("only text"), answer(400)
+    num_layers = sum(len(vision_model.tower.stages(view)) for view in vision_model.processor.views(image))
     layers, counts = list[Any](), list[int]()
     run_tower, evaluate = vision.Vision.step, mx.eval
 
@@ -482,7 +482,7 @@ async def test_a_model_without_eyes_says_so(seeing, open_process, tmp_path) -> N
     (seen.folder / "preprocessor_config.json").rename(tmp_path / "away")
     try:
         blind = model.load(seen.folder, dtype="float32")
-        assert "it has no preprocessor_config.json" in blind.sight
+        assert "it has no preprocessor_config.json" in blind.vision_model
         async with open_process(seen) as process:
             with pytest.raises(DeviceFaultError, match="cannot see images with its files"):
                 await run(process, seen.prompt("@?", image), 4, Reader(seen, image))
@@ -495,8 +495,8 @@ async def test_a_model_without_eyes_says_so(seeing, open_process, tmp_path) -> N
 def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, size) -> None:
     """Its processors need the tokenizer of transformers."""
     seen, image = seeing(kind), picture(1, *size)
-    eyes = seen.loaded.sight.eyes
-    family = seen.loaded.sight.tower.family
+    image_processor = seen.loaded.vision_model.processor
+    family = seen.loaded.vision_model.tower.family
     placeholder = tiny_seeing.PLACEHOLDER.get(kind, "<image>")
     module = import_module(f"mlx_vlm.models.{kind}.processing_{kind}")
     names = {
@@ -534,28 +534,33 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     made = processor(images=[Image.open(io.BytesIO(image))], text=[f"a{placeholder}b"])
     (ids,) = np.array(made["input_ids"]).tolist()
     assert seen.prompt("a@b", image).ids().tolist() == ids
-    assert eyes.read(image).end - eyes.read(image).start >= 1
+    assert image_processor.read(image).end - image_processor.read(image).start >= 1
 
 
 def test_an_image_that_the_template_drops_is_an_error(seeing) -> None:
-    eyes, image = seeing("idefics3").loaded.sight.eyes, picture(1)
+    image_processor, image = seeing("idefics3").loaded.vision_model.processor, picture(1)
     with pytest.raises(ImageError, match="the chat template writes 1 of 2 images; "):
-        eyes.written(f"a{eyes.image}b", [eyes.read(image).grid] * 2)
+        image_processor.written(f"a{image_processor.image}b", [image_processor.read(image).grid] * 2)
     with pytest.raises(ImageError, match="the chat template writes 2 of 1 images; "):
-        eyes.written(eyes.image * 2, [eyes.read(image).grid])
+        image_processor.written(image_processor.image * 2, [image_processor.read(image).grid])
     with pytest.raises(ImageError, match="the tokenizer writes an image in another way; "):
-        eyes.found([eyes.image_token] * 2, [(eyes.read(image).digest.hex(), eyes.read(image).grid)])
+        image_processor.found(
+            [image_processor.image_token] * 2,
+            [(image_processor.read(image).digest.hex(), image_processor.read(image).grid)],
+        )
 
 
 def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) -> None:
     """Two processors of one class, which give the image the same grid."""
     image, other = picture(1), picture(2)
-    eyes, wide = (seeing(kind).loaded.sight.eyes for kind in ("smolvlm", "bright"))
-    read = eyes.read(image)
-    assert eyes.tokens(read.digest, read.grid) == read, "the log stores the digest and the grid alone"
+    image_processor, wide = (seeing(kind).loaded.vision_model.processor for kind in ("smolvlm", "bright"))
+    read = image_processor.read(image)
+    assert image_processor.tokens(read.digest, read.grid) == read, (
+        "the log stores the digest and the grid alone"
+    )
     assert wide.read(image).grid == read.grid
-    found = {each.fingerprint for each in (read, wide.read(image), eyes.read(other))}
-    assert len(found | {eyes.tokens(read.digest, (1, 2)).fingerprint}) == 4
+    found = {each.fingerprint for each in (read, wide.read(image), image_processor.read(other))}
+    assert len(found | {image_processor.tokens(read.digest, (1, 2)).fingerprint}) == 4
 
 
 async def test_a_turn_whose_image_another_one_has_shown_still_gets_its_next_one(seeing, open_process) -> None:

@@ -51,7 +51,7 @@ class Buffers:
         batch = runner._batch
         every = [turn.caches or [] for turn in runner._scheduler.prefilling]
         every += [row.caches or [] for row in batch.rows]
-        every += [idle.caches for idle in runner.room._resident.values()]
+        every += [idle.caches for idle in runner.idle_kv._resident.values()]
         for _, cache in (leaf for caches in every for leaf in leaves(caches)):
             if getattr(cache, "keys", None) is not None:
                 cache.keys, cache.values = mx.zeros_like(cache.keys), mx.zeros_like(cache.values)

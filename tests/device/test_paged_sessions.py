@@ -334,7 +334,7 @@ async def test_a_restart_reads_a_paged_sessions_sketches_from_few_files_and_pref
     tokens = prompt(40 * 64 + 20)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
-        resident = process.engine._device._runner.room.get(engine_process.key("s"))
+        resident = process.engine._device._runner.idle_kv.get(engine_process.key("s"))
         before = _sketches(resident.caches, len(tokens) - 1)
         await process.store.queue.drained(10)
         chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
@@ -598,7 +598,7 @@ async def test_memory_requests_count_a_turn_that_waits_for_the_disk_as_running(
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
         device = process.engine._device
-        room = device._runner.room
+        room = device._runner.idle_kv
         grant = room.grant_requests
 
         async def slow(*_: Any) -> tuple[tuple[Span, ...], dict[str, mx.array]]:

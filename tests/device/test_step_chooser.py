@@ -17,14 +17,14 @@ from worker.device.turn import DeviceTurn
 BLOCK = 64
 
 
-class Room:
+class IdleKv:
     """Simulated memory that is full, or has room for all."""
 
     def __init__(self, estimator: Estimator) -> None:
         self.estimator = estimator
         self.is_open, self.is_promised = False, False
 
-    def make(self, size_bytes: int) -> bool:
+    def make_room(self, size_bytes: int) -> bool:
         return self.is_open
 
 
@@ -35,7 +35,7 @@ def estimator(make_model) -> Estimator:
     return Estimator(shape, limit_bytes=0, weight_bytes=0, kv=model.kv, num_layers=2, fused=False)
 
 
-def chooser_of(scheduler: Scheduler, room: Room) -> StepChooser:
+def chooser_of(scheduler: Scheduler, room: IdleKv) -> StepChooser:
     batch: Any = SimpleNamespace(is_ahead=False, num_cached=0, growing=[], removal_bytes=0)
     none: Any = SimpleNamespace(
         size_bytes=lambda step: 0,
@@ -56,7 +56,7 @@ def turns() -> list[DeviceTurn]:
 def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_turns_unchanged(
     estimator, why: str
 ) -> None:
-    room, scheduler, untouched = Room(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
+    room, scheduler, untouched = IdleKv(estimator), Scheduler(4, BLOCK), Scheduler(4, BLOCK)
     chooser = chooser_of(scheduler, room)
     some = turns()
     for turn in some:
@@ -77,7 +77,7 @@ def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_tur
 
 
 def test_a_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(estimator) -> None:
-    room, scheduler = Room(estimator), Scheduler(4, BLOCK)
+    room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)
     room.is_open = True
     chooser = chooser_of(scheduler, room)
     for turn in turns():

@@ -27,26 +27,28 @@ _MOST: Final = 12
 @pytest.fixture(scope="module")
 def loaded(taught_model: Path) -> LoadedModel:
     found = model.load(taught_model, dtype="float32")
-    assert not isinstance(found.sight, str), found.sight
+    assert not isinstance(found.vision_model, str), found.vision_model
     return found
 
 
 def prompt(loaded: LoadedModel, text: str, *files: bytes) -> Tokens:
     """Return the prompt of a user's message: the text, then the pictures."""
-    assert not isinstance(loaded.sight, str)
-    eyes = loaded.sight.eyes
+    assert not isinstance(loaded.vision_model, str)
+    image_processor = loaded.vision_model.processor
     parts = [{"type": "text", "text": text}, *({"type": "image"} for _ in files)]
     template = Template(taught.CHAT_TEMPLATE)
     written = template.render(messages=[{"role": "user", "content": parts}], add_generation_prompt=True)
-    read = [(one.digest.hex(), one.grid) for one in map(eyes.read, files)]
-    ids = loaded.tokenizer.encode(eyes.written(written, [grid for _, grid in read]), at_start=False)
-    return eyes.found(ids, read)
+    read = [(one.digest.hex(), one.grid) for one in map(image_processor.read, files)]
+    ids = loaded.tokenizer.encode(
+        image_processor.written(written, [grid for _, grid in read]), at_start=False
+    )
+    return image_processor.found(ids, read)
 
 
 async def said(process: Any, loaded: LoadedModel, name: str, tokens: Tokens, *files: bytes) -> str:
     """Return the answer to a prompt with the pictures `files`."""
-    assert not isinstance(loaded.sight, str)
-    known = {loaded.sight.eyes.read(file).fingerprint: file for file in files}
+    assert not isinstance(loaded.vision_model, str)
+    known = {loaded.vision_model.processor.read(file).fingerprint: file for file in files}
 
     async def read(fingerprint: bytes) -> bytes:
         return known[fingerprint]

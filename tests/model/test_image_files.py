@@ -18,8 +18,8 @@ from PIL import Image
 
 from worker.models.model import load
 from worker.models.vision import image_file
-from worker.models.vision.eyes import Eyes
 from worker.models.vision.image_file import MOST_BYTES, ImageError, decode
+from worker.models.vision.image_processor import ImageProcessor
 
 RED, BLUE = (250, 5, 5), (5, 5, 250)
 
@@ -226,20 +226,22 @@ BROKEN: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def eyes(taught_model: Path) -> Eyes:
+def image_processor(taught_model: Path) -> ImageProcessor:
     """What a model reads images with."""
-    sight = load(taught_model, dtype="float32").sight
-    assert not isinstance(sight, str), sight
-    sight.eyes.read(saved(halves(size=(64, 64))))
-    return sight.eyes
+    vision_model = load(taught_model, dtype="float32").vision_model
+    assert not isinstance(vision_model, str), vision_model
+    vision_model.processor.read(saved(halves(size=(64, 64))))
+    return vision_model.processor
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(name: str, eyes: Eyes) -> None:
+def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(
+    name: str, image_processor: ImageProcessor
+) -> None:
     data = BROKEN[name]()
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ImageError, match=r"^the image .*; ") as raised:
-        eyes.read(data)
+        image_processor.read(data)
     assert "\n" not in str(raised.value)
     assert len(str(raised.value)) < 160
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 << 10

@@ -33,7 +33,7 @@ from worker.engine.port import EnginePort, StoppingError, TurnResult
 from worker.metrics_message import unloaded
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
-from worker.models.vision.eyes import Eyes
+from worker.models.vision.image_processor import ImageProcessor
 from worker.parts import Parts
 from worker.process.concurrency import task_group
 from worker.process.constants import CONSTANTS, Constants
@@ -88,7 +88,7 @@ def tokenizer() -> Tokenizer:
     )
     fast.get_chat_template = lambda: _TEMPLATE
     made = Tokenizer(fast)
-    made.eyes = Eyes(_Family(), made.encode)  # type: ignore[arg-type]
+    made.image_processor = ImageProcessor(_Family(), made.encode)  # type: ignore[arg-type]
     return made
 
 
@@ -157,7 +157,7 @@ class Disk(dict["SessionKey", "Tokens"]):
         self._erased[erased.log] = erased
 
 
-VISION: Final = Model(name="hashes", vision=tokenizer().eyes.processor.hex())  # type: ignore[union-attr]
+VISION: Final = Model(name="hashes", vision=tokenizer().image_processor.processor.hex())  # type: ignore[union-attr]
 
 
 class Device(EnginePort):

@@ -207,7 +207,12 @@ def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_tha
 
     with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
         plan = replace(Plan.of(Random(1)), num_workers=2, leases=False, roundings=1)
-        plan.settings |= {"closed_ttl_s": 0.0, "idle_timeout_s": 300.0, "max_attempts": 3, "ack_wait_s": 1.0}
+        plan.settings |= {
+            "closed_ttl_s": 0.0,
+            "session_idle_timeout_s": 300.0,
+            "max_attempts": 3,
+            "ack_wait_s": 1.0,
+        }
         history = History(loop, server, plan, note)
         with patched(history):
             run(loop, main(history))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from cache.names.policy import Policy
     from cache.names.snapshot import ModelLayout
     from worker.models.model import LoadedModel
-    from worker.models.vision.sight import Sight
+    from worker.models.vision.vision_model import VisionModel
 
     from .memory import Estimator
     from .turn import StepReport
@@ -93,7 +93,7 @@ class Device:
         self.caches = ""
         self.trimmable = True
         self.name = ""
-        self.sight: Sight | str = ""
+        self.vision_model: VisionModel | str = ""
 
     def kv(self, policy: Policy) -> KvSize:
         """Return the `KvSize` that computes the bytes of a session's KV under a cache policy."""
@@ -186,7 +186,7 @@ class Device:
         self.caches = runner.served.caches
         self.trimmable = runner.served.trimmable
         self.name = machine.name()
-        self.sight = runner.served.sight
+        self.vision_model = runner.served.vision_model
         return runner
 
     def _apply_commands(self, runner: Runner, pause_s: float) -> bool:

@@ -23,9 +23,9 @@ from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine
 from .cutter import Cutter
+from .idle_kv import IdleKv, MemoryRequest
 from .paging import Paging
 from .prefill_budget import PrefillBudget
-from .room import Room, RoomRequest
 from .scheduler import Scheduler
 from .served_model import ServedModel
 from .starting_kv import Acquisition, TurnSharing
@@ -100,7 +100,7 @@ class Runner:
         )
         self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
         #: Idle sessions' KV, and the restores that wait for memory or have been promised memory.
-        self.room = Room(estimator, block_tokens, self._dropped)
+        self.idle_kv = IdleKv(estimator, block_tokens, self._dropped)
         #: Copies KV into snapshots for the disk, once its `room` is set.
         self.cutter = Cutter(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(max_batch, block_tokens, max_tenant_rows)
@@ -108,12 +108,12 @@ class Runner:
         self._prefill_budget = PrefillBudget(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
         self._sharing, make = TurnSharing(), self.served.make_caches
         self._acquisition = Acquisition(
-            loaded, self._batch, self.room, self._sharing, make, trimmable=trimmable
+            loaded, self._batch, self.idle_kv, self._sharing, make, trimmable=trimmable
         )
         parts = (self._batch, self.cutter, self._acquisition)
-        self._chooser = StepChooser(self._scheduler, self._prefill_budget, self.room, *parts, self._emit)
+        self._chooser = StepChooser(self._scheduler, self._prefill_budget, self.idle_kv, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
-        self._vision = Vision(self.served.sight, self.room, self._emit)
+        self._vision = Vision(self.served.vision_model, self.idle_kv, self._emit)
         self._events: list[Event] = []
         self._turns: dict[DeviceTurn, None] = {}  # submitted and not ended, in order of submission
         self._figures = StepFigures(self._batch.speculation)
@@ -122,7 +122,7 @@ class Runner:
             self.served.warm_up(block_tokens)
 
     def _make_room(self, size_bytes: int) -> bool:
-        return self.room.make(size_bytes)
+        return self.idle_kv.make_room(size_bytes)
 
     def _dropped(self, keys: tuple[SessionKey, ...]) -> None:
         """Tell the event loop that idle sessions have lost their KV."""
@@ -198,7 +198,7 @@ class Runner:
         self._start_ready()
         is_busy = self.is_busy or self._paging.is_waiting
         try:
-            self.room.grant_requests(is_busy=is_busy)
+            self.idle_kv.grant_requests(is_busy=is_busy)
         except RuntimeError as error:
             self._survive(error)
         if self._events:
@@ -206,13 +206,13 @@ class Runner:
 
     def submit(self, turn: DeviceTurn) -> None:
         """Add a turn. An error fails the turn and drops its KV; it never ends the thread."""
-        self.room.end_promise(turn.request.key)
+        self.idle_kv.end_promise(turn.request.key)
         self._turns[turn] = None
         self._guarded(turn, self._submit)
 
     def drop(self, key: SessionKey) -> None:
         """Drop the KV of a session that has no turn under way."""
-        self.room.pop(key)
+        self.idle_kv.pop(key)
         self._batch.speculation.forget(key)
 
     def forget_images(self, fingerprints: Collection[bytes]) -> None:
@@ -221,7 +221,7 @@ class Runner:
 
     def copy(self, turn: DeviceTurn) -> None:
         """Cut the spans of an idle session's KV for which `turn` stands; the turn does not run."""
-        resident = self.room.get(turn.request.key)
+        resident = self.idle_kv.get(turn.request.key)
         if resident is not None and resident.tokens == turn.request.context:
             turn.caches, turn.num_cached = resident.caches, len(resident.tokens)
             self.cutter.cut(turn, is_over=True)
@@ -235,11 +235,11 @@ class Runner:
 
         `reply` is called with True once the memory is reserved, with False if it never can be.
         """
-        self.room.request(RoomRequest(key, num_tokens, reply, policy))
+        self.idle_kv.request(MemoryRequest(key, num_tokens, reply, policy))
 
     def release_room(self, key: SessionKey) -> None:
         """Release the memory that `reserve_room` has reserved, or withdraw the request for it."""
-        self.room.release(key)
+        self.idle_kv.release(key)
 
     def cancel(self, turn: DeviceTurn) -> None:
         """End a turn and keep its tokens so far; no effect on a turn that has ended."""
@@ -325,7 +325,7 @@ class Runner:
         self._num_lost += not small
         self._batch.clear()
         self._vision.clear()
-        self.room.clear()
+        self.idle_kv.clear()
         for turn in tuple(self._turns):
             self._fault(turn, LostKvError(error, weight=0 if small else 2 if turn in pieces else 1))
         if self._num_lost >= _MOST_LOST or not self._works():
@@ -515,7 +515,7 @@ class Runner:
         live_bytes, earliest = 0, None
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self.room.put(turn.request.key, ResidentKv(caches, turn.request.tokens(turn.num_cached)))
+            self.idle_kv.put(turn.request.key, ResidentKv(caches, turn.request.tokens(turn.num_cached)))
             live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
         del self._turns[turn]
         self._emit(

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
     from worker.batch.drafter import Drafter
     from worker.models.model import LoadedModel
-    from worker.models.vision.sight import Sight
+    from worker.models.vision.vision_model import VisionModel
 
 log = structlog.get_logger()
 
@@ -121,11 +121,11 @@ def _no_window(model: Any, batch: Batch) -> str | None:
     return None
 
 
-def _blindness(model: Any, sight: Sight, batch: Batch) -> str | None:
+def _blindness(model: Any, vision_model: VisionModel, batch: Batch) -> str | None:
     """Return why a model cannot see although it has a tower; None if it can."""
     if not takes_rows(model):
         return "the worker's language model takes no input embeddings, so it cannot see images"
-    if sight.tower.family.axes and not batch.takes_positions:
+    if vision_model.tower.family.axes and not batch.takes_positions:
         return "the worker's language model takes no positions for images, so it cannot see them"
     return None
 
@@ -158,9 +158,9 @@ class ServedModel:
         if draft is not None and not self.batch.can_draft:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         #: What the model sees with, or why it cannot see.
-        self.sight: Sight | str = loaded.sight
-        if not isinstance(self.sight, str):
-            self.sight = _blindness(loaded.model, self.sight, self.batch) or self.sight
+        self.vision_model: VisionModel | str = loaded.vision_model
+        if not isinstance(self.vision_model, str):
+            self.vision_model = _blindness(loaded.model, self.vision_model, self.batch) or self.vision_model
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
 
@@ -216,8 +216,8 @@ class ServedModel:
             limit_bytes, why = machine.default_limit()
             log.info("chose device_memory", size=size(limit_bytes), why=why)
         machine.limit_active(limit_bytes)
-        if not isinstance(self.sight, str):
-            self._reserved_bytes += vision.reserved_bytes(self.sight.tower.family, limit_bytes)
+        if not isinstance(self.vision_model, str):
+            self._reserved_bytes += vision.reserved_bytes(self.vision_model.tower.family, limit_bytes)
         self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched, self._reserved_bytes)
         return make
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
     from worker.models.model import LoadedModel
 
-    from .room import Room
+    from .idle_kv import IdleKv
     from .turn import DeviceTurn
 
 log = structlog.get_logger()
@@ -109,7 +109,7 @@ class Acquisition:
         self,
         loaded: LoadedModel,
         batch: Batch,
-        room: Room,
+        idle_kv: IdleKv,
         sharing: TurnSharing,
         make: Callable[[Policy], list[Any]],
         *,
@@ -119,13 +119,13 @@ class Acquisition:
         self._make = make
         self._vocab_size = loaded.vocab_size
         self._batch = batch
-        self._room = room
+        self._idle_kv = idle_kv
         self._trimmable = trimmable
         self._sharing = sharing
 
     def add(self, turn: DeviceTurn) -> bool:
         """Add a turn; return False if it must wait until another turn has prefilled their common prefix."""
-        turn.resident = self._room.pop(turn.request.key)
+        turn.resident = self._idle_kv.pop(turn.request.key)
         # An abandoned turn of this session may have left KV of other tokens since the event loop looked.
         held = turn.resident.tokens if turn.resident is not None else as_tokens()
         turn.num_kept = min(turn.plan.num_kept, held.num_common(turn.request.context))
@@ -139,9 +139,9 @@ class Acquisition:
         Raises ValueError for a token id outside of the vocabulary.
         """
         usable, source = turn.num_kept, self._source(turn)
-        kv = self._room.estimator.kv.under(turn.request.policy)
+        kv = self._idle_kv.estimator.kv.under(turn.request.policy)
         copy_bytes = kv.held(len(source.tokens)) if source is not None else 0
-        if source is not None and not self._room.make(copy_bytes, but=turn.source):
+        if source is not None and not self._idle_kv.make_room(copy_bytes, but=turn.source):
             source = None
         resident, turn.resident = turn.resident, None
         restored = self._rebuilt(turn)
@@ -179,7 +179,7 @@ class Acquisition:
         if turn.source is None or turn.restored is not None:
             return None
         other = self._sharing.source(turn)
-        resident = self._room.get(turn.source) if other is None else self._under_way(other)
+        resident = self._idle_kv.get(turn.source) if other is None else self._under_way(other)
         num_tokens = resident.tokens.num_common(turn.request.reusable) if resident is not None else 0
         if resident is None or num_tokens <= turn.num_kept or not _reaches(resident, num_tokens):
             return None

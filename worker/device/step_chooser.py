@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from worker.batch.batch import Batch
 
     from .cutter import Cutter
+    from .idle_kv import IdleKv
     from .prefill_budget import PrefillBudget
-    from .room import Room
     from .scheduler import Scheduler
     from .starting_kv import Acquisition
     from .turn import DeviceTurn
@@ -60,7 +60,7 @@ class StepChooser:
         self,
         scheduler: Scheduler,
         prefill_budget: PrefillBudget,
-        room: Room,
+        idle_kv: IdleKv,
         batch: Batch,
         cutter: Cutter,
         acquisition: Acquisition,
@@ -69,7 +69,7 @@ class StepChooser:
         """`starve` is called if only dropping snapshots that wait for the disk can still free memory."""
         self._scheduler = scheduler
         self._prefill_budget = prefill_budget
-        self._room = room
+        self._idle_kv = idle_kv
         self._batch = batch
         self._cutter = cutter
         self._acquisition = acquisition
@@ -83,7 +83,7 @@ class StepChooser:
         If a step with prompts took more than estimated, later estimates are raised for a while. Steps during
         restores are ignored, since the measurement would include the restores' memory.
         """
-        if choice.step.prefill and not self._room.is_promised:
+        if choice.step.prefill and not self._idle_kv.is_promised:
             # The copies of growing caches are measured too; the estimate has them in `growth_bytes`.
             factor = measured_bytes / (choice.scratch_bytes / self._factor + choice.growth_bytes)
             self._factor = min(max(factor, 1 + (self._factor - 1) * _KEPT, 1.0), _MOST_FACTOR)
@@ -113,7 +113,7 @@ class StepChooser:
                 budget = 0
             elif len(step.prefill) > 1:
                 budget = 1  # the first of the prompts alone
-            elif self._room.is_promised:
+            elif self._idle_kv.is_promised:
                 return ChosenStep(_NOTHING, pause_s=_RETRY_S)  # the end of the restore arrives as a command
             else:
                 return self._alone()
@@ -142,7 +142,7 @@ class StepChooser:
     def _fitting(self, step: Step) -> ChosenStep | None:
         """Return the step if it fits or has no prompts, else None."""
         scratch_bytes, growth_bytes = self._needs(step)
-        if not self._room.make(scratch_bytes + growth_bytes) and step.prefill:
+        if not self._idle_kv.make_room(scratch_bytes + growth_bytes) and step.prefill:
             return None
         self._patient_until_s = None
         self._scheduler.advance(step)
@@ -153,7 +153,7 @@ class StepChooser:
         pieces = [
             (num, num_scores(turn.request.policy, turn.num_cached + num, num)) for turn, num in step.prefill
         ]
-        estimator = self._room.estimator
+        estimator = self._idle_kv.estimator
         scratch_bytes = estimator.scratch_bytes(len(step.decode), pieces, self._batch.num_cached)
         recalled = (
             estimator.recall_bytes(turn.request.policy, turn.num_cached + num) for turn, num in step.prefill

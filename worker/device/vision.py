@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection
 
     from worker.models.vision.families import Family, View
-    from worker.models.vision.sight import Sight
+    from worker.models.vision.vision_model import VisionModel
 
-    from .room import Room
+    from .idle_kv import IdleKv
     from .turn import DeviceTurn, Event, ImageViews
 
 log = structlog.get_logger()
@@ -56,10 +56,12 @@ class _Image:
 class Vision:
     """The turns that wait for rows of images, and the rows that are kept."""
 
-    def __init__(self, sight: Sight | str, room: Room, emit: Callable[[Event], None]) -> None:
-        """`sight` is what the model sees with, or why it cannot; `emit` sends an event to the event loop."""
-        self._sight = sight
-        self._room = room
+    def __init__(
+        self, vision_model: VisionModel | str, idle_kv: IdleKv, emit: Callable[[Event], None]
+    ) -> None:
+        """`vision_model` may say in a line why there is none; `emit` sends an event to the event loop."""
+        self._vision_model = vision_model
+        self._idle_kv = idle_kv
         self._emit = emit
         self._lacking: dict[
             DeviceTurn, list[bytes]
@@ -165,7 +167,7 @@ class Vision:
         context, at, found = turn.request.context, list[int](), list[mx.array]()
         if not context.spans:
             return None
-        image_token = self._seeing().eyes.image_token
+        image_token = self._seeing().processor.image_token
         for span in context.spans:
             if span.start >= end or span.end <= start:
                 continue
@@ -179,10 +181,10 @@ class Vision:
             found.append(turn.rows[span.fingerprint][num_before : num_before + len(places)])
         return ImageRows(at, mx.concatenate(found)) if at else None
 
-    def _seeing(self) -> Sight:
-        if isinstance(self._sight, str):
-            raise ValueError(self._sight)  # noqa: TRY004  # no fault of a type
-        return self._sight
+    def _seeing(self) -> VisionModel:
+        if isinstance(self._vision_model, str):
+            raise ValueError(self._vision_model)  # noqa: TRY004  # no fault of a type
+        return self._vision_model
 
     def _ask(self, turn: DeviceTurn) -> None:
         """Request the turn's next image that is not under way, unless its last one has not come yet."""
@@ -211,7 +213,7 @@ class Vision:
     def _has_room(self, num_patches: int) -> bool:
         """Make room for a view; raise `NoRoomError` if there is none for a while."""
         size_bytes = view_bytes(self._seeing().tower.family, num_patches)
-        if self._room.make(size_bytes):
+        if self._idle_kv.make_room(size_bytes):
             self._patient_until_s = None
             return True
         if self._patient_until_s is None:
@@ -220,7 +222,7 @@ class Vision:
         if time.monotonic() < self._patient_until_s:
             return False
         self._patient_until_s = None
-        limit_bytes = self._room.estimator.limit_bytes
+        limit_bytes = self._idle_kv.estimator.limit_bytes
         raise NoRoomError(
             f"an image of {num_patches} patches takes {size_bytes} bytes beside the {mx.get_active_memory()}"
             f" in use, the limit of the device is {limit_bytes}; send a smaller image, or raise device_memory"

@@ -470,12 +470,12 @@ class Engine(EnginePort):
 
     async def _views(self, needs: ImageRequest) -> ImageViews:
         """Read an image and process it; one at a time, since its pixels take much memory."""
-        read, sight = needs.turn.request.read_image, self._device.sight
-        if read is None or isinstance(sight, str):
+        read, vision_model = needs.turn.request.read_image, self._device.vision_model
+        if read is None or isinstance(vision_model, str):
             raise ValueError("the request cannot read its images")
         data = await read(needs.fingerprint)
         async with self._looking:
-            return await asyncio.to_thread(sight.eyes.views, data)
+            return await asyncio.to_thread(vision_model.processor.views, data)
 
     async def _read(self, needs: KvRequest, snapshots: TurnSnapshots) -> None:
         kv = KvRead()

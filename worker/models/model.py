@@ -31,7 +31,7 @@ from .own_sampling import own_sampling
 from .pooling import is_encoder, judging, no_answers, no_embeddings
 from .tokenizer import Tokenizer
 from .vision.language import LANGUAGE, language_classes
-from .vision.sight import find_sight
+from .vision.vision_model import find_vision_model
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from cache.kv.size import KvSize
     from turnkeep_client.messages import Made
 
-    from .vision.sight import Sight
+    from .vision.vision_model import VisionModel
 
 __all__ = [
     "LoadedModel",
@@ -87,7 +87,7 @@ class LoadedModel:
     sampling: dict[str, float]
     held: Hold | None = None
     no_answers: str | None = None  # why the model makes no answers
-    sight: Sight | str = "the worker's model does not see images"  # or why it does not
+    vision_model: VisionModel | str = "the worker's model does not see images"  # or why it does not
     changed_s: float = 0.0  # when the folder's config.json was written, in seconds since 1970
 
     def makes(self) -> tuple[Made, ...]:
@@ -187,13 +187,13 @@ def load(
     for loaded tokenizers. Raises `ModelError`.
     """
     written, tokenizer, (model, config, weights, kv) = _read(folder, dtype, progress, store=store)
-    sight = find_sight(folder, config, tokenizer, dtype)
-    if not isinstance(sight, str):
-        weights += sight.tower.weights
-        if sight.tower.family.axes:
+    vision_model = find_vision_model(folder, config, tokenizer, dtype)
+    if not isinstance(vision_model, str):
+        weights += vision_model.tower.weights
+        if vision_model.tower.family.axes:
             from .vision import language_parts  # imports MLX
 
-            language_parts.patch(model, sight.tower.family.axes, sight.tower.family.num_deep)
+            language_parts.patch(model, vision_model.tower.family.axes, vision_model.tower.family.num_deep)
     if not lazy:
         _evaluate(weights, progress)
     vocab_size = text_config(config).get("vocab_size") or tokenizer.vocab_size
@@ -218,7 +218,7 @@ def load(
         sampling=own_sampling(folder),
         held=Hold(folder),
         no_answers=no_answers(written, folder),
-        sight=sight,
+        vision_model=vision_model,
         changed_s=(folder / "config.json").stat().st_mtime,
     )
 

@@ -19,7 +19,7 @@ from .answer_markup import markup_of, renders_tools, with_calls, with_objects, w
 from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .control_tokens import ControlTokens, is_marked, unmarked
 from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
-from .image_marks import with_parts
+from .image_parts import with_parts
 from .model_files import one_line, read_json
 from .tokenizer_files import load
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .answer_markup import AnswerMarkup
     from .model_files import Progress
     from .tokenizer_files import LoadedTokenizer
-    from .vision.eyes import Eyes
+    from .vision.image_processor import ImageProcessor
 
 _REPLACEMENT: Final = "\ufffd"
 #: A byte that occurs in no token of several bytes.
@@ -90,7 +90,7 @@ class Tokenizer:
         self._markup: AnswerMarkup | None = None
         self._fingerprint: bytes | None = None
         #: What images become in a prompt, set once the model is loaded; None if it does not see.
-        self.eyes: Eyes | None = None
+        self.image_processor: ImageProcessor | None = None
         self._guard: int = self._ids("a")[-1]
         self._guard_text: str = self._rust.decode([self._guard], skip_special_tokens=False)
         self._bos, self._after = self._find_ends()

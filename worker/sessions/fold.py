@@ -33,7 +33,7 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
 )
-from worker.models.image_marks import with_marks, with_parts
+from worker.models.image_parts import with_marks, with_parts
 from worker.models.vision.image_file import ImageError
 from worker.process.rotation import Rotation
 from worker.text.harmony import FINAL
@@ -190,12 +190,12 @@ class Fold:
 
         Raises `TemplateError` if the images of its messages are not where they belong.
         """
-        kept, eyes = tokens[: addition.keep], self._tokenizer.eyes
+        kept, image_processor = tokens[: addition.keep], self._tokenizer.image_processor
         images = conversation.images[sum(span.start >= conversation.base for span in kept.spans) :]
-        if eyes is None or not images:
+        if image_processor is None or not images:
             return kept + addition.tokens
         try:
-            return kept + eyes.found(addition.tokens, images)
+            return kept + image_processor.found(addition.tokens, images)
         except ImageError as error:
             raise TemplateError(str(error)) from None
 
@@ -418,7 +418,9 @@ class Fold:
                 warnings.append("the chat template knows no tools: the first message describes them")
             variables = request.chat_template_kwargs
             yield lambda state: state.conversation.set_extras(state.tokens, tools, variables)
-        warnings += sentences(_unread(request.messages or (), sees=self._tokenizer.eyes is not None))
+        warnings += sentences(
+            _unread(request.messages or (), sees=self._tokenizer.image_processor is not None)
+        )
         noted = Counter[str]()
         if said := self._said(request, history.conversation, grids, noted):
             warnings += [

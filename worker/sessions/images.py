@@ -32,7 +32,7 @@ class SessionImages:
         self._key = key
         self._fold = services.fold
         self._journal = services.journal
-        self._eyes = services.formats.tokenizer.eyes
+        self._eyes = services.formats.tokenizer.image_processor
 
     async def grids(
         self, history: TokenHistory, request: Append | Generate, *, stores: bool = True

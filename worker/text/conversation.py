@@ -18,7 +18,7 @@ from msgspec import Struct, structs
 
 from cache.names.tokens import pack
 from worker.models.answer_markup import short_id
-from worker.models.image_marks import images_in, with_marks, with_parts
+from worker.models.image_parts import images_in, with_marks, with_parts
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from cache.names.tokens import unpack
 from worker.models.control_tokens import unmarked
-from worker.models.image_marks import images_in, with_marks, without_unseen
+from worker.models.image_parts import images_in, with_marks, without_unseen
 from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.models.vision.image_file import ImageError
 
@@ -149,8 +149,8 @@ class Conversation(Segments):
                 content = content[at + len(pair[1]) :].lstrip()
             elif content.startswith(pair[0]):
                 content = ""
-        if (eyes := self.tokenizer.eyes) is not None:  # a model may sample the token, which is no image
-            content = content.replace(eyes.image, self.tokenizer.as_text(eyes.image))
+        if (processor := self.tokenizer.image_processor) is not None:  # a sampled token is no image
+            content = content.replace(processor.image, self.tokenizer.as_text(processor.image))
         return {"role": "assistant", "content": content}
 
     def _render(self, said: Sequence[MessageRecord], *, header: bool) -> str:
@@ -167,10 +167,10 @@ class Conversation(Segments):
             variables=ready["variables"],
         )
         grids = [tuple(grid or ()) for one in messages for _, grid in images_in(one.get("content"))]
-        if not grids or self.tokenizer.eyes is None:
+        if not grids or self.tokenizer.image_processor is None:
             return text
         try:
-            return self.tokenizer.eyes.written(text, grids)
+            return self.tokenizer.image_processor.written(text, grids)
         except ImageError as error:
             raise TemplateError(str(error)) from None
 

@@ -43,7 +43,7 @@ class ImageTokens:
     fingerprint: bytes
 
 
-class Eyes:
+class ImageProcessor:
     """A model's image processor."""
 
     def __init__(self, family: Family, encode: Callable[..., list[int]]) -> None:
@@ -57,7 +57,7 @@ class Eyes:
         versions = [importlib.metadata.version(name) for name in _PACKAGES]
         said = repr((type(family.processor).__name__, settings, versions))
         #: A digest of how files become views.
-        self.processor = hashlib.blake2b(said.encode(), digest_size=32, person=b"turnkeep.eyes").digest()
+        self.processor = hashlib.blake2b(said.encode(), digest_size=32, person=b"turnkeep.images").digest()
 
     def read(self, data: bytes) -> ImageTokens:
         """Decode and process an image file; return what stands for it in a prompt. Raises `ImageError`.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from worker.models.tokenizer import Tokenizer
 
-    from .eyes import Eyes
+    from .image_processor import ImageProcessor
     from .tower import Tower
 
 _SEEING: Final = "serve one that does, such as `turnkeep serve --model HuggingFaceTB/SmolVLM-256M-Instruct`"
@@ -28,14 +28,16 @@ _PACKAGES: Final = ("mlx_vlm", "PIL")
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
-    """What a model sees with: `eyes` for any thread, `tower` for the device thread."""
+class VisionModel:
+    """What a model sees with: `processor` for any thread, `tower` for the device thread."""
 
-    eyes: Eyes
+    processor: ImageProcessor
     tower: Tower
 
 
-def find_sight(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, dtype: str) -> Sight | str:
+def find_vision_model(
+    folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, dtype: str
+) -> VisionModel | str:
     """Return what a model sees with, or why it cannot see, in one line. Weights are not evaluated.
 
     A folder may lack the tower that its config.json describes: many conversions leave it out.
@@ -49,12 +51,12 @@ def find_sight(folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, dt
         return f"images need {' and '.join(missing)}; pip install 'turnkeep[vision]' brings them"
     import_mlx_vlm()
     from . import tower
-    from .eyes import Eyes, settings_of
+    from .image_processor import ImageProcessor, settings_of
 
     try:
         family = FAMILIES[kind](config, settings_of(folder))
-        eyes = Eyes(family, tokenizer.encode)
-        return Sight(eyes, tower.load(weight_files(folder), family, config, dtype))
+        image_processor = ImageProcessor(family, tokenizer.encode)
+        return VisionModel(image_processor, tower.load(weight_files(folder), family, config, dtype))
     except Exception as error:  # noqa: BLE001  # foreign code, which raises anything for files that do not fit
         why = f"{type(error).__name__}: {one_line(error)}"[:240]
         return f"the worker's model cannot see images with its files ({why}); get the whole model again"

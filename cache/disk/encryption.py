@@ -66,7 +66,7 @@ def read_key(path: Path) -> bytes:
     )
 
 
-class SealedCodec(Codec):
+class EncryptedCodec(Codec):
     """Reads and writes a directory that is encrypted with a key of 32 bytes. Safe on any thread."""
 
     def __init__(self, key: bytes) -> None:
@@ -134,7 +134,7 @@ def _nonce(number: int, *, last: bool) -> bytes:
 class _Writer(FileWriter):
     """Writes an encrypted file, chunk by chunk."""
 
-    def __init__(self, file: int, path: Path, sealed: SealedCodec) -> None:
+    def __init__(self, file: int, path: Path, sealed: EncryptedCodec) -> None:
         super().__init__(file)
         salt = os.urandom(_SALT_BYTES)
         self._cipher = sealed.cipher(salt, path)
@@ -173,7 +173,7 @@ class _Writer(FileWriter):
 class _Reader(FileReader):
     """Reads an encrypted file, and verifies each chunk."""
 
-    def __init__(self, file: int, path: Path, sealed: SealedCodec) -> None:
+    def __init__(self, file: int, path: Path, sealed: EncryptedCodec) -> None:
         super().__init__(file)
         head = os.pread(file, _BEFORE, 0)
         if len(head) < _BEFORE or not head.startswith(_MAGIC):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class RoomRequest:
+class MemoryRequest:
     """A restore's request for memory; `reply` gets True once it is granted, False if it never can be."""
 
     key: SessionKey
@@ -35,7 +35,7 @@ class RoomRequest:
     policy: Policy
 
 
-class Room:
+class IdleKv:
     """The KV of idle sessions, and the restores that wait for memory or have been promised memory."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Room:
         self._dropped = dropped
         self._resident: dict[SessionKey, ResidentKv] = {}  # least recently used first
         self._promised: dict[SessionKey, int] = {}  # bytes that a restore is about to load
-        self._requests: list[RoomRequest] = []
+        self._requests: list[MemoryRequest] = []
 
     @property
     def is_promised(self) -> bool:
@@ -72,7 +72,7 @@ class Room:
         self._resident.clear()
         self._dropped(keys)
 
-    def request(self, request: RoomRequest) -> None:
+    def request(self, request: MemoryRequest) -> None:
         """Queue a restore's request for memory; an earlier promise to the session ends."""
         self.end_promise(request.key)
         self._requests.append(request)
@@ -96,18 +96,18 @@ class Room:
             request = self._requests[0]
             estimator = self.estimator.under(request.policy)
             size_bytes = estimator.restore_bytes(request.num_tokens, self._block)
-            fits = self.make(size_bytes)
+            fits = self.make_room(size_bytes)
             if not fits and (is_busy or self._promised):
                 return
             if not fits:
                 mx.synchronize()  # a step that ran ahead, and was not needed, may still hold memory
-                fits = self.make(size_bytes)
+                fits = self.make_room(size_bytes)
             if fits:
                 self._promised[request.key] = size_bytes
             del self._requests[0]
             request.reply(fits)
 
-    def make(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
+    def make_room(self, size_bytes: int, *, but: SessionKey | None = None) -> bool:
         """Make room for `size_bytes` more, besides the memory promised to restores; return False if it lacks.
 
         Drops idle sessions' KV as needed, except that of `but`; none if all of it together is too little.

@@ -3,7 +3,7 @@
 Parts are what a session keeps: `{"type": "image", "digest": ..., "grid": [...]}`; the grid is missing if the
 model does not see the image. While messages are adapted to a chat template and joined, their contents are
 text, and a mark stands for each image: a text between two lone surrogates, which no message can contain.
-The tokens that a model gets for an image come from `vision.eyes`.
+The tokens that a model gets for an image come from `vision.image_processor`.
 """
 
 from __future__ import annotations
