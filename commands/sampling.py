@@ -35,7 +35,11 @@ def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
 
 
 async def asked(client: Client, given: Sampling) -> dict[str, Any]:
-    """Ask the worker for the model's recommended options; options that the user gave replace them."""
+    """Return the options that the user gave, and for the others those that the worker's model recommends.
+
+    Without a worker, or recommended options, a mild repetition penalty takes their place, except with tools
+    or a response format. A missing `max_tokens` becomes very large (see `whole`).
+    """
     try:
         own = (await client.worker_metrics()).sampling
     except TurnkeepError:  # the request waits in the log for a worker

@@ -234,7 +234,10 @@ class SessionIndex:
         return None if session is None else (session, session.marks[boundary])
 
     def ask(self, asked: IndexedRequest) -> None:
-        """Record a request."""
+        """Record a request as the last one with its prompt and options, in place of an earlier one.
+
+        Does not count it as running: `begin` does.
+        """
         if (before := self.asked.get(asked.name.key)) is not None:
             before.session.asked.discard(asked.name.key)
         self.asked[asked.name.key] = asked

@@ -227,7 +227,11 @@ class PagedCache(RingCache):
             super().shrink()
 
     def write(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
-        """Add the keys and values of the next tokens, at most `SLACK`: (1, KV heads, tokens, size)."""
+        """Add the KV of the next tokens, at most `SLACK`; chunks that leave the window go to free slots.
+
+        `keys` and `values` have the form that `packed` returns: one array, or codes, scales and biases if KV
+        is quantised; (1, KV heads, tokens, size) each. If the layer `is_sketched`, its sketch grows too.
+        """
         at = slice(self.offset, self.offset + keys[0].shape[2])
         super().write(keys, values)
         if self.is_sketched:

@@ -161,7 +161,7 @@ class Tokens(Sequence[int]):
         return _digest(self._parts, rest).hexdigest()
 
     def alone(self) -> Tokens:
-        """Return a copy without `chains`, so that a chain can keep a reference to it."""
+        """Return a copy with empty `chains`: a `Chain` keeps it, and must not refer to itself through it."""
         return Tokens(self._parts, self._rest, spans=self.spans)
 
     def apart(self) -> Tokens:

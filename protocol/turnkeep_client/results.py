@@ -457,9 +457,9 @@ class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted"
 
 
 class Embedded(Struct, frozen=True, kw_only=True, tag_field="type", tag="embedded"):
-    """Answer to `embed`: the vectors of the inputs, each of length 1, and how many tokens each input has.
+    """Answer to `embed`: a vector for each input, normalised to Euclidean norm 1, and each input's tokens.
 
-    A vector is base64 of 32-bit floats, little-endian.
+    A vector is base64 of 32-bit floats, little-endian. `tokens` has the number of tokens of each input.
     """
 
     vectors: tuple[bytes, ...]

@@ -55,7 +55,10 @@ class Grants:
         self._apply(self._admission.decide())
 
     def ask(self, run: Run) -> None:
-        """Request memory for a run's next turn, and release the run's reservation."""
+        """Request memory for a run's next turn, in place of the run's reservation; `granted` waits for it.
+
+        What fits is granted at once. To make room, idle sessions' KV may be dropped and younger turns paused.
+        """
         num_likely = grown(len(run.request.context) + LIKELY_TOKENS)
         run.is_halted = False
         run.num_granted, run.num_asked = 0, min(num_likely, run.num_most)

@@ -274,9 +274,9 @@ export interface EmbedRequest {
 }
 
 /**
- * Answer to `embed`: the vectors of the inputs, each of length 1, and how many tokens each input has.
+ * Answer to `embed`: a vector for each input, normalised to Euclidean norm 1, and each input's tokens.
  *
- * A vector is base64 of 32-bit floats, little-endian.
+ * A vector is base64 of 32-bit floats, little-endian. `tokens` has the number of tokens of each input.
  */
 export interface Embedded {
   type: "embedded";
