@@ -174,7 +174,7 @@ class RingCache:
         return mx.dequantize(codes, scales, biases, group_size=self.group_size, bits=self.bits)
 
     def write(self, keys: Sequence[mx.array], values: Sequence[mx.array]) -> None:
-        """Add the KV of the next tokens, at most `SLACK`, as `packed` returns it: (1, KV heads, tokens, size)."""
+        """Add the KV of the next tokens, at most `SLACK`, as `packed` has it: (1, KV heads, tokens, size)."""
         start, end = self.offset, self.offset + keys[0].shape[2]
         self._allocate(keys, values, end)
         for side, new in ((self.keys, keys), (self.values, values)):
