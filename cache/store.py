@@ -149,8 +149,11 @@ class Store:
         return cls(opened, queue, remover, quota, remote, kv)
 
     def listen(self, lost: Callable[[], None]) -> None:
-        """Call `lost` on the event loop for each queued snapshot that was neither written nor removed."""
-        self._lost = lost
+        """Call `lost` on the event loop when snapshots are missing that a session may have on the device.
+
+        They were not written, failed verification, or were erased with another session's.
+        """
+        self._lost = self._remover.lost = lost
 
     def stats(self) -> SnapshotStats:
         """Return the current counts: snapshots by outcome, and the use of the disk."""

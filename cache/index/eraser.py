@@ -63,7 +63,7 @@ class Eraser:
         """
         if self._remote is not None:
             self._remote.forget()
-        return self._remover.discard(self._within(tenant, packed, shared))
+        return self._discard(self._within(tenant, packed, shared))
 
     async def erase(
         self, tenant: str, packed: bytes, timeout_s: float = 2.0, *, shared: int = 0
@@ -95,7 +95,7 @@ class Eraser:
         if self._remote is not None:
             self._remote.forget()
         nodes = sorted(self._index.marked(marks), key=_last_first)
-        self._remover.discard(nodes)
+        self._discard(nodes)
         gone = [node for node in nodes if not self._index.has(node)]
         erasing = None if self._remote is None else self._remote.erase_nodes(gone)
         settled = await self._certain(
@@ -160,6 +160,12 @@ class Eraser:
         self._index.clear()
         erasure = self._queue.clear()
         return await self._queue.drained(timeout_s) and bool(erasure.result())
+
+    def _discard(self, nodes: Sequence[Node]) -> int:
+        """Remove nodes, and say so: a longer one may have replaced the snapshot of a session that stays."""
+        num_discarded = self._remover.discard(nodes)
+        self._remover.lost()
+        return num_discarded
 
     def _within(self, tenant: str, packed: bytes, shared: int) -> list[Node]:
         """Return a tenant's snapshots, of all models, that hold only tokens of `packed`; last ones first.

@@ -36,6 +36,8 @@ class Remover:
         self._left: set[bytes] = set()
         #: Called with each node that no worker needs, since it is doubtful or a larger node has its tokens.
         self.useless: Callable[[Node], None] = lambda _: None
+        #: Called after snapshots were removed whose KV a session may still have on the device.
+        self.lost: Callable[[], None] = lambda: None
 
     def evict(self, need_bytes: int, limit: int, before: int | None = None) -> list[SnapshotRow]:
         """Evict the least recently used snapshots until `need_bytes` are freed; return the rows.
@@ -90,6 +92,7 @@ class Remover:
         _log.warning("snapshot_quarantined", digest=node.digest.hex(), reason=doubt)
         self.useless(node)
         self._remove(self._with_pieces(node), "no_parent")
+        self.lost()
         return True
 
     def note_end(self, node: Node, write: Write) -> None:

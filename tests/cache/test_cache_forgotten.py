@@ -197,6 +197,20 @@ async def test_an_erase_removes_the_quarantined_copies_of_its_tokens_and_no_othe
     assert store.stats().capacity_bytes > room_before, "and no longer counts"
 
 
+async def test_snapshots_that_are_erased_or_found_damaged_are_reported_as_missing(
+    open_store, tmp_path
+) -> None:
+    """Sessions that still have such KV on the device save it again."""
+    store, heard = await stored(open_store, TOKENS, OTHER), list[str]()
+    store.listen(lambda: heard.append("missing"))
+    await store.eraser.erase("a", pack(TOKENS), 10)
+    assert len(heard) == 1
+    for path in (tmp_path / "cache" / "snapshots").iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    assert await store.kv.load(store.kv.match(store.kv.chain("a"), OTHER)) is None
+    assert len(heard) == 2
+
+
 async def test_an_erase_removes_a_quarantined_file_whose_header_cannot_be_read(open_store, tmp_path) -> None:
     store = await stored(open_store, TOKENS, OTHER)
     first = next(

@@ -124,7 +124,7 @@ class UnsavedKv:
         return [num for key in self._residency.sessions() if (num := self._num_unstored(key))]
 
     def _lost(self) -> None:
-        """Look at every session, since a queued snapshot was not written: its file has no session's name."""
+        """Look at every session, since snapshots are missing: their files have no session's name."""
         for key in (*self._residency.sessions(), *self._at_work()):
             self._note(key)
 
