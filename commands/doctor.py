@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @as_json
 @with_settings()
 def doctor(given: GivenSettings, as_json: bool) -> None:
-    """Find out what is missing or does not work, and how to fix it."""
+    """Find out why no worker can run here, and how to fix it; info asks one that runs."""
     examine(given.load(), given.load_models(), as_json=as_json)
 
 
