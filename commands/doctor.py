@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @as_json
 @with_settings()
 def doctor(given: GivenSettings, as_json: bool) -> None:
-    """Find out why no worker can run here, and how to fix it; info asks one that runs."""
+    """Find out why no worker can run here, and the remedy; info asks one."""
     examine(given.load(), given.load_models(), as_json=as_json)
 
 
