@@ -191,9 +191,9 @@ async def read(stream: LogStream, key: SessionKey, start: int = 1, end: float = 
     Also reads the requests stored in that part of the log that have no result there. Needs
     `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
-    # The queue is read last: a request that has left it by then has a result, which was read.
-    results = [one async for one in _entries(stream, key, "out", start, end)]
+    # The queue is read first: a request that leaves it meanwhile has a result, which is read then.
     queue = [one async for one in _entries(stream, key, "in", start, end)]
+    results = [one async for one in _entries(stream, key, "out", start, end)]
     return await _read(stream, key, results, queue, start)
 
 
@@ -227,8 +227,8 @@ async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) ->
 
     Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
+    queue = [*filter(None, map(stream.entry, await stream.first(key, "in", num, start)))]  # as in `read`
     results = [*filter(None, map(stream.entry, await stream.first(key, "out", num, start)))]
-    queue = [*filter(None, map(stream.entry, await stream.first(key, "in", num, start)))]
     return await _read(stream, key, results, queue, start)
 
 
@@ -295,10 +295,11 @@ async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]
     Leaves out sessions that have neither a result nor a request without one. Needs
     `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
-    results = {key: stream.entry(one) async for key, one in stream.last(counts, "out")}
     queues = [key for key, kinds in counts.items() if "in" in kinds]
+    asked = {key: one async for key, one in stream.last(queues, "in")}  # first, as in `read`
+    results = {key: stream.entry(one) async for key, one in stream.last(counts, "out")}
     waiting: dict[SessionKey, tuple[LoggedRequest, ...]] = {}
-    async for key, one in stream.last(queues, "in"):
+    for key, one in asked.items():
         answered = results.get(key)
         last = decoded(decode_result, answered.body) if answered else None
         # An answered request may still be in the queue; if it changed the session, no earlier one waits.

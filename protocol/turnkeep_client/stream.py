@@ -20,7 +20,6 @@ from .errors import (
     LastSequenceError,
     NoAnswerError,
     StreamError,
-    TurnkeepError,
 )
 from .images import assembled
 from .log import entry
@@ -131,11 +130,11 @@ class LogStream:
 
         The key's tenant and session may be `*` (all). Needs `$JS.API.DIRECT.GET.<log>`. Replicas that lag
         behind may lack the newest entries; for one session, a client with `$JS.API.STREAM.MSG.GET.<log>`
-        waits until it has all stored before the call.
+        waits until it has all stored before the call. Raises `NoWorkerError`, also if that takes too long.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
         is_one = "*" not in (key.tenant, key.session)
-        until = await self._last_seq(subject) if is_one else 0
+        until = await self._api.leader_seq(self.name, subject) if is_one else 0
         most_bytes = _SOME_BYTES if is_one else _MANY_BYTES
         request = {"next_by_subj": subject, "batch": max(1, min(_MANY, end - start)), "max_bytes": most_bytes}
         for pause_s in (*_LAGS_S, None):
@@ -146,18 +145,12 @@ class LogStream:
                             return
                         start = one.seq + 1
                         yield self._subjects.parse(one.headers["Nats-Subject"])[0], one
-            if start > until or pause_s is None:
+            if start > until:
                 return
+            if pause_s is None:
+                raise NoAnswerError(f"{self.name} could not be read: a replica lags behind its leader")
             await asyncio.sleep(pause_s)
-
-    async def _last_seq(self, subject: str) -> int:
-        """Ask the cluster's leader for the sequence of a subject's last entry; return 0 if unknown."""
-        if self._api.is_clustered:
-            body = json.dumps({"last_by_subj": subject}).encode()
-            with contextlib.suppress(TurnkeepError):  # there is no entry, or this client lacks the right
-                reply = await self._api.api(f"$JS.API.STREAM.MSG.GET.{self.name}", body)
-                return int(reply["message"]["seq"])
-        return 0
+            until = min(until, await self._api.leader_seq(self.name, subject))  # it may have been removed
 
     async def get(self, key: SessionKey, kind: SessionKind, seq: int) -> Stored | None:
         """Read one entry of a session; None if it was removed. Needs `$JS.API.DIRECT.GET.<log>`."""

@@ -335,6 +335,26 @@ class NatsWire:
             raise self._unreached(f"{stream} could not be read", error) from None
         return _stored(reply) if "Nats-Sequence" in (reply.headers or {}) else None
 
+    async def leader_seq(self, stream: str, subject: str) -> int:
+        """Ask the cluster's leader for the sequence of the last message of `subject`; 0 if there is none.
+
+        Also 0 if there is no cluster, as nothing lags behind then, or if this client may not ask. Raises
+        `NoWorkerError` if the leader does not answer.
+        """
+        if not self.is_clustered:
+            return 0
+        asked, body = f"$JS.API.STREAM.MSG.GET.{stream}", msgspec.json.encode({"last_by_subj": subject})
+        try:
+            reply = await _cancellable(self._nats.request(asked, body, timeout=READ_S))
+            return int(msgspec.json.decode(reply.data).get("message", {}).get("seq", 0))
+        except nats.errors.NoRespondersError:  # the client's account does not import the subject
+            return 0
+        except _NATS_ERRORS as error:
+            with contextlib.suppress(NotPermittedError):
+                self._check_permission(asked)
+                raise self._unreached(f"the leader of {stream} could not be asked", error) from None
+            return 0
+
     @property
     def why_closed(self) -> str:
         """A sentence that says which side closed the connection, and why."""

@@ -25,7 +25,7 @@ async def auditing(model: Any, directory: Path, trials: Path) -> AsyncIterator[P
     async with open_process(model, directory, trials=trials) as process:
         assert process.engine._audit is not None
         process.engine._audit._one_in = 1
-        task = asyncio.create_task(process.engine.audit())
+        task = asyncio.create_task(process.engine.audit(), name="audit")
         try:
             yield process
         finally:
@@ -83,6 +83,58 @@ async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it
         assert process.store.stats().stored == 2
         found, _, _ = await process.generate(PROMPT, 1)
         assert found.num_cached == 2 * BLOCK, "also the session's KV on the device is gone"
+
+
+@pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
+async def test_neither_a_stop_nor_a_fault_during_an_audit_ends_the_worker(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    model = make_model("llama")
+    await stored(model, tmp_path, trials)
+    async with auditing(model, tmp_path, trials) as process:
+        read, reading = process.store.kv.block, asyncio.Event()
+
+        async def broken(*args: Any) -> Any:
+            reading.set()
+            if fault == "the disk fails":
+                raise OSError(5, "input/output error")
+            process.engine.stop()
+            return await read(*args)
+
+        monkeypatch.setattr(process.store.kv, "block", broken)
+        await process.generate(PROMPT, 1)
+        await asyncio.wait_for(reading.wait(), 10)
+        await asyncio.sleep(0.2)
+        (task,) = (one for one in asyncio.all_tasks() if one.get_name() == "audit")
+        assert not task.done()
+
+
+async def test_a_block_is_not_compared_with_the_kv_of_an_interrupted_audit(
+    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama")
+    await stored(model, tmp_path, trials)
+    drawn = iter([0, 0, 1, 1, 1, 1])  # the first two of six blocks are audited
+    monkeypatch.setattr(audit.random, "randrange", lambda stop: next(drawn, 1))
+    async with auditing(model, tmp_path, trials) as process:
+        auditor = process.engine._audit
+        assert auditor is not None
+        run, take, taken = process.engine.run, auditor.take, list[Any]()
+
+        async def interrupted_first(request: Any, *args: Any) -> Any:
+            result = await run(request, *args)
+            return None if request.audited is not None and len(taken) == 1 else result
+
+        def without_room_then(tensors: Any) -> None:
+            taken.append(tensors)
+            if len(taken) != 2:
+                take(tensors)
+
+        monkeypatch.setattr(process.engine, "run", interrupted_first)
+        monkeypatch.setattr(auditor, "take", without_room_then)
+        await process.generate(PROMPT, 1)
+        assert await audited(process, 1) == 0, "the first block, in its second run"
+        assert len(taken) == 3
 
 
 async def test_an_audit_waits_until_no_request_runs_and_begins_again(

@@ -12,7 +12,16 @@ import pytest
 from turnkeep_client import session_log
 from turnkeep_client.history import read_history
 from turnkeep_client.log import Stored
-from turnkeep_client.session_log import SessionLog, find_request, last_change, paired, queued, read, tails
+from turnkeep_client.session_log import (
+    SessionLog,
+    find_request,
+    first,
+    last_change,
+    paired,
+    queued,
+    read,
+    tails,
+)
 from turnkeep_client.stream import LogStream
 from turnkeep_client.subjects import SessionKey, Subjects
 
@@ -25,8 +34,6 @@ GARDEN = SessionKey("default", "garden")
 class RecordedWire:
     """Answers batched gets from the recorded entries, `batch` at a time."""
 
-    is_clustered = False
-
     def __init__(self, lost: tuple[int, ...] = ()) -> None:
         self.num_read = 0
         self._entries = [one for one in RECORDED["entries"] if one["seq"] not in lost]
@@ -38,9 +45,28 @@ class RecordedWire:
             self.num_read += len(found[start : start + request["batch"]])
             yield found[start : start + request["batch"]]
 
+    async def leader_seq(self, _stream: str, _subject: str) -> int:
+        return 0
+
     def _stored(self, one: dict[str, Any]) -> Stored:
         own = {"Nats-Subject": f"turnkeep.default.{one['subject']}", "Nats-Time-Stamp": one["stored"]}
         return Stored(one["seq"], one["body"].encode(), one["headers"] | own)
+
+
+class AnsweringWire(RecordedWire):
+    """Answers the last request between two reads: its result is stored, and it leaves the queue."""
+
+    def __init__(self, asked: int, answered: int) -> None:
+        super().__init__()
+        self._after = [one for one in self._entries if one["seq"] != asked]
+        self._entries = [one for one in self._entries if one["seq"] < answered]
+
+    async def batches(self, stream: str, request: dict[str, Any]) -> AsyncIterator[list[Stored]]:
+        try:
+            async for batch in super().batches(stream, request):
+                yield batch
+        finally:
+            self._entries = self._after
 
 
 def stream(*lost: int) -> LogStream:
@@ -81,6 +107,15 @@ async def test_a_log_is_read_from_its_end_in_parts_that_grow(monkeypatch: pytest
     assert [part.start for part in parts] == [22, 16, 1]
     assert [pairs(part) for part in parts[:2]] == [[[22, 23]], [[15, 16], [22, 23]]]
     assert parts[-1] == await read(stream(), GARDEN)
+
+
+async def test_a_request_is_read_that_is_answered_during_the_read() -> None:
+    whole = await read(stream(), GARDEN)
+    (*_, (asked, answered)) = pairs(whole)
+    wire: Any = AnsweringWire(asked, answered)
+    assert pairs(await read(LogStream(wire, Subjects()), GARDEN)) == pairs(whole)
+    wire = AnsweringWire(asked, answered)
+    assert pairs(await first(LogStream(wire, Subjects()), GARDEN, 99)) == pairs(whole)
 
 
 async def test_of_two_results_of_a_request_the_first_one_counts() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -764,3 +765,34 @@ async def test_a_close_that_cancels_ends_the_request_whose_page_of_the_log_is_be
     monkeypatch.setattr(world.log, "page", closed_behind_it)
     await world.session.run()
     assert world.result(seq).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("was_read", [False, True])
+async def test_a_result_is_not_missed_whose_request_leaves_the_queue_between_two_reads(
+    world: World, monkeypatch: pytest.MonkeyPatch, was_read: bool
+) -> None:
+    """Another worker answers the request, and a later one comes, while this worker reads the log."""
+    if was_read:
+        await world.ask(Append(id="first", text="first"))
+    other, page, log = beside(world), world.log.page, world.log
+
+    async def overtaken(*args: Any) -> Any:
+        found = await page(*args)
+        monkeypatch.setattr(log, "page", page)
+        other.ring(seq)
+        await other.session.run()
+        log.entries[seq - 1] = replace(log.entries[seq - 1], kind="checkpoint")
+        world.publish(Append(id="b", text="two"))
+        return found
+
+    seq = world.publish(Append(id="a", text="one"))
+    monkeypatch.setattr(log, "page", overtaken)
+    await world.session.run()
+    one, two = world.results[-2:]
+    assert isinstance(one, Appended)
+    assert isinstance(two, Appended)
+    assert (one.id, two.id) == ("a", "b")
+    assert two.position > one.position
+    repeat = await world.ask(Append(id="a", text="one"))
+    assert repeat.repeat_of == seq
+    assert world.session.services.telemetry.ignored["result"] == 0

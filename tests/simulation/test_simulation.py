@@ -20,13 +20,16 @@ from tests.simulation.actors import History, Plan, Supervisor
 from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
+from turnkeep_client.client import connect
+from turnkeep_client.errors import NoAnswerError
 from turnkeep_client.messages import Generated, decode_chunk, decode_result
+from turnkeep_client.subjects import SessionKey
 from worker.sessions.record import Record
 from worker.sessions.session_log import FencedLog
 from worker.wire import retention
 
 if TYPE_CHECKING:
-    pass
+    from tests.simulation.world import Server
 
 #: The number of new histories in a run. `make soak` runs more.
 HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "250")
@@ -167,6 +170,36 @@ def test_a_worker_on_a_lagging_replica_does_not_rerun_a_request_that_a_dead_work
             plan.settings |= {"ack_wait_s": 0.5}
             run(loop, main(History(loop, server, plan, note)))
     assert num_runs == 20
+
+
+def test_a_log_is_not_read_from_a_lagging_replica_while_its_leader_is_silent() -> None:
+    """For a client, an entry that it does not read is one that the log does not have."""
+
+    async def main(server: Server) -> None:
+        server.is_clustered, nc = True, server.connection()
+        await nc.connect([])
+        await nc.jetstream().add_stream(name="turnkeep_log", subjects=["turnkeep.*.*.*"])
+        client = await connect("nats://world:4222", tenant="t")
+        key = SessionKey("t", "s")
+
+        async def read() -> list[int]:
+            return [one.seq async for _, one in client.stored.every(key, "in")]
+
+        server.handle("turnkeep.t.s.in", "", b"{}", None)
+        server.faults.lag_s = 600.0
+        outcomes = []
+        for silent_s in (0.0, 1.0) * 20:
+            server.faults.silent_until_s = server.loop.time() + silent_s
+            try:
+                outcomes.append(await read())
+            except NoAnswerError:
+                outcomes.append(None)
+        assert outcomes[1::2] == [None] * 20, "the leader was silent"
+        assert [1] in outcomes[::2]
+        assert all(one in ([1], None) for one in outcomes[::2])
+
+    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, _):
+        run(loop, main(server))
 
 
 def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_that_did_not(

@@ -17,11 +17,10 @@ import structlog
 
 from cache.kv.difference import difference
 from cache.names.blocks import Span
-from cache.names.errors import InterruptionError
 from turnkeep_client.subjects import SessionKey
 from worker.device.request import TurnRequest
 
-from .port import DeviceFaultError, NoMemoryError
+from .port import StoppingError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,7 +98,7 @@ class Audit:
             self._engine.cancel(self._running)
 
     def take(self, tensors: tuple[Tensor, ...]) -> None:
-        """Take the KV that the device has computed."""
+        """Take the KV that the device has computed, before the run ends."""
         self._computed = tensors
 
     async def run(self) -> None:
@@ -113,10 +112,10 @@ class Audit:
             try:
                 if not await self._audited(noted):
                     self._noted.append(noted)
-            except InterruptionError:
-                raise
-            except (DeviceFaultError, NoMemoryError) as error:
-                log.warning("a snapshot could not be audited", error=str(error))
+            except StoppingError:
+                await asyncio.Event().wait()
+            except Exception as error:  # noqa: BLE001  # an audit never ends a worker
+                log.warning("a snapshot could not be audited", error=repr(error))
             if not self._noted:
                 self._changed.clear()
 
@@ -128,9 +127,10 @@ class Audit:
         stored = await self._store.kv.block(chain, one.tokens, one.span)
         if stored is None:  # evicted
             return True
-        if not await self._compute(one):
+        computed = await self._compute(one)
+        if computed is None:
             return False
-        found, self._computed = difference(stored, self._computed), ()
+        found = difference(stored, computed)
         if found is None:
             return True
         if found > MOST_DIFFERENCE:
@@ -142,13 +142,16 @@ class Audit:
         self._totals.audited_blocks += 1
         return True
 
-    async def _compute(self, one: _Restored) -> bool:
-        """Run the block's tokens after the KV before them; False if a request has interrupted the run."""
+    async def _compute(self, one: _Restored) -> tuple[Tensor, ...] | None:
+        """Return the KV of the block's tokens after the KV before them; None if a request has interrupted it.
+
+        Empty if the writer's queue had no room for it.
+        """
         self._running = key = SessionKey(one.tenant, _SESSION)
         request = TurnRequest(key, one.tokens + one.tokens[:1], policy=one.policy, audited=one.span)
         try:
             result = await self._engine.run(request, lambda: not self._is_idle())
+            return self._computed if result is not None and result.complete else None
         finally:
-            self._running = None
+            self._running, self._computed = None, ()  # no run sees what another has computed
             self._engine.forget(key)
-        return result is not None and result.complete

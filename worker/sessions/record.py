@@ -228,10 +228,16 @@ class Record:
         """Whether a request still has no result, as far as the log was read."""
         return pending in self.pending or (pending.seq > self.in_seq and not self.has_result(pending.seq))
 
-    def add_requests(self, entries: Sequence[StoredMessage]) -> None:
-        """Queue the next requests, except those with a result."""
+    def add_requests(self, entries: Sequence[StoredMessage], num_more: int) -> None:
+        """Queue the next requests, except those with a result; the log has `num_more` after them.
+
+        All results that were stored before the requests were read must have been added.
+        """
+        self.has_more = num_more > 0
         for entry in entries:
-            self.in_seq = max(self.in_seq, entry.seq)
+            if entry.seq <= self.in_seq:
+                continue
+            self.in_seq = entry.seq
             if entry.seq in self._answered:
                 self._answered.remove(entry.seq)
                 continue

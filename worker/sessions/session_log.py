@@ -181,20 +181,16 @@ class FencedLog:
         if record.diverged is None and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
             await self._apply(record, found.results)
-        while await self._add_results(record):
-            pass
         record.has_more = True
         while record.has_more and not record.pending:
-            await self._add_requests(record)
+            # The results last: each request that had left the queue by then has one.
+            requests, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
+            while await self._add_results(record):
+                pass
+            record.add_requests(requests, num_more)
         await self._end_fold(record)
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
-
-    async def _add_requests(self, record: Record) -> None:
-        """Read the next requests."""
-        requests, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
-        record.has_more = num_more > 0
-        record.add_requests(requests)
 
     async def _add_results(self, record: Record, until: float = math.inf) -> bool:
         """Read the next results, up to the sequence `until`; return whether the log has more of them."""
@@ -224,13 +220,15 @@ class FencedLog:
 
         Raises `FencedError` if another worker has continued the session.
         """
-        rung_seq = self._rung_seq
-        results, _ = await self._services.journal.page(self.key, "out", record.out_seq)
+        rung_seq, journal = self._rung_seq, self._services.journal
+        # In this order, as in `_read_log`.
+        queue = None if record.pending else await journal.page(self.key, "in", record.in_seq)
+        results, _ = await journal.page(self.key, "out", record.out_seq)
         if record.add_results(results):
             raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
-        if record.pending:
+        if queue is None:
             return
-        await self._add_requests(record)
+        record.add_requests(*queue)
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)
 

@@ -39,8 +39,8 @@ type Answered = Result & { asked?: Asked };
 export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Promise<SessionLog> {
   const { subjects } = wire;
   const read = (kind: "in" | "out") => wire.readAll(subjects.logStream, subjects.of(key, kind), 1, end);
-  const results = await read("out"); // first: a request that leaves the queue meanwhile has a result
-  const queue = await read("in");
+  const queue = await read("in"); // first: a request that leaves the queue meanwhile has a result
+  const results = await read("out");
   const requests = new Map(queue.map(({ seq, body }) => [seq, decode<Request>(body)]));
   let isCopy = queue.some(({ headers }) => headers.has(BEGAN_HEADER));
   const found = new Map<number, Exchange>();
