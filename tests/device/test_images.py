@@ -24,7 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from cache.names.policy import CHUNK, Policy
 from cache.names.tokens import Tokens, as_tokens
 from turnkeep_client.subjects import SessionKey
-from worker.batch import plane
+from worker.batch import batch_kinds, plane
 from worker.device import vision
 from worker.device.request import TurnRequest
 from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
@@ -166,7 +166,7 @@ async def test_weights_of_every_layout_are_loaded(seeing, open_process, kind, la
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, 4, 8])
 async def test_images_and_texts_answer_together_as_alone(seeing, open_process, kind, num_rows) -> None:
     seen, one, two = seeing(kind), picture(1), picture(2, 50, 40)
     asked = {
@@ -174,21 +174,25 @@ async def test_images_and_texts_answer_together_as_alone(seeing, open_process, k
         "the other order": (seen.prompt("@ or @?", two, one), (two, one)),
         "text": (seen.prompt("no picture in this one, but a longer text"), ()),
         "a large one": (seen.prompt("a longer text before it, then @", two), (two,)),
+        "at the beginning": (seen.prompt("@", one), (one,)),
+        "twice": (seen.prompt("@@ are they the same?", one, one), (one, one)),
+        "far behind": (seen.prompt("@" + " and then" * 9, one), (one,)),
+        "short": (seen.prompt("a"), ()),
     }
     read = Reader(seen, one, two)
     async with open_process(seen) as process:
-        for names in np.array_split([*asked], 4 // num_rows):
+        for names in np.array_split([*asked], 8 // num_rows):
             turns = [run(process, asked[name][0], 6, read, name=str(name)) for name in names]
             for name, (_, found) in zip(names, await asyncio.gather(*turns), strict=True):
                 assert found == seen.answer(*asked[name], 6)[0], name
-    assert read.num <= 4
+    assert read.num <= max(4, num_rows)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 async def test_a_prompt_may_be_cut_at_every_token(seeing, open_process, kind) -> None:
     """Each cut is a session of another tenant, since sessions of one would share their KV."""
     seen, image = seeing(kind), picture(1)
-    tokens, read = seen.prompt("ab@cd", image), Reader(seen, image)
+    tokens, read = seen.prompt("ab@cdefg", image), Reader(seen, image)
     expected = seen.answer(tokens, (image,), 4)[0]
     cuts = [*range(1, len(tokens), 4), len(tokens) - 1]
     async with open_process(seen) as process:
@@ -243,6 +247,19 @@ async def test_other_pictures_in_the_same_tokens_get_their_own_answers(seeing, o
         async with open_process(seen, folder) as process:
             for i, ((tokens, _), wanted) in enumerate(zip(asked, expected, strict=True)):
                 assert (await run(process, tokens, 6, read, name=f"again {i}"))[1] == wanted, folder
+
+
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl"])
+async def test_a_model_whose_rows_share_no_pass_sees_the_same(
+    seeing, open_process, monkeypatch, kind
+) -> None:
+    seen, image = seeing(kind), picture(1)
+    asked, read = [seen.prompt(text, image) for text in ("Look: @ What?", "@ And now?")], Reader(seen, image)
+    monkeypatch.setattr(batch_kinds, "_shares", lambda *_: False)
+    async with open_process(seen) as process:
+        turns = [run(process, tokens, 8, read, name=f"s{i}") for i, tokens in enumerate(asked)]
+        for tokens, (_, found) in zip(asked, await asyncio.gather(*turns), strict=True):
+            assert found == seen.answer(tokens, (image,), 8)[0]
 
 
 async def test_a_session_with_a_window_has_images_like_text(seeing, open_process) -> None:
@@ -417,7 +434,8 @@ def test_a_tower_that_runs_layer_by_layer_gives_the_same_bits(seeing, kind) -> N
     vision_model = seen.loaded.vision_model
     for view in vision_model.processor.views(picture(1, 50, 40)):
         *layers, rows = vision_model.tower.stages(view)
-        num = {"llava": 1, "qwen3_vl": 3 + 2}  # LLaVA uses the last but one layer; Qwen3-VL merges twice more
+        # LLaVA uses the last but one layer; Qwen3-VL merges twice more.
+        num = {"llava": 1, "qwen3_vl": 3 + 2, "qwen3_5": 3, "qwen3_5_moe": 3}
         assert len(layers) == num.get(kind, 2)
         for layer in layers:
             mx.eval(layer)
@@ -498,7 +516,8 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     image_processor = seen.loaded.vision_model.processor
     family = seen.loaded.vision_model.tower.family
     placeholder = tiny_seeing.PLACEHOLDER.get(kind, "<image>")
-    module = import_module(f"mlx_vlm.models.{kind}.processing_{kind}")
+    name = "qwen3_vl" if kind.startswith("qwen3") else kind
+    module = import_module(f"mlx_vlm.models.{name}.processing_{name}")
     names = {
         "lfm2_vl": "Lfm2VlProcessor",
         "smolvlm": "SmolVLMProcessor",
@@ -528,7 +547,7 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
         "pixtral": {"patch_size": 4},
         "mistral3": {"patch_size": 4, "spatial_merge_size": 2},
     }
-    processor = getattr(module, names.get(kind, f"{kind.capitalize()}Processor"))(
+    processor = getattr(module, names.get(name, f"{name.capitalize()}Processor"))(
         family.processor, hf, **more.get(kind, {})
     )
     made = processor(images=[Image.open(io.BytesIO(image))], text=[f"a{placeholder}b"])

@@ -143,6 +143,43 @@ CONFIGS["qwen3_vl"] = {
         "deepstack_visual_indexes": [0, 1],
     },
 }
+_HYBRID = {
+    **_TEXT,
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 3,
+    "full_attention_interval": 2,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+_FLAT_VISION = {**CONFIGS["qwen3_vl"]["vision_config"], "deepstack_visual_indexes": []}
+CONFIGS["qwen3_5"] = {
+    "text_config": _HYBRID,
+    "tie_word_embeddings": False,
+    "vision_config": {**_FLAT_VISION, "model_type": "qwen3_5"},
+}
+CONFIGS["qwen3_5_moe"] = {
+    "text_config": {**_HYBRID, **_EXPERTS, "model_type": "qwen3_5_moe_text"},
+    "tie_word_embeddings": False,
+    "vision_config": {**_FLAT_VISION, "model_type": "qwen3_5_moe"},
+}
 FAMILIES = [*CONFIGS]
 #: Heads of a size that can be quantised.
 CONFIGS["wide"] = {
@@ -174,7 +211,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
         "max_tiles": 4,
     },
 }
-PROCESSORS["qwen2_5_vl"] = PROCESSORS["qwen3_vl"] = PROCESSORS["qwen2_vl"]
+PROCESSORS |= {kind: PROCESSORS["qwen2_vl"] for kind in FAMILIES if kind.startswith("qwen")}
 _MARKS = (
     "<image>",
     "<fake_token_around_image>",
@@ -195,9 +232,7 @@ _MARKS = (
 PLACEHOLDER = {
     "pixtral": "[IMG]",
     "mistral3": "[IMG]",
-    "qwen2_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    **{kind: "<|vision_start|><|image_pad|><|vision_end|>" for kind in FAMILIES if kind.startswith("qwen")},
 }
 
 
@@ -243,6 +278,7 @@ NAMES["qwen3_vl"] = {
     "language_model.model.": "model.language_model.",
     "vision_tower.": "model.visual.",
 }
+NAMES["qwen3_5"] = NAMES["qwen3_5_moe"] = NAMES["qwen3_vl"]
 
 
 def _as_transformers(kind: str, weights: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -104,11 +104,6 @@ class Batch:
         return self.speculation.has_drafters
 
     @property
-    def takes_positions(self) -> bool:
-        """Whether tokens may have other rotary positions than their numbers in the session."""
-        return self._run.takes_positions
-
-    @property
     def rows(self) -> tuple[Row, ...]:
         """The running answers, in the order of their first tokens."""
         return tuple(self._rows)

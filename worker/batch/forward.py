@@ -26,7 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import cpu, ring_attention
 from .attention import THEIR_ATTENTION, Attention
 from .image_rows import added, embedded
-from .parts import OwnPart, of_one_session
+from .parts import OwnPart, of_one_session, rotary_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,11 +124,7 @@ class _Offsets:
                 for part, grid in zip(self._parts, grids, strict=True)
                 for position in part.positions
             ]
-            if any(isinstance(each, tuple) for each in found):
-                threes = [each if isinstance(each, tuple) else (each,) * 3 for each in found]
-                self._made[grids] = mx.array(threes).T
-            else:
-                self._made[grids] = mx.array(found)
+            self._made[grids] = rotary_offsets(found)
         return self._made[grids]
 
 
@@ -138,8 +134,6 @@ def _within(position: Any, grid: int) -> Any:
 
 class Forward:
     """Runs passes of one model over many sessions. Patches the model, which can still be called as before."""
-
-    takes_positions = True
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -202,7 +202,8 @@ class MergedRows(CommonKv):
         if self._mark is not None:
             raise AssertionError("a window has room for one step that is not committed")
         self._mark = [_fields(leaf) for leaf in _leaves(self._caches)]
-        return [(MergedPart(self._caches, [row.num_cached + num_ahead for row in every]), every)]
+        numbers = [row.num_cached + num_ahead for row in every]
+        return [(MergedPart(self._caches, numbers, [row.shift for row in every]), every)]
 
     def caches(self, row: Row) -> list[Any]:
         """Return a row's KV, copied to separate caches, not evaluated."""

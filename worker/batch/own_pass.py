@@ -15,8 +15,8 @@ from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
 from .forward import RingView
-from .image_rows import embedded
-from .parts import MergedPart, OwnPart
+from .image_rows import added, embedded
+from .parts import MergedPart, OwnPart, rotary_offsets
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 class OwnPass:
     """Runs a pass as several calls of the unchanged model, one after the other; see `rows.Pass`."""
-
-    takes_positions = False  # the model takes them from its caches
 
     def __init__(self, model: Any, rotations: Sequence[Rotate] | None = None) -> None:
         """`rotations` are the functions that rotate each layer's queries; None if no cache is a ring."""
@@ -53,28 +51,55 @@ class OwnPass:
         for part in parts:
             some, tokens = tokens[: len(part.positions)], tokens[len(part.positions) :]
             if isinstance(part, MergedPart):
-                found.append(self._model(some[:, None], cache=part.caches)[:, -1])
+                found.append(self._model(some[:, None], cache=_shown_at(part))[:, -1])
             elif isinstance(part, OwnPart):
-                found.append(self._alone(part.caches, some))
+                found.append(run_alone(self._model, _shown_at(part), some, self._rotations)[0])
         for piece in pieces:
+            part = OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions)
             # In a separate call, so that no logits are computed for these tokens.
             num_plain = len(piece.tokens) - piece.has_output
-            rows = None
+            rows, more = None, list[mx.array]()
             if piece.images is not None:
                 rows = embedded(self._model, mx.array(piece.tokens), [(0, piece.images)])
+                more = added(rows, [(0, piece.images)])
             if num_plain:
                 some = mx.array(piece.tokens[:num_plain])
-                run_alone(self._model, piece.caches, some, self._rotations, rows)
+                run_alone(self._model, _shown_at(part, 0, num_plain, more), some, self._rotations, rows)
             if piece.has_output:
                 model = self._model.model if hidden else self._model
                 last = mx.array(piece.tokens[num_plain:])
                 rows = rows[num_plain:] if rows is not None else None
-                found.append(run_alone(model, piece.caches, last, self._rotations, rows)[0])
+                shown = _shown_at(part, num_plain, more=more)
+                found.append(run_alone(model, shown, last, self._rotations, rows)[0])
         return mx.concatenate(found) if found else mx.array([])
 
-    def _alone(self, caches: Sequence[Any], tokens: mx.array) -> mx.array:
-        """Run the model over one session's next `tokens`; return unevaluated logits, (tokens, vocabulary)."""
-        return run_alone(self._model, caches, tokens, self._rotations)[0]
+
+class _PositionedCache:
+    """Replaces a cache while the model runs tokens whose rotary positions are not their numbers."""
+
+    def __init__(self, cache: Any, offset: mx.array, added: mx.array | None) -> None:
+        self._cache = cache
+        self.offset = offset
+        self.added = added  # to the layer's output
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+def _shown_at(
+    part: OwnPart, start: int = 0, end: int | None = None, more: Sequence[mx.array] = ()
+) -> Sequence[Any]:
+    """Return what replaces a part's caches while the model runs its tokens `[start, end)`.
+
+    `more` are rows that the first layers add to their outputs, one for each of the part's tokens.
+    """
+    if part.positions == part.numbers:
+        return part.caches
+    offset, rows = rotary_offsets(part.positions[start:end]), (each[start:end][None] for each in more)
+    return [
+        _PositionedCache(cache, offset, next(rows, None)) if hasattr(cache, "offset") else cache
+        for cache in part.caches
+    ]
 
 
 def run_alone(

@@ -57,7 +57,8 @@ class OwnPart:
         self._num_tokens = num_tokens
         self._fetched: tuple[Any, Any] = (None, None)
         self._sights: dict[tuple[int, ...], VisibleSlots] = {}  # by ring kind; most models have one
-        self.positions: Sequence[Position] = positions or range(start, start + num_tokens)
+        self.numbers: Sequence[int] = range(start, start + num_tokens)
+        self.positions: Sequence[Position] = positions or self.numbers
 
     def grid(self, layer: int) -> int:
         """Return the number modulo which a ring counts positions (its grid); 0 for any other cache."""
@@ -150,8 +151,19 @@ def of_one_session(array: mx.array) -> mx.array:
 
 
 class MergedPart(OwnPart):
-    """A part with one token for each merged row; `caches` are mlx-lm's batch caches."""
+    """A part with one token for each merged row; `caches` are mlx-lm's batch caches.
 
-    def __init__(self, caches: Sequence[Any], lengths: list[int]) -> None:
+    `numbers` are the tokens' numbers in their sessions.
+    """
+
+    def __init__(self, caches: Sequence[Any], numbers: list[int], shifts: Sequence[int]) -> None:
         super().__init__(caches, 0, 1)
-        self.positions = lengths
+        self.numbers = numbers
+        self.positions = [number + shift for number, shift in zip(numbers, shifts, strict=True)]
+
+
+def rotary_offsets(positions: Sequence[Position]) -> mx.array:
+    """Return positions as an array, (tokens,), or (3, tokens) if one is in a plane; see `SectionedRope`."""
+    if any(isinstance(each, tuple) for each in positions):
+        return mx.array([each if isinstance(each, tuple) else (each,) * 3 for each in positions]).T
+    return mx.array([*positions])

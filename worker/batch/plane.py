@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import TypeAlias
 
     from cache.names.images import ImageSpan
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     Position: TypeAlias = int | tuple[int, int, int]
 
 
-def positions(spans: Iterable[ImageSpan], start: int, end: int) -> list[Position]:
+def positions(spans: Sequence[ImageSpan], start: int, end: int) -> Sequence[Position]:
     """Return the rotary positions of the tokens `[start, end)` of a session with the images `spans`."""
+    if not any(span.columns for span in spans):
+        return range(start, end)
     found: list[Position] = []
     at = shift = 0
     for span in spans:

@@ -106,12 +106,7 @@ class PrefillPiece:
 
 
 class Pass(Protocol):
-    """Runs a forward pass of a model over tokens of many sessions.
-
-    If it `takes_positions`, tokens may have other rotary positions than their numbers in the session.
-    """
-
-    takes_positions: bool
+    """Runs a forward pass of a model over tokens of many sessions."""
 
     def __call__(
         self,

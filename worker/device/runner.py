@@ -438,7 +438,7 @@ class Runner:
         self._paging.begin_piece(turn)
         embedding = request.embedding if end == request.target else None
         tokens, images = context.ids(start, end).tolist(), self._vision.rows(turn, start, end)
-        positions = plane.positions(context.spans, start, end) if context.spans else None
+        positions = plane.positions(context.spans, start, end)
         return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images, positions)
 
     def _prefilled(self, turn: DeviceTurn, num_tokens: int, step_s: float) -> None:

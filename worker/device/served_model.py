@@ -121,15 +121,6 @@ def _no_window(model: Any, batch: Batch) -> str | None:
     return None
 
 
-def _blindness(model: Any, vision_model: VisionModel, batch: Batch) -> str | None:
-    """Return why a model cannot see although it has a tower; None if it can."""
-    if not takes_rows(model):
-        return "the worker's language model takes no input embeddings, so it cannot see images"
-    if vision_model.tower.family.axes and not batch.takes_positions:
-        return "the worker's language model takes no positions for images, so it cannot see them"
-    return None
-
-
 class ServedModel:
     """A loaded model, the batch that runs it, and the sizes and snapshot layout of its KV."""
 
@@ -159,8 +150,10 @@ class ServedModel:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         #: What the model sees with, or why it cannot see.
         self.vision_model: VisionModel | str = loaded.vision_model
-        if not isinstance(self.vision_model, str):
-            self.vision_model = _blindness(loaded.model, self.vision_model, self.batch) or self.vision_model
+        if not isinstance(self.vision_model, str) and not takes_rows(loaded.model):
+            self.vision_model = (
+                "the worker's language model takes no input embeddings, so it cannot see images"
+            )
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
 

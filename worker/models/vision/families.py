@@ -296,7 +296,19 @@ class Qwen3Family(Qwen2Family):
         _, height, width = (self.axes.count(axis) for axis in range(3))
         turns = ((i, i % 3) for i in range(len(self.axes)))
         self.axes = [axis if i < 3 * (0, height, width)[axis] else 0 for i, axis in turns]
-        self.num_deep = len(self.vision["deepstack_visual_indexes"])
+        self.num_deep = len(self.vision.get("deepstack_visual_indexes") or ())
+
+
+class Qwen35Family(Qwen3Family):
+    """Qwen3.5, whose language model has layers with a state beside those that attend."""
+
+    module = "qwen3_5"
+
+
+class Qwen35MoeFamily(Qwen3Family):
+    """Qwen3.5 with experts."""
+
+    module = "qwen3_5_moe"
 
 
 _LFM2_SETTINGS: Final = (
@@ -316,4 +328,6 @@ FAMILIES: Final[dict[str, type[Family]]] = {
     "qwen2_vl": Qwen2Family,
     "qwen2_5_vl": Qwen25Family,
     "qwen3_vl": Qwen3Family,
+    "qwen3_5": Qwen35Family,
+    "qwen3_5_moe": Qwen35MoeFamily,
 }

@@ -24,18 +24,24 @@ class SectionedRope(Module):
         self._axes = mx.array([*axes, *axes])  # each frequency turns a pair of dimensions, half a head apart
 
     def __call__(self, x: mx.array, offset: mx.array | int = 0) -> mx.array:
-        """Rotate by `offset`: one position for each token, or three, (3, tokens)."""
+        """Rotate by `offset`: the first token's position, or one for each token, or three, (3, tokens).
+
+        `x` is (tokens, heads, 1, head_dim), or (1, heads, tokens, head_dim).
+        """
+        if not isinstance(offset, int) and x.shape[0] != offset.shape[-1]:
+            return self(x.swapaxes(0, 2), offset).swapaxes(0, 2)
         if isinstance(offset, int) or offset.ndim < 2:
             plain: mx.array = self.rope(x, offset=offset)
             return plain
         time, height, width = (self.rope(x, offset=offset[i]) for i in range(3))
-        return mx.where(self._axes == 0, time, mx.where(self._axes == 1, height, width))
+        axes = mx.pad(self._axes, (0, x.shape[-1] - self._axes.size))  # some dimensions are not rotated
+        return mx.where(axes == 0, time, mx.where(axes == 1, height, width))
 
 
 def patch(model: Any, axes: Sequence[int], num_deep: int) -> None:
     """Make the layers of a language model rotate by three positions, and the first `num_deep` add rows."""
-    for layer in model.layers:
-        layer.self_attn.rope = SectionedRope(layer.self_attn.rope, axes)
+    for attention in (layer.self_attn for layer in model.layers if "self_attn" in layer):
+        attention.rope = SectionedRope(attention.rope, axes)
     for layer in model.layers[:num_deep]:
         layer.__class__ = _adding(type(layer))
 

@@ -14,6 +14,8 @@ from mlx import nn
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from .families import Qwen3Family
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
@@ -65,7 +67,7 @@ class Tower:
         tokens = mx.full((1, view.num_rows), self._token)
         arrays = {name: mx.array(array) for name, array in view.arrays.items()}
         self._outputs.clear()
-        if self.family.num_deep:  # mlx-vlm would evaluate them at once
+        if isinstance(self.family, Qwen3Family):  # mlx-vlm would evaluate them at once
             tower = self._model.vision_tower
             pixels = arrays["pixel_values"].astype(tower.patch_embed.proj.weight.dtype)
             first, deep = tower(pixels, arrays["image_grid_thw"])
