@@ -113,11 +113,11 @@ def _policy(session: SessionInfo) -> list[tuple[str, str]]:
     """Describe which tokens the model still sees, for a session that does not keep all of its KV."""
     if session.cache is UNSET:
         return []
-    visible = f"{session.visible_tokens} of at most {session.capacity_tokens} tokens"
-    return [
-        ("cache policy", str(session.cache)),
-        ("in sight", f"{visible}, all from position {session.visible_from} on"),
-    ]
+    rows = [("cache policy", str(session.cache))]
+    if session.visible_tokens is not UNSET:
+        visible = f"{session.visible_tokens} of at most {session.capacity_tokens} tokens"
+        rows.append(("in sight", f"{visible}, all from position {session.visible_from} on"))
+    return rows
 
 
 def _waiting(session: SessionInfo) -> str:

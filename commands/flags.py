@@ -362,6 +362,12 @@ _ANSWER_OPTIONS: Final[tuple[Callable[..., Any], ...]] = (
         help="Tokens of a new session with KV: all, the first and last, or all on SSD and RESIDENT on the"
         " device. [default: the worker's]",
     ),
+    click.option(
+        "--snapshots",
+        cls=RareOption,
+        type=click.Choice(["none"]),
+        help="Never write the KV of a new session to disk.",
+    ),
 )
 
 
@@ -373,11 +379,14 @@ def with_answer_options(command: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         system: str | None,
         cache: dict[str, Any] | None,
+        snapshots: str | None,
         reasoning: str | None,
         images: tuple[Path, ...],
         **given: Any,
     ) -> Any:
         sampling: Any = {name: given.pop(name) for name in OPTIONS}
+        if snapshots is not None:
+            cache = {**(cache or {}), "snapshots": snapshots}
         options = AnswerOptions(
             sampling=sampling, system=system, cache=cache, reasoning=reasoning, images=images
         )

@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import Called, Generated, Message, ToolCall
 
-#: Options of a generate request that change its rendered prompt.
-_RENDERED: Final = ("tools", "chat_template_kwargs", "special_tokens")
+#: Options of a generate request that change its rendered prompt; and whether the session has no KV on disk,
+#: since a session that does cannot continue one that does not.
+_RENDERED: Final = ("tools", "chat_template_kwargs", "special_tokens", "snapshots")
 
 _ENCODER: Final = msgspec.json.Encoder(order="deterministic")
 

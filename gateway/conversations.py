@@ -27,6 +27,7 @@ from turnkeep_client.images import images_in
 from turnkeep_client.messages import (
     Append,
     Appended,
+    CachePolicy,
     Chunk,
     Close,
     Closed,
@@ -301,7 +302,7 @@ class Conversations:
         most = self.latest.max_message_bytes or sys.maxsize
         header_bytes = min(logged_answers.num_bytes(feed.note), most // 2)
         pieces = groups_ahead(messages, plan.options, most, header_bytes)
-        await self._open(plan)
+        await self._open(plan, None if turn.has_snapshots else CachePolicy(snapshots="none"))
         await _find_images(turn, messages)
         plan, appended = await self._append(plan, pieces)
         asked = plan.asked
@@ -370,8 +371,10 @@ class Conversations:
                 return appended
             attempt += 1
 
-    async def _open(self, plan: SendPlan) -> None:
-        """Fork or reopen the session as planned. For a repeated request, wait until the first has done so.
+    async def _open(self, plan: SendPlan, cache: CachePolicy | None) -> None:
+        """Fork or reopen the session as planned; a new session is opened only if it needs a policy `cache`.
+
+        For a repeated request, wait until the first has done so.
 
         Raises `TurnkeepError`.
         """
@@ -382,13 +385,18 @@ class Conversations:
             if asked.state == "failed":
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
-            if plan.reopens:
-                await self.client.session(asked.session.name).open(request_id=f"open-{asked.name.nonce}")
+            if plan.reopens or cache is not None:
+                await self._begin_session(plan, cache)
             self.index.move(asked.session, 0)
         elif plan.how == "forked" and plan.parent is not None:
             await self._fork(plan, plan.parent)
             self.index.move(asked.session, plan.position)
         asked.end_opening()
+
+    async def _begin_session(self, plan: SendPlan, cache: CachePolicy | None) -> None:
+        """Open a new or closed session; all attempts to begin one have one id. Raises `TurnkeepError`."""
+        number = plan.asked.name.nonce if plan.reopens else 0
+        await self.client.session(plan.asked.session.name).open(cache, request_id=f"open-{number}")
 
     async def _fork(self, plan: SendPlan, parent: IndexedSession) -> None:
         """Open the session as a fork; correct the index if that is refused. Raises `TurnkeepError`."""

@@ -113,10 +113,11 @@ def _named(turn: ClientTurn, number: int) -> tuple[dict[str, Any], list[bytes], 
     options = dict(turn.options)
     if options.get("seed") is not None:
         options["seed"] += number
+    apart = options if turn.has_snapshots else {**options, "snapshots": "none"}
     if turn.messages is None:
-        known = [boundaries.prompt_of(turn.text or turn.tokens or (), options)]
+        known = [boundaries.prompt_of(turn.text or turn.tokens or (), apart)]
     else:
-        known = boundaries.chain(turn.messages, options)
+        known = boundaries.chain(turn.messages, apart)
     return options, known, (known[-1], boundaries.options_digest(options, number))
 
 

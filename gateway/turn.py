@@ -43,6 +43,8 @@ MOST_ANSWERS: Final = 16
 
 #: The response header that lists the parts of a request that were ignored or replaced.
 WARNINGS: Final = "x-turnkeep-warnings"
+#: The request header that keeps a conversation's KV off the disk.
+SNAPSHOTS: Final = "x-turnkeep-snapshots"
 _MOST_SHOWN: Final = 4_000
 _UNSHOWN: Final = re.compile(r"[^ -~]+")
 
@@ -73,6 +75,7 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
     `is_kept` later by its id. `previous` is the id of an earlier answer: the conversation up to that answer
     comes before the messages. `warnings` go into a header of the response. If there are several `prompts`
     (`text` or `tokens` is the first), `n` counts the answers to all prompts, in the prompts' order.
+    A session begun for a turn without `has_snapshots` has no KV on disk.
     `images` has the files of images by their digests, or where to fetch them, until the messages have these
     files; `earlier_image` reads an image of an earlier answer's conversation.
     """
@@ -87,6 +90,7 @@ class ClientTurn(Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     asked: Mapping[str, Any] = {}
     is_kept: bool = False
+    has_snapshots: bool = True
     previous: str = ""
     warnings: tuple[ContentWarning, ...] = ()
     images: Mapping[str, bytes | Link] = {}

@@ -234,6 +234,7 @@ class App:
             async with task_group() as asides:
                 async with task_group() as work:
                     parts = self._parts = self._build(ground, work=work, asides=asides)
+                    await parts.erasures.catch_up(parts.sessions.let_go)
                     await parts.endpoints.open()
                     await parts.routing.open()
                     self._start_background(background, js, parts)

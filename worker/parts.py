@@ -121,7 +121,7 @@ class Parts:
             max_bytes=settings.log_max_bytes,
             is_first=lambda: members.is_first,
         )
-        self.erasures = Erasures(self.journal, members.me.directory, ground.copies)
+        self.erasures = Erasures(self.journal, members.me.boot, ground.copies)
         services = self._services(asides)
         self.sessions = Sessions(services, work, session_idle_timeout_s=constants.session_idle_timeout_s)
         self.overheard = OverheardRequests(nc, members)
@@ -218,7 +218,6 @@ class Parts:
             hand_over=self._hand_over,
             erase_elsewhere=owners.erase,
             erasures=self.erasures,
-            directory=members.me.directory,
             own_sampling=loaded.sampling,
             token_ttl_s=constants.token_ttl_s,
             model=loaded.name,

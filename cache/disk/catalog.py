@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("turnkeep.cache")
 
 #: Increase with each change of the tables: an index of another version is made again from the files.
-_SCHEMA_VERSION: Final = 8
+_SCHEMA_VERSION: Final = 9
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -56,6 +56,11 @@ _SCHEMA: Final = (
     )
     """,
     "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
+    """
+    CREATE TABLE IF NOT EXISTS life (
+        device INTEGER NOT NULL, inode INTEGER NOT NULL, changed INTEGER NOT NULL
+    )
+    """,
 )
 #: Suffixes of the files that SQLite makes beside the catalog.
 _SIDE_FILES: Final = ("-wal", "-shm", "-journal")
@@ -72,6 +77,7 @@ class Catalog:
 
     def __init__(self, folder: Folder) -> None:
         self._path = folder.catalog
+        self._last_stamp, self._stamp = folder.stamps
         self._codec = folder.codec
         #: Whether changes outlive the process.
         self._is_lasting = True
@@ -176,9 +182,24 @@ class Catalog:
         return [ErasureProgress(*row) for row in self._db.execute("SELECT * FROM erased")]
 
     def note_erased(self, erased: Iterable[ErasureProgress]) -> None:
-        """Store how far this cache has carried out the erasures in each of these logs of requests."""
+        """Store how far this cache has carried out the erasures in each of these logs of requests.
+
+        From now on this is certain of all snapshots.
+        """
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
+            db.execute("DELETE FROM life")
+            db.execute("INSERT INTO life VALUES (?, ?, ?)", self._stamp)
+
+    def take_certainty(self) -> bool:
+        """Return whether `erased` was certain of all snapshots; until the next `note_erased` it is not.
+
+        It is not if the directory is a copy, or if files were put back into it.
+        """
+        found = self._db.execute("SELECT * FROM life").fetchall()
+        with self._transaction() as db:
+            db.execute("DELETE FROM life")
+        return found == [self._last_stamp]
 
     def purge_log(self) -> bool:
         """Remove deleted rows from SQLite's write-ahead log too; False if some may still be on the disk."""

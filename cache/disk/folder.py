@@ -85,10 +85,18 @@ class Folder:
         except OSError:  # a file system without locks
             os.close(self._lock)
             raise
+        last_stamp = self._stamp()
         with suppress(OSError):  # on a full disk the owner stays unknown, but the cache is still useful
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self._tighten()
+        #: What no copy of the folder has: its lock file's device, inode, and time of change, which cannot be
+        #: set, and which each opening changes, as does a backup that is put back. First the last opening's.
+        self.stamps = (last_stamp, self._stamp())
+
+    def _stamp(self) -> tuple[int, int, int]:
+        stat = os.fstat(self._lock)
+        return stat.st_dev, stat.st_ino, stat.st_ctime_ns
 
     def _tighten(self) -> None:
         """Make files of an older version private, if the directory is still readable to other users."""
@@ -199,6 +207,11 @@ class Folder:
     def remove_quarantined(self, digest: bytes) -> None:
         """Remove a snapshot's file from quarantine, if it is there."""
         (self.quarantined / self.codec.file_name(digest)).unlink(missing_ok=True)
+
+    def clear_quarantine(self) -> None:
+        """Remove all files from quarantine."""
+        for path in _within(self.quarantined):
+            _discard(path)
 
     def remove_quarantined_of(self, is_of: Callable[[Name], bool]) -> None:
         """Remove quarantined files of which `is_of` is true, or whose names cannot be read."""

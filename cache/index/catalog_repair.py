@@ -32,12 +32,12 @@ _log = structlog.get_logger("turnkeep.cache")
 
 def reconcile(
     folder: Folder, catalog: Catalog, files: set[str], clock: Callable[[], float]
-) -> tuple[SnapshotIndex, int, dict[bytes, int]]:
+) -> tuple[SnapshotIndex, int, dict[bytes, int], frozenset[bytes]]:
     """Compare the catalog with the folder's `files`, repair the catalog, and build the index.
 
-    Returns the index, the number of doubtful files, and the models of adopted files: identities, with their
-    tokens per block. If the catalog cannot be written, the index is right nevertheless, and the next start
-    repairs the catalog.
+    Returns the index, the number of doubtful files, the models of adopted files (identities, with their
+    tokens per block), and the marks of adopted files. If the catalog cannot be written, the index is right
+    nevertheless, and the next start repairs the catalog.
 
     A file without a row gets one from its header, with its mtime as last use; files of another format
     version stay, unused, until they are evicted. A row without a file is dropped. A file that is not a
@@ -45,10 +45,10 @@ def reconcile(
     search can find it.
     """
     with suppress(_CatalogDiffersError):
-        return SnapshotIndex(clock, _verified(catalog, files, folder.codec)), 0, {}
+        return SnapshotIndex(clock, _verified(catalog, files, folder.codec)), 0, {}, frozenset()
     stored = [row for rows in catalog.read() for row in rows]
-    stored, doubtful, identities = _mended(folder, catalog, stored, files)
-    return SnapshotIndex(clock, stored), doubtful, identities
+    stored, doubtful, identities, marks = _mended(folder, catalog, stored, files)
+    return SnapshotIndex(clock, stored), doubtful, identities, marks
 
 
 class _CatalogDiffersError(Exception):
@@ -78,7 +78,7 @@ def _verified(catalog: Catalog, files: set[str], codec: Codec) -> Iterator[Snaps
 
 def _mended(
     folder: Folder, catalog: Catalog, rows: list[SnapshotRow], files: set[str]
-) -> tuple[list[SnapshotRow], int, dict[bytes, int]]:
+) -> tuple[list[SnapshotRow], int, dict[bytes, int], frozenset[bytes]]:
     codec = folder.codec
     known = {row.digest: row for row in rows if is_right(row) and codec.file_name(row.digest) in files}
     wrong = [row for row in rows if row.digest not in known]
@@ -99,7 +99,7 @@ def _mended(
         # A kill between the writes of a file and its row leads to adopted files and lost rows: no warning.
         say = _log.warning if doubtful or orphans else _log.info
         say("index_reconciled", adopted=len(adopted), lost=lost, doubtful=doubtful, orphans=len(orphans))
-    return list(kept.values()), doubtful, identities
+    return list(kept.values()), doubtful, identities, frozenset(row.mark for row in adopted.values())
 
 
 def _is_piece(folder: Folder, row: SnapshotRow) -> bool:

@@ -38,7 +38,8 @@ class OpenDirectory:
     """An open directory. Folder and catalog belong to the write queue from now on.
 
     `identities` are the model identities that have snapshots, with their tokens per block. `noted` are those
-    that the catalog lists; if it could not be written, some are missing.
+    that the catalog lists; if it could not be written, some are missing. `erased` is not certain of snapshots
+    with the marks `doubtful`: the directory may be a copy, or files may have been put back.
     """
 
     folder: Folder
@@ -47,6 +48,7 @@ class OpenDirectory:
     identities: dict[bytes, int]
     noted: set[bytes]
     erased: list[ErasureProgress]
+    doubtful: frozenset[bytes]
     rejected: int
     quarantined_bytes: int
     free_bytes: int
@@ -78,10 +80,18 @@ def open_directory(
                 names = beside.submit(folder.names)
                 catalog = Catalog(folder)
                 stack.callback(catalog.close)
-            index, rejected, adopted = reconcile(folder, catalog, names.result(), clock)
+            is_certain = False
+            with suppress(sqlite3.Error):  # a full disk
+                is_certain = catalog.take_certainty()
+            index, rejected, adopted, marks = reconcile(folder, catalog, names.result(), clock)
+            if not is_certain:
+                folder.clear_quarantine()
+                marks = frozenset(node.mark for node in index)
             if index.stored > _MANY_ROWS:
                 gc.freeze()  # a collection of the index would stop every thread for 0.2 s
         with suppress(sqlite3.Error):  # a full disk
+            if not marks:
+                catalog.note_erased(())
             if identity is not None:
                 catalog.note_identities(own.items(), model)
         noted = catalog.identities()
@@ -92,6 +102,7 @@ def open_directory(
             noted | adopted | own,
             set(noted),
             catalog.erased(),
+            marks,
             rejected,
             folder.quarantined_bytes(),
             folder.free_bytes(),

@@ -54,6 +54,11 @@ class Marks(msgspec.Struct, frozen=True):
         at = (end // STRIDE - self.shared // STRIDE) * MARK_BYTES
         return end > self.shared and self.digests[at : at + MARK_BYTES] == mark
 
+    def concerns(self, found: frozenset[bytes]) -> bool:
+        """Whether any of the marks is in `found`."""
+        starts = range(0, len(self.digests), MARK_BYTES)
+        return any(self.digests[at : at + MARK_BYTES] in found for at in starts)
+
     def agrees(self, tenant: str, packed: bytes) -> bool:
         """Whether these packed tokens agree with all marks up to their end."""
         first = self.shared // STRIDE

@@ -6,7 +6,7 @@ the tokens that were visible when it was computed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Final
 
@@ -34,12 +34,16 @@ class Policy:
     chunks that contain `pins`, (start, end), and the chunks with the highest scores. KV of all tokens is on
     SSD, that of the visible ones also on the device. With `recall` only the tokens of answers are limited to
     this part: a prompt's tokens see all earlier tokens, whose KV is read from SSD layer by layer.
+
+    Without `has_snapshots`, the session's KV is never written to disk. It is the same KV, so policies that
+    differ in this only are equal, and have the same names.
     """
 
     sink: int = 0
     window: int | None = None
     recall: int = 0
     pins: tuple[tuple[int, int], ...] = ()
+    has_snapshots: bool = field(default=True, compare=False)
 
     @classmethod
     def paged(cls, resident: int, pins: Iterable[tuple[int, int]] = (), *, sink: int) -> Policy:

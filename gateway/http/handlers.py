@@ -19,7 +19,7 @@ from gateway import images, logged_answers, models
 from gateway.answer_lookup import AnswerLookup, after, own_id
 from gateway.form import EVENT_STREAM
 from gateway.models import Models
-from gateway.turn import refused, told
+from gateway.turn import SNAPSHOTS, refused, told
 from turnkeep_client.errors import NoWorkerError
 
 from . import bodies
@@ -90,7 +90,7 @@ class Handlers:
                 turn = form.read(body)
                 return self._followed(form, *cut, self._accounting(key, running), stream=turn.stream)
             key_id = await self._lookups.key_id(key.tenant, request.headers, model)
-            turn = await self._turn(key.tenant, form, body)
+            turn = _with_snapshots(await self._turn(key.tenant, form, body), request)
             if key_id and turn.n > 1:
                 raise refused("n must be 1 with an Idempotency-Key", "n")
             conversations = await self._connections.of(key.tenant, model)
@@ -230,6 +230,14 @@ class Handlers:
         turn = msgspec.structs.replace(answer.turn, stream=stream)
         follow = partial(conversations.follow, answer)
         return AnswerResponse(form, turn, conversations, accounting, follow, after)
+
+
+def _with_snapshots(turn: ClientTurn, request: Request) -> ClientTurn:
+    """Return a turn without snapshots if a header of its request says `none`. Raises `Fault`."""
+    wanted = request.headers.get(SNAPSHOTS)
+    if wanted not in (None, "none"):
+        raise refused(f"{SNAPSHOTS} can only be none", SNAPSHOTS)
+    return turn if wanted is None else msgspec.structs.replace(turn, has_snapshots=False)
 
 
 def _described(form: Form, wanted: str, answer: LoggedAnswer) -> dict[str, Any]:

@@ -177,6 +177,7 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     `paged` keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones,
     the spans `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the
     tokens on the device; a prompt sees all tokens, read from SSD.
+    With `snapshots` `none`, the session's KV is never written to disk; `paged` cannot have it.
     """
 
     policy: Literal["full", "sink_window", "paged"] | None = None
@@ -184,6 +185,7 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     window: _Span | None = None
     resident: _Span | None = None
     pin: tuple[tuple[int, int], ...] | None = None
+    snapshots: Literal["none"] | None = None
 
     def __post_init__(self) -> None:
         for policy, names in POLICIES.items():
@@ -197,6 +199,9 @@ class CachePolicy(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
             if not 0 <= start < end <= _MOST_TOKENS:
                 why = f"needs pins of a start and a larger end, from 0, not [{start}, {end}]"
                 raise FieldError("pin", why)
+        if self.policy == "paged" and self.snapshots is not None:
+            why = "keeps the KV of a paged session on SSD: snapshots none needs another policy"
+            raise FieldError("snapshots", why)
 
 
 class ForkPoint(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -230,7 +235,7 @@ class Open(_Request, frozen=True, tag="open"):
     tags: Annotated[tuple[Tag, ...], Meta(max_length=16)] = ()
 
     def __post_init__(self) -> None:
-        if self.from_ is not None and self.cache.policy is not None:
+        if self.from_ is not None and self.cache != CachePolicy():
             why = "open takes from or a cache policy, not both: a fork keeps its parent's policy"
             raise FieldError("cache.policy", why)
 

@@ -58,7 +58,8 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cache policy of a session.
 
     Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged`, `resident`
-    tokens are on the device, always including the spans `pin`.
+    tokens are on the device, always including the spans `pin`. With `snapshots` `none`, its KV is never
+    written to disk.
     """
 
     policy: str
@@ -66,6 +67,7 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
     window: int | None = None
     resident: int | None = None
     pin: tuple[tuple[int, int], ...] = ()
+    snapshots: str | None = None
 
     @classmethod
     def of(cls, asked: CachePolicy) -> SessionCache | None:
@@ -73,10 +75,13 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if asked.policy is None:
             return None
         given = {name: getattr(asked, name) or default for name, default in POLICIES[asked.policy].items()}
-        return cls(policy=asked.policy, **given)
+        return cls(policy=asked.policy, **given, snapshots=asked.snapshots)
 
     def __str__(self) -> str:
         """Name the policy with its numbers."""
+        return self._spans() + (", no snapshots" if self.snapshots == "none" else "")
+
+    def _spans(self) -> str:
         if self.resident is not None:
             pins = "".join(f", always {start}-{end}" for start, end in self.pin)
             return f"{self.policy} ({self.resident} tokens on the device{pins})"

@@ -359,7 +359,7 @@ class Session:
         async with self._beginning:
             if self._is_begun:
                 return
-            asked, found = self._cache and SessionCache.of(self._cache), await self._policy()
+            asked, found = self._cache or CachePolicy(), await self._policy()
             if found is None:
                 try:
                     await self.open()
@@ -369,10 +369,11 @@ class Session:
                         raise
                 else:
                     return
-            if asked not in (None, found):
+            wanted = SessionCache.of(asked) or SessionCache(policy=found.policy, snapshots=asked.snapshots)
+            if wanted != found and (asked.policy or wanted.snapshots != found.snapshots):
                 raise RequestFailedError(
                     "invalid_request",
-                    f"the session is open under {found}, not under {asked}: close it first, or take"
+                    f"the session is open under {found}, not under {wanted}: close it first, or take"
                     " another name",
                     retryable=False,
                 )

@@ -73,7 +73,7 @@ async def assert_finds_everything(open_store) -> None:
         lambda path: path.write_bytes(b"no database at all" * 100),
         lambda path: path.write_bytes(path.read_bytes()[:5000]),
         lambda path: path.write_bytes(path.read_bytes()[:4096] + b"\xa5" * 4096),
-        lambda path: sqlite3.connect(path).execute("PRAGMA user_version=9").connection.close(),
+        lambda path: sqlite3.connect(path).execute("PRAGMA user_version=99").connection.close(),
     ],
     ids=["lost", "empty", "overwritten", "cut short", "garbled", "another version"],
 )

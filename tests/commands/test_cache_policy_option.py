@@ -58,3 +58,16 @@ def test_an_invalid_cache_policy_is_a_usage_error_that_says_what_one_is_like(pol
     assert f"'{policy}' must be full, sink_window:SINK,WINDOW with two numbers" in " ".join(
         done.stderr.split()
     )
+
+
+async def test_ask_starts_a_session_without_snapshots_and_info_says_so(local_worker: Callable) -> None:
+    worker = await local_worker()
+    asked = (*ASKED, "--snapshots", "none", *where(worker))
+    for _ in range(2):  # the second time the session has none
+        done = await asyncio.to_thread(turnkeep, *asked)
+        assert done.returncode == 0, done.stderr
+    shown = (await asyncio.to_thread(turnkeep, "info", "s", *where(worker))).stdout
+    assert "full, no snapshots" in shown
+    assert "in sight" not in shown
+    raw = json.loads((await asyncio.to_thread(turnkeep, "info", "s", "--json", *where(worker))).stdout)
+    assert raw["cache"] == {"policy": "full", "snapshots": "none"}

@@ -305,7 +305,6 @@ class World:
             retention=retention,
             own_sampling={},
             token_ttl_s=900.0,
-            directory="",
             model="tiny",
             worker="w",
             build="",

@@ -170,6 +170,13 @@ async def test_a_window_that_does_not_fit_the_worker_is_refused_and_no_session_b
     assert (await world.ask(append(0))).cache is None
 
 
+def test_a_default_policy_that_pages_cannot_be_without_snapshots() -> None:
+    paged = Policy.paged(4096, sink=4)
+    limits = {"block_tokens": 32, "context_tokens": 10_000}
+    assert misfit(paged, **limits) is None
+    assert "needs another cache.policy" in str(misfit(replace(paged, has_snapshots=False), **limits))
+
+
 def test_the_largest_and_the_smallest_allowed_window_are_accepted() -> None:
     limits = {"block_tokens": 32, "context_tokens": 100}
     assert misfit(Policy(68, 32), **limits) is None

@@ -617,7 +617,7 @@ async def test_a_session_is_not_removed_while_its_log_is_being_read(
 async def test_notes_of_closed_sessions_whose_removal_is_not_due_are_not_read_at_each_sweep(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There may be a note for each session that was closed in a week."""
+    """There may be a note for each session that was closed in 90 days."""
     monkeypatch.setattr(retention, "_PERIOD_S", 60.0)
     w = await quiet_wire(closed_ttl_s=3600)
     for n in range(600):
@@ -814,10 +814,10 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
         return len(running) > 1
 
     monkeypatch.setattr(disk, "clear", clear)
-    disk.note_erased(ErasureProgress(app._parts.erasures._log, 0, erasures.time() - 8 * 86400.0))
+    disk.note_erased(ErasureProgress(app._parts.erasures._log, 0, erasures.time() - 91 * 86400.0))
     asked = await w.publish("busy", generate("g", **LONG))
     await app._parts.erasures.note(
-        SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, ("d",)
+        SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, (app._members.me.boot,)
     )
     await asyncio.sleep(1)
     assert (asked in w.results, *kv.resident) == (False,), "only the running turn has KV"
@@ -829,7 +829,7 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
     assert disk.erased_up_to(app._parts.erasures._log).seq > asked
 
 
-async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_a_week(
+async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_90_days(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that are away meanwhile read it later; only the last note stays for longer."""
@@ -852,7 +852,7 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
     notes, _ = await app._parts.retention._journal.erasures(0)
     assert app._disk.erased_up_to(app._parts.erasures._log).seq == notes[-1].seq
     assert len(notes) == 2
-    later_s = erasures.time() + 8 * 86400.0
+    later_s = erasures.time() + 91 * 86400.0
     monkeypatch.setattr(erasures, "time", lambda: later_s)
     await app._parts.erasures._clean()
     assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]

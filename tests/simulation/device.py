@@ -140,6 +140,10 @@ class Disk(dict["SessionKey", "Tokens"]):
     def __init__(self) -> None:
         self._erased: dict[str, ErasureProgress] = {}
 
+    @property
+    def doubtful(self) -> frozenset[bytes]:
+        return frozenset()
+
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         for key in [key for key in self if key.tenant == tenant]:
             if marks.agrees(tenant, self[key].packed()):

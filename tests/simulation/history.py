@@ -266,8 +266,8 @@ async def _read_anew(history: History) -> None:
     found = logs(stream)
     for key in found:
         await reader.process.start(read(key))
-    for number, one in enumerate(history.supervisors):  # as the next worker of each directory would
-        erasures = Erasures(worker._parts.erasures._journal, f"d{number}", one.disk)
+    for one in history.supervisors:  # as the next worker of each directory would
+        erasures = Erasures(worker._parts.erasures._journal, "next", one.disk)
         await reader.process.start(erasures._look(lambda _: set()))
     worker.stop()
     await running

@@ -202,10 +202,10 @@ class Owners:
         return [boot for boot, keys in (await self.at_work_elsewhere(_SURE_S)).items() if key in keys]
 
     async def erase(self, key: SessionKey) -> dict[str, bool]:
-        """Have all other workers drop a session's KV; return, by data directory, whether none is left."""
+        """Have all other workers drop a session's KV; return, by process, whether none is left."""
         names = msgspec.json.encode([key.tenant, key.session])
         others = list(self._members.others.values())
-        return {one.directory: await self.ask(one, "erase", names, _ERASE_S) == b"true" for one in others}
+        return {one.boot: await self.ask(one, "erase", names, _ERASE_S) == b"true" for one in others}
 
     async def control(self, key: SessionKey, subject: str, body: bytes) -> bytes | None:
         """Return the owner's answer to a control request; None if this worker owns it, or on failure.

@@ -93,7 +93,7 @@ class Cutter:
 
     def note_block(self, turn: DeviceTurn) -> None:
         """Add the last block of an answer to its turn's spans, if the newest token has completed it."""
-        if turn.num_cached % self._block == 0:
+        if turn.num_cached % self._block == 0 and turn.request.policy.has_snapshots:
             turn.spans.append(Span(turn.num_cached - self._block, turn.num_cached))
 
     def cut_blocks(self, step: Step) -> None:
@@ -112,7 +112,8 @@ class Cutter:
         edges = turn.plan.edges
         if edges and edges[0] == start:  # else none of this block was stored when the turn began
             start = tail_start(edges, turn.num_cached)
-        if start < turn.num_cached and turn.request.embedding is None:
+        is_wanted = turn.request.embedding is None and turn.request.policy.has_snapshots
+        if start < turn.num_cached and is_wanted:
             turn.spans.append(Span(start, turn.num_cached))
         self.cut(turn, is_over=True)
 

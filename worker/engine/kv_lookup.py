@@ -146,7 +146,8 @@ class Finder:
             phases += await self._fetch(store, chain, usable, num_found)
             num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
         snapshots = TurnSnapshots(store, chain, request.context)
-        spans = store.kv.wanted(chain, request.context[: request.target - request.target % chain.block])
+        whole = request.context[: request.target - request.target % chain.block]
+        spans = store.kv.wanted(chain, whole) if request.policy.has_snapshots else []
         if request.audited is not None:
             spans = [request.audited]
         plan = TurnPlan(

@@ -71,6 +71,8 @@ class UnsavedKv:
         """Queue a snapshot in the store; `run` is the run of its turn, None for an idle session."""
         if run.is_forgotten if run is not None else cut.turn is not self._copied:
             return  # the session may have been erased
+        if not cut.turn.request.policy.has_snapshots:
+            return
         request, chain = cut.turn.request, cut.turn.plan.chain
         try:
             tokens = request.tokens(cut.span.end)
@@ -121,7 +123,8 @@ class UnsavedKv:
 
     def unstored(self) -> list[int]:
         """Return, for each session whose KV on the device is not all on disk, how many tokens are not."""
-        return [num for key in self._residency.sessions() if (num := self._num_unstored(key))]
+        keys = [one for one in self._residency.sessions() if self._residency.policy(one).has_snapshots]
+        return [num for key in keys if (num := self._num_unstored(key))]
 
     def _lost(self) -> None:
         """Look at every session, since snapshots are missing: their files have no session's name."""
@@ -141,6 +144,8 @@ class UnsavedKv:
     def _missing(self, key: SessionKey) -> list[Span]:
         """Return the spans of a session's KV on the device that are neither stored nor queued."""
         tokens, policy = self._residency.tokens(key), self._residency.policy(key)
+        if not policy.has_snapshots:
+            return []
         return self._store.kv.wanted(self._store.kv.chain(key.tenant, policy, tokens), tokens)
 
     def _due(self) -> list[SessionKey]:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec import structs
 
 from cache.names.images import ImageSpan
 from cache.names.policy import FULL, Policy
@@ -150,22 +151,27 @@ class ExtendedHistory:
 
 
 def in_words(policy: Policy) -> SessionCache | None:
-    """Build the field `cache` of results; None for `full`."""
+    """Build the field `cache` of results; None for `full` with snapshots."""
+    snapshots = None if policy.has_snapshots else "none"
     if policy.window is None:
-        return None
+        return SessionCache(policy=policy.name, snapshots=snapshots) if snapshots else None
     if policy.recall:
         return SessionCache(policy=policy.name, resident=policy.most_tokens, pin=policy.pins)
-    return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window)
+    return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window, snapshots=snapshots)
 
 
 def recorded(cache: SessionCache | None) -> Policy:
     """Return the policy that a result names. Raises `ValueError` if this worker does not know it."""
+    if cache is not None and cache.snapshots == "none":
+        return replace(recorded(structs.replace(cache, snapshots=None)), has_snapshots=False)
     match cache:
-        case None | SessionCache(policy="full"):
+        case None | SessionCache(policy="full", snapshots=None):
             return FULL
-        case SessionCache(policy="sink_window", sink=int(sink), window=int(window)) if sink > 0 < window:
+        case SessionCache(policy="sink_window", sink=int(sink), window=int(window), snapshots=None) if (
+            sink > 0 < window
+        ):
             return Policy(sink, window)
-        case SessionCache(policy="paged", resident=int(resident), pin=pins):
+        case SessionCache(policy="paged", resident=int(resident), pin=pins, snapshots=None):
             return Policy.paged(resident, pins, sink=DEFAULT_SINK)
         case _:
-            raise ValueError(f"the log says a cache policy that this worker does not know: {cache.policy}")
+            raise ValueError(f"the log says a cache policy that this worker does not know: {cache}")

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 from cache.names.policy import FULL
@@ -92,9 +92,10 @@ class RequestLimits:
         Raises `RefusedError` for pinned spans that overlap or do not fit into the resident tokens.
         """
         try:
-            return self.default if cache.policy is None else recorded(SessionCache.of(cache))
+            policy = self.default if cache.policy is None else recorded(SessionCache.of(cache))
         except ValueError as error:
             raise RefusedError("invalid_request", str(error), field="cache") from error
+        return replace(policy, has_snapshots=cache.snapshots is None)
 
     def check_policy(self, policy: Policy) -> None:
         """Refuse a session under a policy that this worker or its model cannot serve."""
@@ -154,6 +155,8 @@ def misfit(policy: Policy, *, block_tokens: int, context_tokens: int) -> str | N
             f" {block_tokens} or more"
         )
     if policy.recall:
+        if not policy.has_snapshots:
+            return "a paged session keeps its KV on SSD: snapshots none needs another cache.policy"
         if (policy.most_tokens or 0) > context_tokens:
             return (
                 f"{policy.most_tokens} resident tokens exceed the context: there may be {context_tokens};"

@@ -60,11 +60,10 @@ class Services:
     is_elsewhere: Callable[[SessionKey], Awaitable[bool]]
     #: Returns a session's deliveries, and wakes the session at the worker that `is_elsewhere` has found.
     hand_over: Callable[[SessionKey], Awaitable[None]]
-    #: Has other workers drop a session's KV; returns for each data directory whether none is left.
+    #: Has other workers drop a session's KV; returns for each process whether none is left.
     erase_elsewhere: Callable[[SessionKey], Awaitable[Mapping[str, bool]]]
-    #: Notes of what was erased, and the name of this worker's data directory in them.
+    #: Notes of what was erased.
     erasures: Erasures
-    directory: str
     #: Runs tasks beside those of the sessions, until these have ended.
     asides: TaskGroup
     #: The sampling options that the model's authors recommend.

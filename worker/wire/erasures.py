@@ -1,8 +1,9 @@
 """Erases a forgotten session's KV also at workers that did not run when the session was forgotten.
 
 The worker that forgets a session stores a note in the log: digests (marks) of the session's tokens, and which
-data directories have none of its KV any more. Each worker reads the notes that it has not carried out, also
-those from before it started. A note names neither the session nor its tokens.
+processes have none of its KV any more. Each worker reads the notes that it has not carried out, also those
+from before it started, and before it uses any KV. If a backup may have brought back some of its KV, it reads
+all notes again. A note names neither the session nor its tokens.
 """
 
 from __future__ import annotations
@@ -34,16 +35,19 @@ log = structlog.get_logger()
 
 _PERIOD_S: Final = 10.0
 #: How long notes are kept. A worker that was away for longer drops all its KV if there are new notes.
-_KEPT_DAYS: Final = 7
+_KEPT_DAYS: Final = 90
 _KEPT_S: Final = _KEPT_DAYS * 86400.0
+#: How long to wait at a start until the log is read again, after it could not be read.
+_AGAIN_S: Final = 1.0
 #: How often to remove old notes, and to store the time, by which a worker knows how long it was away.
 _OFTEN_S: Final = 3600.0
 
 
 class ErasureNote(msgspec.Struct, frozen=True):
-    """A note that KV of a forgotten session must be erased, except in the data directories `done`.
+    """A note that KV of a forgotten session must be erased, except by the worker processes `done`.
 
-    `session` is a digest of the session's name.
+    Their successors erase it again: the data directory may be an older copy. `session` is a digest of the
+    session's name.
     """
 
     session: bytes
@@ -53,6 +57,10 @@ class ErasureNote(msgspec.Struct, frozen=True):
 
 class Copies(Protocol):
     """A worker's own snapshots; implemented by `cache.index.eraser.Eraser`."""
+
+    @property
+    def doubtful(self) -> frozenset[bytes]:
+        """Marks of snapshots that notes up to `erased_up_to` may concern, until the next `note_erased`."""
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         """Erase the copies of a forgotten token sequence; return false if this has to be tried again."""
@@ -70,10 +78,10 @@ class Copies(Protocol):
 class Erasures:
     """Stores notes about forgotten sessions, and carries out other workers' notes. Event loop only."""
 
-    def __init__(self, journal: Journal, directory: str, copies: Copies | None) -> None:
-        """`directory` identifies the worker's data directory; `copies` is None if it stores no snapshots."""
+    def __init__(self, journal: Journal, boot: str, copies: Copies | None) -> None:
+        """`boot` identifies the worker's process; `copies` is None if it stores no snapshots."""
         self._journal = journal
-        self._directory = directory
+        self._boot = boot
         self._copies = copies
         self._carried_out: set[int] = set()  # only notes behind one that must wait
         self._log = ""
@@ -84,11 +92,20 @@ class Erasures:
     async def note(self, key: SessionKey, tokens: Tokens, shared: int, done: Iterable[str]) -> None:
         """Store a note that a session is forgotten, before its tokens leave the log.
 
-        It concerns all data directories but those in `done`, and all tokens but the first `shared`.
+        It concerns all processes but those in `done`, and all tokens but the first `shared`.
         """
         if len(tokens) > shared:
             note = ErasureNote(_digest(key), Marks.of(key.tenant, tokens.packed(), shared), tuple(done))
             await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
+
+    async def catch_up(self, let_go: LetGo) -> None:
+        """Carry out the notes that are there; return once the log was read, however long that takes."""
+        while True:
+            try:
+                return await self._look(let_go)
+            except (nats.errors.Error, APIError, OSError) as error:
+                log.warning("waiting for the notes of what was forgotten", error=str(error))
+            await sleep(_AGAIN_S)
 
     async def run(self, let_go: LetGo, is_first: Callable[[], bool]) -> None:
         """Carry out notes until cancelled. A worker removes old notes only while its `is_first()` is true.
@@ -111,8 +128,11 @@ class Erasures:
         known = noted or ErasureProgress(self._log, 0, time())
         if time() - known.time_s > _KEPT_S and not await self._drop_all(let_go, known.seq):
             return
-        done = await self._carry_out(let_go, known.seq)
-        if noted is None or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
+        doubtful = self._copies.doubtful if self._copies is not None else frozenset()
+        done = await self._carry_out(let_go, known.seq, doubtful)
+        if done < known.seq:
+            return
+        if noted is None or doubtful or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
             self._noted = ErasureProgress(self._log, done, time())
             if self._copies is not None:
                 self._copies.note_erased(self._noted)
@@ -138,37 +158,43 @@ class Erasures:
         self._late = None
         return True
 
-    async def _carry_out(self, let_go: LetGo, after: int) -> int:
-        """Carry out the notes after `after`; return the sequence up to which all are carried out."""
-        more, left = 1, 0
+    async def _carry_out(self, let_go: LetGo, known: int, doubtful: frozenset[bytes]) -> int:
+        """Carry out the notes after `known`, and those before that concern a `doubtful` mark.
+
+        Returns the sequence up to which all are carried out.
+        """
+        more, left, after = 1, 0, 0 if doubtful else known
         while more:
             notes, more = await self._journal.erasures(after)
             for entry in notes:
                 after = entry.seq
                 if after not in self._carried_out:
-                    if await self._erase(let_go, entry):
+                    if await self._erase(let_go, entry, None if after > known else doubtful):
                         self._carried_out.add(after)
                     else:
                         left = left or after
-        done = left - 1 if left else after
+        done = left - 1 if left else max(after, known)
         self._carried_out = {seq for seq in self._carried_out if seq > done}
         return done
 
-    async def _erase(self, let_go: LetGo, entry: StoredMessage) -> bool:
-        """Carry out a note; return false if this has to be tried again, for instance after a turn."""
+    async def _erase(self, let_go: LetGo, entry: StoredMessage, marks: frozenset[bytes] | None) -> bool:
+        """Carry out a note; return false if this has to be tried again, for instance after a turn.
+
+        With `marks`, a note that concerns none of them is carried out already.
+        """
         tenant = entry.headers["Nats-Subject"].rpartition(".")[2]
         try:
             note = msgspec.json.decode(entry.body, type=ErasureNote)
         except msgspec.MsgspecError:
             return True  # not written by a worker
-        if self._directory in note.done:
+        if self._boot in note.done or (marks is not None and not note.marks.concerns(marks)):
             return True
         if let_go(lambda key: key.tenant == tenant and _digest(key) == note.session):
             return False
         return self._copies is None or await self._copies.erase_marked(tenant, note.marks)
 
     async def _clean(self) -> None:
-        """Remove notes older than a week. The last note stays, since it shows that there were some."""
+        """Remove notes that are too old. The last note stays, since it shows that there were some."""
         notes, _ = await self._journal.erasures(0)
         while len(notes) > 1:
             for entry in notes[:-1]:

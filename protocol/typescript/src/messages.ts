@@ -81,7 +81,8 @@ export interface Asked {
  * (1024); a token sees only these, the session may continue without end, and its KV has a fixed size. `paged`
  * keeps all tokens on SSD and `resident` of them (4096) on the device: the first and the last ones, the spans
  * `pin` (start, end), and the chunks that matter most to the current turn. An answer sees the tokens on the
- * device; a prompt sees all tokens, read from SSD.
+ * device; a prompt sees all tokens, read from SSD. With `snapshots` `none`, the session's KV is never written
+ * to disk; `paged` cannot have it.
  */
 export interface CachePolicy {
   policy?: "full" | "paged" | "sink_window" | null;
@@ -89,6 +90,7 @@ export interface CachePolicy {
   window?: number | null;
   resident?: number | null;
   pin?: readonly (readonly [number, number])[] | null;
+  snapshots?: "none" | null;
 }
 
 /** A part of the tool call number `index`, from 0: `id` and `name` once, then text of its arguments. */
@@ -845,7 +847,8 @@ export interface Serving {
  * The cache policy of a session.
  *
  * Under `sink_window` it keeps the first `sink` tokens and the last `window`. Under `paged`, `resident` tokens
- * are on the device, always including the spans `pin`.
+ * are on the device, always including the spans `pin`. With `snapshots` `none`, its KV is never written to
+ * disk.
  */
 export interface SessionCache {
   policy: string;
@@ -853,6 +856,7 @@ export interface SessionCache {
   window?: number | null;
   resident?: number | null;
   pin?: readonly (readonly [number, number])[];
+  snapshots?: string | null;
 }
 
 /**
