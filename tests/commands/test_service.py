@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import plistlib
 import re
@@ -120,6 +121,7 @@ def test_service_installs_starts_shows_and_removes_a_systemd_unit(
     assert units.command_in(unit.read_text())[2:4] == ["--config", str(config)]
     stopped = run("service", "status")
     assert (stopped.returncode, "no; `turnkeep service logs` may say why" in stopped.stdout) == (1, True)
+    assert json.loads(run("service", "status", "--json").stdout)["settings"] == str(config)
     with DataDir.open(config.parent / "data", "mine"):
         shown = run("service", "status")
     assert shown.returncode == 1, "it does not answer"
