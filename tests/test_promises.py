@@ -1,7 +1,7 @@
 """Checks that a test watches each promise of the pages: `promises.toml` names them.
 
-Promises are the sentences, and the rows of tables, of README's "What it does" and of the features page, and the
-sentences of the protocol page with a word of `RULES`.
+Promises are the sentences and the rows of tables of README's "What it does" and of the features page, and those
+of the protocol page with a word of `RULES`.
 """
 
 import ast
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/features.md", "docs/protocol.md")
 RULES = re.compile(r"\b(must|never|always|exactly|cannot|refuses?|refused|fails?)\b")
 #: For each page and for the first words of each sentence the tests that watch it, or why no test can.
-PROMISES: dict[str, dict[str, list[str] | str]] = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())
+ROWS: dict[str, dict[str, list[str] | str]] = tomllib.loads((ROOT / "tests" / "promises.toml").read_text())
 
 
 def sentences(text: str) -> list[str]:
@@ -53,7 +53,7 @@ def functions_of(file: str) -> set[str]:
 def test_each_promise_of_a_page_has_a_row_and_each_row_a_promise(page: str) -> None:
     found = sentences_that_promise(page)
     assert len(found) > 10, "the page has other headings or marks than `sentences` knows"
-    begun = {key: [one for one in found if one.startswith(key)] for key in PROMISES[page]}
+    begun = {key: [one for one in found if one.startswith(key)] for key in ROWS[page]}
     assert {key: ones for key, ones in begun.items() if len(ones) != 1} == {}, "a key begins one sentence"
     times = Counter(one for ones in begun.values() for one in ones)
     assert [one for one in found if times[one] != 1] == []
@@ -61,11 +61,11 @@ def test_each_promise_of_a_page_has_a_row_and_each_row_a_promise(page: str) -> N
 
 @pytest.mark.parametrize("page", PAGES)
 def test_each_promise_of_a_page_has_a_test_that_exists_or_a_reason_why_it_has_none(page: str) -> None:
-    rows = PROMISES[page]
+    rows = ROWS[page]
     assert [key for key, tests in rows.items() if not tests] == []
-    named = [test for tests in rows.values() if isinstance(tests, list) for test in tests]
-    assert [test for test in named if test.partition("::")[2] not in functions_of(test.partition("::")[0])] == []
+    named = [test.split("::") for tests in rows.values() if isinstance(tests, list) for test in tests]
+    assert [(file, name) for file, name in named if name not in functions_of(file)] == []
 
 
 def test_rows_are_of_the_pages_that_are_checked() -> None:
-    assert PROMISES.keys() == {*PAGES}
+    assert ROWS.keys() == {*PAGES}

@@ -57,6 +57,7 @@ def run(tmp_path: Path) -> Run:
     def run(*words: str, on_mac: bool = False, **more: str) -> subprocess.CompletedProcess[str]:
         program = (
             "import os, sys; from pathlib import Path; from commands import service;"
+            "from worker.process import datadir; datadir._STARTING_S = 2;"  # commands wait for so long
             f"os.getppid = lambda: {1 if on_mac else 2};"
             f"service._ON_MAC = {on_mac}; service._DAEMONS = Path({str(tmp_path / 'daemons')!r});"
             "sys.argv = ['/opt/tk/bin/turnkeep', *sys.argv[1:]];"
