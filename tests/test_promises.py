@@ -1,6 +1,6 @@
 """Checks that a test watches each promise of the pages: `promises.toml` names them.
 
-Promises are the sentences and the rows of tables of README's "What it does" and of the features page, and those
+Promises are the sentences and rows of tables of README's "What it does" and of the features page, and those
 of the protocol page with a word of `RULES`.
 """
 
