@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import plistlib
 import shlex
@@ -25,6 +26,7 @@ from turnkeep_client.redact import shown
 from worker.process.datadir import DataDir, owner
 from worker.process.setting_sources import CONFIG_NAME, load
 
+from .flags import as_json
 from .nats_connection import talk, url_of
 from .printing import table
 
@@ -317,7 +319,8 @@ def _check_free(settings: Settings, gateway: int | None) -> None:
 
 
 @service.command()
-def status() -> None:
+@as_json
+def status(as_json: bool) -> None:
     """Say whether the service runs and serves. Exit code 1 if it does not."""
     system = _system()
     command = _installed(system)
@@ -335,7 +338,10 @@ def status() -> None:
         ("settings", str(config)),
         ("file", str(system.file)),
     ]
-    table(("service", units.NAME), rows)
+    if as_json:
+        click.echo(json.dumps(dict(rows)))
+    else:
+        table(("service", units.NAME), rows)
     sys.exit(0 if metrics else 1)
 
 

@@ -41,6 +41,13 @@ def test_different_tenants_or_models_share_no_block_name(tokens, block) -> None:
     assert len(names) == len(set(names))
 
 
+@given(TOKENS, TOKENS, SIZES)
+def test_two_sessions_share_the_names_of_the_blocks_before_their_first_different_token(
+    ids, others, block
+) -> None:
+    assert len({*chain(ids, block)} & {*chain(others, block)}) == common(ids, others) // block
+
+
 @given(st.integers(0, 50), st.integers(0, 50), SIZES)
 def test_spans_are_aligned_full_blocks_and_at_most_one_tail(start, end, block) -> None:
     spans = blocks.spans(start, end, block)

@@ -51,6 +51,17 @@ def test_info_url_prints_the_address_of_the_running_nats_server(
         assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
 
 
+def test_a_command_without_options_finds_the_worker_of_the_standard_data_directory(
+    started: Callable[..., WorkerProcess], tmp_path: Path
+) -> None:
+    worker, home = started(), tmp_path / "home"
+    for folder in (home, home / "Library" / "Application Support"):
+        folder.mkdir(parents=True)
+        (folder / "turnkeep").symlink_to(worker.data_dir)
+    said = turnkeep("info", "--url", HOME=str(home), XDG_DATA_HOME=str(home))
+    assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
+
+
 def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
     started: Callable[..., WorkerProcess], nats_url: str
 ) -> None:

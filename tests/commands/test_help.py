@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import click
 import pytest
@@ -14,6 +16,7 @@ from click.testing import CliRunner
 
 from bench.cli import NAMES
 from commands.cli import main
+from commands.printing import table
 from worker.process.installed import as_installed, program
 
 PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
@@ -98,6 +101,30 @@ def test_only_help_all_lists_the_options_of_the_connection(command: str) -> None
     options = {"--nats-creds", "--nats-ca", "--prefix"}
     assert not options & {*help_of(command).split()}
     assert options <= {*help_of(command, flag="--help-all").split()}
+
+
+def called(function: object, found: set[object]) -> set[object]:
+    """Add a function of the commands to `found`, and all that it calls by names of its module."""
+    function = inspect.unwrap(function) if callable(function) else None
+    if not isinstance(function, FunctionType) or function in found or "commands." not in function.__module__:
+        return found
+    found.add(function)
+    codes = [function.__code__]
+    for code in codes:
+        codes += [one for one in code.co_consts if isinstance(one, CodeType)]
+        for name in code.co_names:
+            called(function.__globals__.get(name), found)
+    return found
+
+
+def test_each_command_that_prints_a_table_has_the_option_json() -> None:
+    for words in commands():
+        command: click.Command = main
+        for word in words:
+            assert isinstance(command, click.Group)
+            command = command.get_command(click.Context(command), word) or main
+        if table in called(command.callback, set()):
+            assert "--json" in {flag for one in command.params for flag in one.opts}, words
 
 
 @pytest.mark.parametrize("group", groups(), ids=" ".join)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import plistlib
 import re
@@ -56,6 +57,7 @@ def run(tmp_path: Path) -> Run:
     def run(*words: str, on_mac: bool = False, **more: str) -> subprocess.CompletedProcess[str]:
         program = (
             "import os, sys; from pathlib import Path; from commands import service;"
+            "from worker.process import datadir; datadir._STARTING_S = 2;"  # commands wait for so long
             f"os.getppid = lambda: {1 if on_mac else 2};"
             f"service._ON_MAC = {on_mac}; service._DAEMONS = Path({str(tmp_path / 'daemons')!r});"
             "sys.argv = ['/opt/tk/bin/turnkeep', *sys.argv[1:]];"
@@ -120,6 +122,7 @@ def test_service_installs_starts_shows_and_removes_a_systemd_unit(
     assert units.command_in(unit.read_text())[2:4] == ["--config", str(config)]
     stopped = run("service", "status")
     assert (stopped.returncode, "no; `turnkeep service logs` may say why" in stopped.stdout) == (1, True)
+    assert json.loads(run("service", "status", "--json").stdout)["settings"] == str(config)
     with DataDir.open(config.parent / "data", "mine"):
         shown = run("service", "status")
     assert shown.returncode == 1, "it does not answer"
