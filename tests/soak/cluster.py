@@ -2,18 +2,23 @@
 
     python tests/soak/cluster.py --workers 3 --faults 300 --requests 6000 --seed 1
     python tests/soak/cluster.py --nodes 3 --share --faults 300
+    python tests/soak/cluster.py --workers 2 --images 500 --faults 150
 
 A fault is a `kill -9`, a SIGTERM or a SIGSTOP of 0.3 to 6 s of a worker, or a `kill -9` of one of the NATS
 servers (one or three). With `--share` the workers share snapshots in a remote tier. With `--cuts`, which
 needs root, each worker has its own network namespace, and some faults cut its network for 0.3 to 6 s, or slow
 it down for up to 12 s (16 to 256 kbit/s; packets wait up to 3 s). A worker that has ended is restarted. All
 counts of faults should be 0.
+
+With `--images N` clients hold N sessions about pictures instead, with a model that names them
+(`tests/taught.py`). Each answer must be the one that a worker without faults gives to the same conversation.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import random
 import signal
@@ -21,14 +26,19 @@ import subprocess
 import sys
 from collections import Counter
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attack import SESSIONS, TENANTS, Attack, settled
 from harness import Heard, Target, arguments, folder, read_log, report, tiny_model
 from parts import free_port, nats_server_program
 
+from tests import taught
 from turnkeep_client.client import connect
+from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.images import image
 from turnkeep_client.log import BUILD_HEADER, words
+from turnkeep_client.messages import decode_request, encode
+from turnkeep_client.retrying import retry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,9 +46,18 @@ if TYPE_CHECKING:
 
     from harness import Verdict
 
+    from turnkeep_client.client import Client
+    from turnkeep_client.session import Session
+
 OPTIONS = ("--min-free-disk", "0", "--max-disk", "256MiB")
 BRIDGE = "turnkeep0"
 NETWORK = "10.111.77"
+#: Each is shown in several sessions.
+PICTURES = [taught.picture(seed) for seed in range(120)]
+#: The numbers of sessions and of answers in one story.
+STORY_SESSIONS, STORY_ANSWERS = 5, 11
+#: The least share of right answers without faults: a model that names no picture would show no mistake.
+LEAST_RIGHT = 0.8
 
 
 class Nodes:
@@ -118,10 +137,11 @@ class Member(Target):
             _run("tc", *end, "qdisc", "delete", "dev", device, "root")
 
     async def pause(self, seconds: float) -> None:
-        """Pause the worker's process for some seconds, by SIGSTOP and SIGCONT."""
-        os.kill(self.process.worker_pid, signal.SIGSTOP)
-        await asyncio.sleep(seconds)
-        os.kill(self.process.worker_pid, signal.SIGCONT)
+        """Pause the worker's process for some seconds, by SIGSTOP and SIGCONT, if it runs."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.worker_pid, signal.SIGSTOP)
+            await asyncio.sleep(seconds)
+            os.kill(self.process.worker_pid, signal.SIGCONT)
 
 
 def _ip(*arguments: str) -> None:
@@ -133,7 +153,10 @@ def _run(*command: str) -> None:
 
 
 class Campaign(Attack):
-    """A run's state. `struck` counts faults by kind; `ended` has logs of workers that no fault ended."""
+    """A run's state. `struck` counts faults by kind; `ended` has logs of workers that no fault ended.
+
+    `others` has answers that a worker without faults would not have given.
+    """
 
     def __init__(
         self, members: Sequence[Member], nodes: Nodes, rng: random.Random, requests: int, faults: int
@@ -142,6 +165,7 @@ class Campaign(Attack):
         self.members, self.nodes = members, nodes
         self.struck: Counter[str] = Counter()
         self.ended: list[str] = []
+        self.others: list[str] = []
         self.moves = 0
 
     async def strike(self, kinds: Sequence[str]) -> None:
@@ -177,11 +201,122 @@ class Campaign(Attack):
                 print(f"{dict(self.struck)}, {self.sent} sent", flush=True)
 
 
+def shown(story: int) -> list[taught.Picture]:
+    """Return the two pictures of a story."""
+    return random.Random(story).sample(PICTURES, 2)
+
+
+def truths(story: int) -> list[str]:
+    """Return the answers of a story that are right."""
+    one, two = (picture.answer for picture in shown(story))
+    return [one, two, one, one, two, one, two, two, two, taught.NO_PICTURE, two]
+
+
+class Stories(Campaign):
+    """A campaign with stories: each shows two pictures in `STORY_SESSIONS` sessions of one tenant.
+
+    `expected` has the answers of each story from a worker without faults.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], nodes: Nodes, rng: random.Random, num: int, faults: int
+    ) -> None:
+        super().__init__(members, nodes, rng, num * STORY_ANSWERS, faults)
+        self.left = [*range(num)]
+        self.expected: dict[int, list[str]] = {}
+
+    async def rehearse(self, target: Target) -> None:
+        """Play all stories on a worker without faults; raise `ValueError` if it names too few pictures."""
+        target.start()
+        try:
+            await target.ready()
+            async with connect(target.url) as client:
+                expected = {number: await self.play(number, client) for number in self.left}
+        finally:
+            target.stop()
+        right = [sum(map(str.__eq__, expected[number], truths(number))) for number in self.left]
+        print(f"{sum(right)} of {self.num_requests} answers name the picture", flush=True)
+        if sum(right) < LEAST_RIGHT * self.num_requests:
+            raise ValueError("a model that names so few pictures does not show mistakes")
+        self.expected, self.sent = expected, 0
+        self.acked.clear()
+
+    async def send(self, sender: int, heard: Heard, client: Client, names: list[str]) -> None:
+        """Play stories until none is left; half of the senders publish on a raw connection."""
+        while self.left:
+            number = self.left.pop()
+            try:
+                said = await self.play(number, client, heard if sender % 2 == 0 else None)
+            except TurnkeepError as error:
+                self.client_faults.append(f"story {number} of {client.tenant}: {error!r}")
+                self.sent += STORY_ANSWERS  # so that the faults go on
+                continue
+            if said != self.expected[number]:
+                self.others.append(f"story {number}: {said} instead of {self.expected[number]}")
+
+    async def play(self, number: int, client: Client, raw: Heard | None = None) -> list[str]:
+        """Play a story; return its answers.
+
+        Sessions show the same pictures in different orders, all of one size. One is forked; one is forgotten,
+        but the others still have its picture.
+        """
+        one, two = shown(number)
+        plain, both, swapped, gone = (client.session(f"{number}-{letter}") for letter in "abcd")
+
+        async def all_of(*asked: tuple[Session, *tuple[taught.Picture, ...]]) -> list[str]:
+            return await asyncio.gather(*(self.told(raw, *each) for each in asked))
+
+        said = await all_of((plain, one), (both, one, two), (swapped, two, one), (gone, one))
+        fork = await retry(lambda: plain.fork(f"{number}-e"), attempts=10)
+        said += await all_of((plain, two), (fork,))
+        await retry(lambda: gone.close(forget=True), attempts=10)
+        await retry(gone.open, attempts=10)
+        said += await all_of((plain,), (fork, two), (both,), (gone,), (swapped, two))
+        return said
+
+    async def told(self, raw: Heard | None, session: Session, *pictures: taught.Picture) -> str:
+        """Show pictures and ask what the last one is; return the answer. Waits while faults are late."""
+        while self.expected and self.sent > self.num_requests * (self.kills + 1) / (self.num_kills + 1):  # noqa: ASYNC110 - `strike` counts them
+            await asyncio.sleep(0.01)
+        self.sent += 1
+        question, messages = {"type": "text", "text": "What is this?"}, list[dict[str, Any]]()
+        for picture in pictures:
+            messages.append({"role": "user", "content": [question, image(picture.file)]})
+            messages.append({"role": "assistant", "content": picture.answer})
+        messages = messages[:-1] or [{"role": "user", "content": [question]}]
+
+        async def once() -> str:
+            name = f"r{self.rng.getrandbits(64):x}"
+            body = {"type": "generate", "id": name, "messages": messages, "max_tokens": 12}
+            request = decode_request(json.dumps(body).encode())
+            if raw:
+                seq = await raw.publish(session.key, json.dumps(body).encode())
+                answer = session.follow(request, seq)
+            else:
+                answer = session.generate(messages=messages, max_tokens=12, request_id=name)
+            try:
+                return (await answer).text
+            finally:
+                if answer.seq is not None:
+                    self.acked[answer.seq] = session.key, encode(request)
+
+        return await retry(once, attempts=10)
+
+
 async def campaign(
-    where: Path, *, workers: int, nodes: int, requests: int, faults: int, share: bool, cuts: bool, seed: int
+    where: Path,
+    *,
+    workers: int,
+    nodes: int,
+    requests: int,
+    faults: int,
+    share: bool,
+    cuts: bool,
+    seed: int,
+    images: int = 0,
 ) -> tuple[Campaign, Verdict]:
     """Run the whole campaign; return its record and the oracle's verdict."""
-    model = tiny_model(where, hidden_size=128)
+    model = taught.write(where / "taught") if images else tiny_model(where, hidden_size=128)
     servers = Nodes(where, nodes, f"{NETWORK}.1" if cuts else "127.0.0.1")
     options = ["--log-replicas", str(nodes)] + (["--remote-tier", str(where / "shared")] if share else [])
     kinds = ["kill"] * 6 + ["pause"] * 2 + ["stop", "node"] + ["cut", "slow"] * (2 if cuts else 0)
@@ -203,10 +338,17 @@ async def campaign(
             members.append(one)
         for one in members:
             await one.ready()
-        run = Campaign(members, servers, random.Random(seed), requests, faults)
+        rng = random.Random(seed)
+        if images:
+            run: Campaign = Stories(members, servers, rng, images // STORY_SESSIONS, faults)
+            await run.rehearse(Target(where / "alone", model, *OPTIONS))
+        else:
+            run = Campaign(members, servers, rng, requests, faults)
         verdict = await _judged(run, servers.url, kinds, model)
     for fault in run.client_faults:
         verdict.blame("contradicting", fault)
+    for other in run.others:
+        verdict.blame("other answers", other)
     return run, verdict
 
 
@@ -219,9 +361,9 @@ async def _judged(run: Campaign, url: str, kinds: Sequence[str], model: Path) ->
             await clients.enter_async_context(client)
             names = [f"s{n}" for n in range(2 * SESSIONS)]
             senders.append(run.send(number // len(TENANTS), heard, client, names))
-        striking = asyncio.create_task(run.strike(kinds))
-        await asyncio.gather(*senders)
-        await striking
+        async with asyncio.TaskGroup() as tasks:
+            for one in (*senders, run.strike(kinds)):
+                tasks.create_task(one)
         verdict = await settled(url, run, heard, model)
         run.moves = await _moves(url)
     await heard.nc.close()
@@ -248,6 +390,7 @@ async def main() -> bool:
     parser.add_argument("--requests", type=int, default=6000)
     parser.add_argument("--share", action="store_true")
     parser.add_argument("--cuts", action="store_true")
+    parser.add_argument("--images", type=int, default=0, help="sessions about pictures, instead of requests")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
     begun_s = monotonic()
