@@ -6,7 +6,6 @@ of the previous result. Requests have no digest, so only their form is checked.
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -54,11 +53,9 @@ _FITTING: Final[Mapping[type[Request], type[Result]]] = {
 }
 #: The codes of failures that depend on the session's state, and thus come after all earlier requests.
 _REFUSALS: Final = {"history_diverged", "invalid_request", "position_conflict", "unknown_session"}
-#: The indices of the tokens and of their images in a fork's base (`worker/sessions/attachments`), and the
-#: most unpacked bytes of a base.
-_TOKENS: Final = 5
-_SPANS: Final = 11
-_MAX_BYTES: Final = 256 * 2**20
+#: The indices of the tokens and of their images in a fork's base (`worker/sessions/attachments`).
+_TOKENS: Final = 7
+_SPANS: Final = 13
 
 
 class LogFault(Struct, frozen=True):
@@ -332,8 +329,8 @@ def _after(tokens: Tokens, answer: _Answer, part: bytes | None) -> Tokens:
 def _base(packed: bytes) -> Tokens:
     """Unpack the tokens that a fork copied from its parent. Raises `_FaultError`."""
     try:
-        fields = msgspec.msgpack.decode(zlib.decompressobj().decompress(packed, _MAX_BYTES))
+        fields = msgspec.msgpack.decode(packed)
         tokens: bytes = fields[_TOKENS]
         return as_tokens(unpack(tokens).ids(), (ImageSpan(*span) for span in fields[_SPANS]))
-    except (msgspec.MsgspecError, zlib.error, ValueError, LookupError, TypeError) as error:
+    except (msgspec.MsgspecError, ValueError, LookupError, TypeError) as error:
         raise _FaultError(f"what the fork took from its parent cannot be read: {error}") from None

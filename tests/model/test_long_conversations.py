@@ -12,7 +12,6 @@ from test_templates import TEMPLATES, Chat
 
 from worker.models.tokenizer import Tokenizer
 from worker.text import templates
-from worker.text.templates import Conversation
 
 pytestmark = pytest.mark.model
 
@@ -113,8 +112,10 @@ def test_a_conversation_that_is_stored_and_loaded_between_any_turns_gets_the_sam
 ) -> None:
     """The turns have messages of any role, truncated answers, raw content and rewinds to any position."""
     kept, loaded = Chat(tokenizers[name]), Chat(tokenizers[name])
+    stored = loaded.conversation
     for turn in turns:
-        loaded.conversation = Conversation.unpack(loaded.tokenizer, loaded.conversation.pack())
+        packed = loaded.conversation.pack(stored)
+        stored = loaded.conversation = stored.unpack(packed)
         assert _take(kept, turn) == _take(loaded, turn)
         assert kept.tokens == loaded.tokens
         assert kept.conversation == loaded.conversation

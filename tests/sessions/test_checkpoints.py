@@ -9,7 +9,6 @@ import asyncio
 import gc
 import json
 import tracemalloc
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +30,7 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, record
 from worker.sessions.attachments import _Body
 from worker.sessions.session import ServedSession
+from worker.text import segments
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.written import answers
 
@@ -53,9 +53,9 @@ def often() -> Iterator[None]:
 
 def _make_often(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(record, "_CHECKPOINT_EVERY", EVERY)
-    patch.setattr(record, "_CHECKPOINT_SHARE", 1000)
     patch.setattr(attachments, "_PART_BYTES", 700)
     patch.setattr("cache.names.tokens._PART", 8)
+    patch.setattr(segments, "_PART", 3)
 
 
 @pytest.fixture(params=[FULL, WINDOW], ids=["full", "window"])
@@ -159,6 +159,21 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     assert session.log.record.num_foreign == 0, "the worker's own log has no warning"
 
 
+async def test_checkpoints_have_only_what_the_session_has_gained_since_the_one_before(world: World) -> None:
+    """All that is read for the last one is at most twice the session, also if that is rewound often."""
+    await converse(world, range(60))
+    assert len(changes(world)) > 60 // EVERY - 3
+    for number in range(60, 90):
+        await world.ask(Rewind(id=f"back{number}", position=20 + number))
+        await stored(world)
+        await converse(world, range(number, number + 1))
+    for _ in range(2):
+        read = sum(len(one.conversation.parts) for one in changes(world))
+        assert read <= 2 * (world.session.history.conversation.num_segments // 3 + 1) + 1
+        await converse(world, range(90, 130))
+    assert_same((await opened(world)).history, (await whole(world)).history)
+
+
 async def test_the_memory_of_an_open_session_is_at_most_what_it_says_of_itself(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,16 +268,23 @@ async def test_a_session_whose_log_has_no_checkpoints_gets_one_when_it_is_used_a
 
 def forged(world: World, **fields: Any) -> dict[str, str]:
     """Add a copy of the last checkpoint with other `fields` to the log; return a header that links to it."""
-    link = Link.parse(last_named(world))
-    parts = []
-    while link is not None:
-        piece = CheckpointMessage.unpack(world.log.entries[link.seq - 1].body, link)
-        parts.append(piece.part)
-        link = Link.parse(piece.before)
-    body = msgspec.msgpack.decode(zlib.decompress(b"".join(parts[::-1])), type=_Body)
-    packed = zlib.compress(msgspec.msgpack.encode(msgspec.structs.replace(body, **fields)))
-    message = CheckpointMessage(packed).pack()
+    body = msgspec.structs.replace(changes(world)[0], **fields)
+    message = CheckpointMessage(msgspec.msgpack.encode(body)).pack()
     return {CHECKPOINT_HEADER: str(Link(world.log.add("checkpoint", message), digest(message)))}
+
+
+def changes(world: World) -> list[_Body]:
+    """Read the last checkpoint and all that it changes, in reverse order."""
+    link, found = Link.parse(last_named(world)), []
+    while link is not None:
+        parts = []
+        while link is not None:
+            piece = CheckpointMessage.unpack(world.log.entries[link.seq - 1].body, link)
+            parts.append(piece.part)
+            link = Link.parse(piece.before)
+        found.append(msgspec.msgpack.decode(b"".join(parts[::-1]), type=_Body))
+        link = Link.parse(found[-1].before)
+    return found
 
 
 def last_named(world: World) -> str:
@@ -291,6 +313,12 @@ def lose_one(world: World) -> None:
     """Remove the first message of the last checkpoint from the log."""
     begun = [each for each in checkpoints(world) if is_first(each)][-1]
     world.log.entries[begun.seq - 1] = replace(begun, body=b"")
+
+
+def lose_what_it_changes(world: World) -> None:
+    """Remove the checkpoint that the last one changes."""
+    seq = Link.parse(changes(world)[0].before).seq
+    world.log.entries[seq - 1] = replace(world.log.entries[seq - 1], body=b"")
 
 
 def name_nonsense(world: World) -> None:
@@ -340,6 +368,7 @@ def second_result_for_a_request(world: World) -> None:
         damage_message,
         replace_message,
         lose_one,
+        lose_what_it_changes,
         name_nonsense,
         name_another_entry,
         other_tokens,

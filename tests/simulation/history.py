@@ -23,6 +23,7 @@ from worker.cluster import endpoints
 from worker.observe import counters
 from worker.process import clock
 from worker.sessions import limits, record, sessions
+from worker.text import segments
 from worker.wire import consistent_reads, erasures, intake, retention
 from worker.wire.erasures import Erasures
 
@@ -181,6 +182,7 @@ def patched(history: History) -> Iterator[None]:
             (consistent_reads, "_BATCH", plan.batch),
             (turnkeep_client.wire, "READ_BATCH", plan.batch),
             (tokens, "_PART", 4),
+            (segments, "_PART", 2),
             (retention, "_PERIOD_S", 1.0),
             (retention, "_FILLING", 0.0),
             (retention, "_QUEUED_S", plan.queued_s),

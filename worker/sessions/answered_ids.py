@@ -7,6 +7,7 @@ compare its id.
 from __future__ import annotations
 
 from hashlib import blake2b
+from math import inf
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -61,11 +62,12 @@ class AnsweredIds:
         found._sorted, found._recent = self._sorted, {**self._recent}
         return found
 
-    def behind(self, seq: int) -> AnsweredIds:
-        """Return only the ids whose first requests have a higher sequence."""
+    def behind(self, seq: int, until: float = inf) -> AnsweredIds:
+        """Return only the ids whose first requests have a higher sequence, up to `until`."""
         found = AnsweredIds()
-        found._sorted = self._sorted[self._sorted[:, 1] > seq]
-        found._recent = {key: at for key, at in self._recent.items() if at.in_seq > seq}
+        seqs = self._sorted[:, 1]
+        found._sorted = self._sorted[(seqs > seq) & (seqs <= until)]
+        found._recent = {key: at for key, at in self._recent.items() if seq < at.in_seq <= until}
         return found
 
     def pack(self) -> bytes:

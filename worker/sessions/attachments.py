@@ -9,7 +9,7 @@ contradicts the checkpoint, it reads the whole log instead.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import msgspec
@@ -23,6 +23,7 @@ from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, dige
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
 from worker.process.concurrency import in_thread
+from worker.text.conversation import PackedConversation  # noqa: TC001  # msgspec looks it up
 from worker.text.templates import Conversation
 from worker.wire.written import answers
 
@@ -30,6 +31,8 @@ from .answered_ids import AnsweredIds
 from .history import TokenHistory, in_words, recorded
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from turnkeep_client.subjects import SessionKey
     from worker.models.tokenizer import Tokenizer
     from worker.wire.consistent_reads import StoredMessage
@@ -40,28 +43,32 @@ log = structlog.get_logger()
 
 #: Increase it when the meaning of a field changes. Every version must still read the histories that forks
 #: start with: nothing else has their tokens.
-_VERSION: Final = 3
-#: Limit of a decompressed checkpoint: room for the ids or the texts of some millions of tokens.
-_MAX_BYTES: Final = 256 * 2**20
-#: zlib level: halves the size of token ids; some megabytes take a tenth of a second.
-_LEVEL: Final = 1
+_VERSION: Final = 4
 #: Largest part of a value that one message has, in bytes; base64 and JSON add a third.
 _PART_BYTES: Final = 128 * 2**10
 #: Longest pause between two attempts to store a value that a result names.
 _MAX_PAUSE_S: Final = 5.0
 
 
-class _Body(Struct, frozen=True, array_like=True):
-    """The content of a checkpoint. `tokens` are packed ids; `spans` are those of their images.
-
-    `turnkeep sessions --verify` reads the fields by their position.
-    """
+class _Head(Struct, frozen=True, array_like=True):
+    """The beginning of a checkpoint. It is stored as a change of the one to which `before` links, if any."""
 
     version: int
+    before: str
+
+
+class _Body(_Head, frozen=True, array_like=True):
+    """The content of a checkpoint.
+
+    `tokens` are packed ids, without the first `kept` ones, which the checkpoint before has; `spans` are those
+    of their images. `ids` are of requests behind that checkpoint.
+    """
+
     in_seq: int
     exists: bool
     closed: bool
-    conversation: bytes
+    conversation: PackedConversation
+    kept: int
     tokens: bytes
     ids: bytes
     cache: SessionCache | None
@@ -73,42 +80,66 @@ class _Body(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a session after the request at `in_seq`."""
+    """The state of a session after the request at `in_seq`.
+
+    To read it from the log, `num_parts` parts of conversations are read.
+    """
 
     in_seq: int
     history: TokenHistory
     answered: AnsweredIds
+    num_parts: int = 0
 
-    def pack(self) -> bytes:
-        """Encode the checkpoint; takes some milliseconds, so call it on a thread."""
-        history = self.history
+    def pack(self, before: StoredCheckpoint | None = None) -> tuple[bytes, int]:
+        """Encode the checkpoint as a change of a stored one; also return its `num_parts`.
+
+        Encodes it whole if much of what would be read is not in the session any more. That is so after a
+        close, whose removal takes the stored one out of the log. Takes some milliseconds, so call it on a
+        thread.
+        """
+        history, tokens = self.history, self.history.tokens
+        empty = replace(history, conversation=history.conversation.emptied(), tokens=as_tokens())
+        base = before.checkpoint.history if before else empty
+        conversation = history.conversation.pack(base.conversation)
+        if before and (history.closed or before.checkpoint.num_parts > 2 * conversation.num_shared):
+            return self.pack()
+        kept = base.tokens.num_common(tokens)
+        kept = min([kept, *(span.start for span in tokens.spans if span.start < kept < span.end)])
         body = _Body(
             _VERSION,
+            str(before.link) if before else "",
             self.in_seq,
             history.exists,
             history.closed,
-            history.conversation.pack(),
-            pack(history.tokens.ids()),
-            self.answered.pack(),
+            conversation,
+            kept,
+            pack(tokens.ids(kept)),
+            self.answered.behind(before.checkpoint.in_seq if before else 0, self.in_seq).pack(),
             in_words(history.policy) if history.exists else None,
             history.parent,
             history.tags,
             history.model,
-            history.tokens.spans,
+            tuple(span for span in tokens.spans if span.start >= kept),
         )
-        return zlib.compress(msgspec.msgpack.encode(body), _LEVEL)
+        num_parts = len(conversation.parts) + (before.checkpoint.num_parts if before else 0)
+        return msgspec.msgpack.encode(body), num_parts
 
     @classmethod
-    def unpack(cls, packed: bytes, tokenizer: Tokenizer) -> Checkpoint | None:
-        """Decode a checkpoint; None if the bytes do not have the format of this version."""
+    def unpack(cls, packed: Sequence[bytes], tokenizer: Tokenizer) -> Checkpoint | None:
+        """Decode a checkpoint, given all that it changes, in order, and itself.
+
+        Returns None if the bytes do not have the format of this version.
+        """
+        conversation, tokens, answered = Conversation(tokenizer), as_tokens(), AnsweredIds()
         try:
-            stream = zlib.decompressobj()
-            body = msgspec.msgpack.decode(stream.decompress(packed, _MAX_BYTES), type=_Body)
-            answered = AnsweredIds()
-            answered.load(body.ids)
+            bodies = [msgspec.msgpack.decode(one, type=_Body) for one in packed]
+            for body in bodies:
+                conversation = conversation.unpack(body.conversation)
+                tokens = tokens[: body.kept].extended(unpack(body.tokens).ids(), body.spans)
+            answered.load(b"".join(body.ids for body in bodies))
             history = TokenHistory(
-                Conversation.unpack(tokenizer, body.conversation),
-                as_tokens(unpack(body.tokens).ids(), body.spans),
+                conversation,
+                tokens,
                 exists=body.exists,
                 closed=body.closed,
                 policy=recorded(body.cache),
@@ -118,8 +149,16 @@ class Checkpoint:
             )
         except (msgspec.MsgspecError, zlib.error, ValueError):
             return None
-        is_sound = body.version == _VERSION and history.conversation.position == history.position
-        return cls(body.in_seq, history, answered) if is_sound else None
+        is_sound = conversation.position == history.position and {one.version for one in bodies} == {_VERSION}
+        num_parts = sum(len(one.conversation.parts) for one in bodies)
+        return cls(body.in_seq, history, answered, num_parts) if is_sound else None
+
+
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint in the log, and the link to it."""
+
+    link: Link
+    checkpoint: Checkpoint
 
 
 class FoundCheckpoint(NamedTuple):
@@ -134,12 +173,16 @@ class SessionAttachments:
 
     def __init__(self, key: SessionKey, services: Services) -> None:
         self.key = key
-        #: Link to the last stored checkpoint; every later result has it in a header.
-        self.link: Link | None = None
+        self._last: StoredCheckpoint | None = None
         self._services = services
         self._journal = services.journal
         self._storing: TaskHandle[None] | None = None
         self._ended = False
+
+    @property
+    def link(self) -> Link | None:
+        """The link to the last stored checkpoint; every later result has it in a header."""
+        return self._last.link if self._last else None
 
     def add(self, checkpoint: Checkpoint) -> None:
         """Start to store a checkpoint, unless one is being stored already; a failure is not retried."""
@@ -167,16 +210,18 @@ class SessionAttachments:
             await self._storing.wait()
 
     async def _store_checkpoint(self, checkpoint: Checkpoint) -> None:
-        link = await self._store(await in_thread(checkpoint.pack))
+        packed, num_parts = await in_thread(checkpoint.pack, self._last)
+        link = await self._store(packed)
         if link is not None:
-            self.link = link
+            self._last = StoredCheckpoint(link, replace(checkpoint, num_parts=num_parts))
 
     async def store_base(self, in_seq: int, history: TokenHistory) -> Link:
         """Store the history with which a fork starts; the request at `in_seq` opens the fork.
 
         Retries until the history is stored.
         """
-        return await self.store(await in_thread(Checkpoint(in_seq, history, AnsweredIds()).pack))
+        packed, _ = await in_thread(Checkpoint(in_seq, history, AnsweredIds()).pack)
+        return await self.store(packed)
 
     async def store(self, value: bytes) -> Link:
         """Store a value that is too long for a result; return its link. Retries until it is stored."""
@@ -197,7 +242,7 @@ class SessionAttachments:
 
     def base(self, packed: bytes) -> TokenHistory | None:
         """Decode the history that a fork starts with; None if the bytes are not a checkpoint."""
-        found = Checkpoint.unpack(packed, self._services.formats.tokenizer)
+        found = Checkpoint.unpack([packed], self._services.formats.tokenizer)
         return found.history if found else None
 
     async def find(self) -> FoundCheckpoint | None:
@@ -207,14 +252,24 @@ class SessionAttachments:
         if named is None or text is None:
             return None
         link = Link.parse(text)
-        packed = await self.read(link)
-        checkpoint = Checkpoint.unpack(packed, self._services.formats.tokenizer) if packed else None
+        checkpoint = await self._read_checkpoint(link)
         found = await self._confirmed(checkpoint, named) if checkpoint else None
-        if found is None:
+        if found is None or link is None:
             log.warning("reading a session's whole log: its checkpoint is not one of this log")
             return None
-        self.link = link
+        self._last = StoredCheckpoint(link, found.checkpoint)
         return found
+
+    async def _read_checkpoint(self, link: Link | None) -> Checkpoint | None:
+        """Read a checkpoint, and those that it changes; None if one of them is gone, changed or unknown."""
+        values: list[bytes] = []
+        while link is not None:
+            values.append(await self.read(link) or b"")
+            try:
+                link = Link.parse(msgspec.msgpack.decode(values[-1], type=_Head).before)
+            except msgspec.MsgspecError:
+                return None
+        return Checkpoint.unpack(values[::-1], self._services.formats.tokenizer) if values else None
 
     async def _store(self, value: bytes) -> Link | None:
         """Store a value as messages, each linked to the previous one; return the last message's link.

@@ -503,8 +503,10 @@ def _is_foreign(history: TokenHistory, model: Model | None) -> bool:
     last = history.model
     if last is None or model is None or not history.position:
         return False
-    has_images = bool(history.tokens.spans or history.conversation.digests)
-    return last.tokenizer != model.tokenizer or (has_images and last.vision != model.vision)
+    if last.tokenizer != model.tokenizer:
+        return True
+    # The digests last, since all messages are looked through for them.
+    return last.vision != model.vision and bool(history.tokens.spans or history.conversation.digests)
 
 
 def _begun(history: TokenHistory, result: Appended | Generated) -> TokenHistory:

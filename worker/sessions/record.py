@@ -56,8 +56,6 @@ _TOKEN_BYTES: Final = 16
 _SEGMENT_BYTES: Final = 1_000
 #: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 512
-#: In a longer session, the part of its results after which the next checkpoint is due.
-_CHECKPOINT_SHARE: Final = 8
 #: Codes of failures that may follow a prefill. A request that ended with `internal` may crash a worker again.
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
@@ -156,9 +154,8 @@ class Record:
         request is pending.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
-        # A checkpoint holds the whole session: its part of the log shall not grow with the square of that.
-        num_due = max(_CHECKPOINT_EVERY, len(self.answered_ids) // _CHECKPOINT_SHARE)
-        if self._num_since_checkpoint < num_due or self.diverged or waits or in_seq > self.in_seq:
+        is_due = self._num_since_checkpoint >= _CHECKPOINT_EVERY
+        if not is_due or self.diverged or waits or in_seq > self.in_seq:
             return None
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())

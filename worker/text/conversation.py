@@ -7,64 +7,33 @@ needs no rendering and no tokenising (`templates` does both, for new turns).
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeAlias
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, Self
 
-import msgspec
 from msgspec import Struct, structs
 
 from cache.names.tokens import pack
 from worker.models.answer_markup import short_id
 from worker.models.image_parts import images_in, with_marks, with_parts
 
+from .segments import Message, MessageRecord, Segment, SegmentList
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
 
     from worker.models.tokenizer import Tokenizer
 
-Message: TypeAlias = dict[str, Any]
-
 #: The date for templates that print one, if the session's start is unknown.
 _SOME_DAY: Final = datetime(2025, 1, 1, tzinfo=UTC)
 
 
-class MessageRecord(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
-    """One message of a conversation, as in a request or a result.
-
-    If `trusted`, text that spells a special token becomes that token. An answer has its packed token ids in
-    `ids`; its `message`, used with another tokenizer only, is empty if unknown (for a part of an answer).
-    `thoughts`: an answer's reasoning is `kept`, will be dropped at the next user message (`leaving`), or was
-    dropped (`gone`). `call_index`: which call of the answer before it a result answers; None for others.
-    """
-
-    message: Message
-    trusted: bool = False
-    ids: bytes = b""
-    thoughts: Literal["kept", "leaving", "gone"] = "kept"
-    call_index: int | None = None
-
-
 #: Stands for the answer that will follow an assistant header.
 EMPTY: Final = MessageRecord({"role": "assistant", "content": ""}, trusted=True)
-
-
-class Segment(Struct, frozen=True, array_like=True, dict=True):
-    """The tokens `[start, end)` of a session, and where they come from.
-
-    A prompt has its messages and may end with an assistant header. An end-of-turn token closes an answer. Raw
-    content has its text, unless it was given as tokens; messages after raw content start a new conversation.
-    """
-
-    kind: Literal["prompt", "answer", "raw"]
-    start: int
-    end: int
-    said: tuple[MessageRecord, ...] = ()
-    opens_answer: bool = False
-    closed: bool = False
-    text: str | None = None
 
 
 class Extras(Struct, frozen=True, array_like=True, dict=True):
@@ -74,11 +43,12 @@ class Extras(Struct, frozen=True, array_like=True, dict=True):
     variables: Message = {}
 
 
-class _Packed(Struct, frozen=True, array_like=True):
-    """A conversation as a checkpoint stores it."""
+class PackedConversation(Struct, frozen=True, array_like=True):
+    """A conversation as a checkpoint stores it: its segments without `num_shared` parts of an earlier one."""
 
     started: datetime
-    segments: tuple[Segment, ...]
+    num_shared: int
+    parts: tuple[bytes, ...]
     first: int
     extras: Extras
 
@@ -93,7 +63,7 @@ class Segments:
 
     tokenizer: Tokenizer
     started: datetime = _SOME_DAY
-    _segments: tuple[Segment, ...] = ()
+    _segments: SegmentList = field(default_factory=SegmentList)
     _first: int = 0  # the first segment of the conversation that messages continue
     _extras: Extras = field(default_factory=Extras)
 
@@ -150,8 +120,8 @@ class Segments:
     def _unanswered(self) -> dict[str, deque[int]]:
         """Return the indices, by id, of the calls for which the session's end still lacks results."""
         answered = set[int]()
-        for segment in reversed(self._segments[self._first :]):
-            for one in reversed(segment.said):
+        for at in range(len(self._segments) - 1, self._first - 1, -1):
+            for one in reversed(self._segments[at].said):
                 if one.call_index is None:
                     return _calls_of(one.message, answered)
                 answered.add(one.call_index)
@@ -199,15 +169,15 @@ class Segments:
             num_kept -= 1
         kept, gone = self._segments[:num_kept], self._segments[num_kept:]  # no copy if all are kept
         if gone:
-            last = kept[-1:] if num_kept > self._first and kept[-1].opens_answer else ()
+            last = kept[-1:] if num_kept > self._first and kept[-1].opens_answer else SegmentList()
             earlier = said_in([*last, *gone], drops=has_question(said))
             if last:  # the answer becomes a message of the new segment
-                kept = (*kept[:-1], structs.replace(kept[-1], opens_answer=False))
+                kept = kept[:-1].extended(structs.replace(kept[-1], opens_answer=False))
                 earlier = earlier[len(last[0].said) :]
             said = [*earlier, *said]
         start, told = kept[-1].end if kept else 0, tuple(in_order(said))
         added = Segment("prompt", start, end, told, opens_answer=opens_answer)
-        return replace(self, _segments=(*kept, added))
+        return replace(self, _segments=kept.extended(added))
 
     def opens_answer(self, *, raw: bool = False) -> bool:
         """Return whether a generate must add an assistant header.
@@ -242,11 +212,11 @@ class Segments:
             return self.with_raw(len(history), end, message.get("content"))
         if last.kind == "prompt":
             answer = self._answer(len(history), tokens, message, keeps=keeps_reasoning)
-            return replace(self, _segments=(*self._segments, answer))
+            return replace(self, _segments=self._segments.extended(answer))
         whole = [*history[last.start :], *tokens]
         both = _joined(last.said[0].message, message)
         answer = self._answer(last.start, whole, both, keeps=keeps_reasoning)
-        return replace(self, _segments=(*self._segments[:-1], answer))
+        return replace(self, _segments=self._segments[:-1].extended(answer))
 
     def with_raw(self, keep: int, end: int, text: str | None) -> Self:
         """Add raw content, with its text if known; later messages start a new conversation.
@@ -255,12 +225,12 @@ class Segments:
         """
         if keep == end:
             return self
-        kept = [segment for segment in self._segments if segment.end <= keep]
+        kept = self._until(keep)
         texts = [one.text if one.kind == "raw" else None for one in self._segments[len(kept) :]]
         known = [one for one in (*texts, text) if one is not None]
         whole = "".join(known) if len(known) == len(texts) + 1 else None
         start = kept[-1].end if kept else 0
-        segments = (*kept, Segment("raw", start, end, text=whole))
+        segments = kept.extended(Segment("raw", start, end, text=whole))
         return replace(self, _segments=segments, _first=len(segments))
 
     def tokenised_anew(self, num_raw: int, grids: Mapping[str, Sequence[int]]) -> Self:
@@ -274,11 +244,13 @@ class Segments:
             for one in said_in(self._segments[self._first :])
         ]
         raw = [one.text or "" for one in self._segments[: self._first]]
-        segments = [Segment("raw", 0, num_raw, text="".join(raw))] if num_raw else []
+        segments = SegmentList()
+        if num_raw:
+            segments = segments.extended(Segment("raw", 0, num_raw, text="".join(raw)))
         first = len(segments)
         if said:  # without tokens yet: `given` moves the messages into the new prompt
-            segments.append(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
-        return replace(self, _segments=tuple(segments), _first=first)
+            segments = segments.extended(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
+        return replace(self, _segments=segments, _first=first)
 
     def parts(self) -> Iterator[str | list[MessageRecord] | None]:
         """Yield the content without tokens: raw texts and lists of messages; None for tokens alone."""
@@ -300,29 +272,33 @@ class Segments:
         """
         if not position:
             return self.emptied()
-        segments = [segment for segment in self._segments if segment.end <= position]
+        segments = self._until(position)
         if len(segments) < len(self._segments):
             cut = self._segments[len(segments)]
             if cut.start < position and cut.kind == "answer":
                 kept, keeps = history[cut.start : position], cut.said[0].thoughts == "kept"
-                segments.append(self._answer(cut.start, kept, {}, keeps=keeps))
+                segments = segments.extended(self._answer(cut.start, kept, {}, keeps=keeps))
             elif cut.start < position:
-                segments.append(Segment("raw", cut.start, position))
-        return replace(self, _segments=tuple(segments), _first=_first(segments))
+                segments = segments.extended(Segment("raw", cut.start, position))
+        return replace(self, _segments=segments, _first=_first(segments))
 
     def emptied(self) -> Self:
         """Return an empty conversation with the same tools and variables."""
         return type(self)(self.tokenizer, self.started, _extras=self._extras)
 
-    def pack(self) -> bytes:
-        """Encode the conversation for a checkpoint; `unpack` decodes it."""
-        packed = _Packed(self.started, self._segments, self._first, self._extras)
-        return msgspec.msgpack.encode(packed)
+    def pack(self, before: Segments) -> PackedConversation:
+        """Encode the conversation for a checkpoint; `before` is that of the one before it."""
+        num, parts = self._segments.pack(before._segments)  # of this class
+        return PackedConversation(self.started, num, parts, self._first, self._extras)
 
-    @classmethod
-    def unpack(cls, tokenizer: Tokenizer, packed: bytes) -> Self:
-        """Decode a conversation that `pack` encoded. Raises `MsgspecError`."""
-        return cls(tokenizer, *structs.astuple(msgspec.msgpack.decode(packed, type=_Packed)))
+    def unpack(self, packed: PackedConversation) -> Self:
+        """Decode what `pack` returned, given the conversation before. Raises as `SegmentList.unpack`."""
+        segments = self._segments.unpack(packed.num_shared, packed.parts)
+        return type(self)(self.tokenizer, packed.started, segments, packed.first, packed.extras)
+
+    def _until(self, end: int) -> SegmentList:
+        """Return the segments that end at the position `end` or before it."""
+        return self._segments[: bisect_right(self._segments, end, key=attrgetter("end"))]
 
     def _answer(self, start: int, tokens: Sequence[int], message: Message, *, keeps: bool) -> Segment:
         said = MessageRecord(message, ids=pack(tokens), thoughts="kept" if keeps else "leaving")

@@ -25,7 +25,8 @@ from worker.models.image_parts import images_in, with_marks, without_unseen
 from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.models.vision.image_file import ImageError
 
-from .conversation import Message, MessageRecord, Segment, Segments, has_question, in_order, said_in
+from .conversation import Segments, has_question, in_order, said_in
+from .segments import Message, MessageRecord, Segment
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
