@@ -353,7 +353,9 @@ async def test_snapshots_forgotten_during_a_load_are_removed_when_the_load_ends(
     assert files(tmp_path) == store.stats().stored == 0
 
 
-async def test_a_forgotten_block_stays_if_a_new_snapshot_continues_it(open_store) -> None:
+async def test_a_forgotten_block_stays_if_a_snapshot_saved_while_a_turn_holds_it_continues_it(
+    open_store,
+) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS[:4])
     await store.queue.drained(5)

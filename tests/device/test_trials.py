@@ -173,7 +173,7 @@ batch_for(loaded.model, trials=Trials(path, trial_key(loaded, layers.describe(ow
 @pytest.mark.model
 @pytest.mark.packaging  # 30 s, for what changes with the packages alone
 @pytest.mark.skipif(mx.default_device() != mx.Device(mx.cpu), reason="shipped for a CPU only")
-def test_the_shipped_trial_results_match_the_packaged_models_trials(
+def test_the_shipped_results_of_batching_trials_equal_those_of_new_ones_on_the_packaged_model(
     packaged_folder: Path, path: Path
 ) -> None:
     """If it fails after an update of MLX or mlx-lm, or for another packaged model, change `SHIPPED`.

@@ -664,7 +664,7 @@ def told(active: str | None, progress: Progress | None, *, running: int = 1, wai
         (told(None, None, running=0), {"is_heard": True, "others": 0}),
     ],
 )
-async def test_a_stream_without_tokens_says_what_the_answer_waits_for(
+async def test_a_console_stream_without_tokens_says_what_the_answer_waits_for(
     heard: SessionInfo | None, shown: dict[str, Any]
 ) -> None:
     asked = decode_request(encode({"type": "generate", "id": "q", "text": "x"}))

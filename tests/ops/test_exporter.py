@@ -98,7 +98,7 @@ def test_every_field_of_the_metrics_message_is_exported() -> None:
 
 
 @pytest.mark.parametrize("field", Totals.__struct_fields__)
-def test_what_a_worker_counts_in_place_is_in_its_message_and_exported_by_itself(field: str) -> None:
+def test_each_field_of_totals_is_in_the_message_and_in_prometheus_without_further_code(field: str) -> None:
     telemetry = Telemetry()
     setattr(telemetry.totals, field, 7)
     [(name, figure)] = [(name, figure) for name, path, figure in FIGURES if path == field]

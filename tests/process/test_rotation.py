@@ -54,7 +54,9 @@ async def test_tenants_take_turns_for_places_and_a_tenants_tasks_keep_their_orde
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_cancelled_task_leaves_its_place_to_the_next_one(is_late: bool) -> None:
+async def test_a_waiting_task_that_is_cancelled_gives_its_place_to_the_next_tenants_task(
+    is_late: bool,
+) -> None:
     """Also if it has just got the place, and has not run since."""
     crowd = Crowd(1)
     await crowd.come("a1", "b1", "c1")

@@ -105,7 +105,7 @@ def told(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
-async def test_each_turns_prompt_is_the_templates_text_and_keeps_all_unchanged_tokens(
+async def test_each_prompt_is_the_whole_conversation_as_rendered_and_keeps_the_tokens_before_a_change(
     kind: str, tokenizer: Tokenizer, *, keep: bool
 ) -> None:
     thought = "" if kind == "gemma3" else "<think>\nHm.\n</think>\n\n"

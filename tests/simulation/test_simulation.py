@@ -255,7 +255,7 @@ def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_tha
     "seed",
     ["8100450", "8100518", "700054", "701771", "9001005", "10001516", "30000467", "4101331", "941006054"],
 )
-def test_a_simulated_history_that_has_failed_before_passes(seed: str) -> None:
+def test_each_simulated_history_that_once_failed_passes(seed: str) -> None:
     status, said = simulate(seed, "--histories", "1")
     assert status == 0, said
 
