@@ -7,7 +7,7 @@ running.
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from math import inf, isinf
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -17,11 +17,13 @@ from msgspec import Struct
 from .errors import (
     ClientClosedError,
     InvalidMessageError,
+    NoWorkerError,
     ResultRemovedError,
     ResultTimeoutError,
 )
 from .images import files_of
 from .messages import ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
+from .stream import LogStream
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
@@ -61,11 +63,16 @@ class _ResultFeed:
         self._num_begun = self._last_complete = 0
 
     def arrived(self, body: bytes) -> None:
+        seq = self._resolve(body)
+        if self.publishing and seq > 0:
+            self.early[seq] = body
+
+    def _resolve(self, body: bytes) -> int:
+        """Give a result to the calls that wait for it; return the sequence of its request."""
         seq = _result_seq(body)
         for call in self.waiting.get(seq, ()):
             call.resolve(body)
-        if self.publishing and seq > 0:
-            self.early[seq] = body
+        return seq
 
     async def read_log(self) -> None:
         """Search the log for the results of all waiting calls.
@@ -81,8 +88,7 @@ class _ResultFeed:
             subjects = self._wire.subjects
             results = subjects.of(self._key, "out")
             for stored in await self._wire.read(subjects.log_stream, results, min(self.waiting) + 1):
-                for call in self.waiting.get(_result_seq(stored.body), ()):
-                    call.resolve(stored.body)
+                self._resolve(stored.body)
             for seq in self._unanswered():
                 if seq not in self._denied and not await self._lacks(seq):
                     break  # requests are removed from the log in order
@@ -90,7 +96,7 @@ class _ResultFeed:
             self._last_complete = number
 
     async def is_removed(self, seq: int) -> bool:
-        """Whether the request at `seq` was removed from the log. Call it after `read_log`.
+        """Whether the request at `seq` was removed from the log without a result. Call it after `read_log`.
 
         Asks the server twice: under load, a server was once observed to miss a request that it had stored.
         """
@@ -99,7 +105,14 @@ class _ResultFeed:
         await asyncio.sleep(DOUBT_S)
         if not await self._lacks(seq):
             self._denied.discard(seq)
-        return seq in self._denied
+            return False
+        # Answered requests leave the queue too, and it may have been answered since `read_log`.
+        with suppress(NoWorkerError):
+            stream = LogStream(self._wire, self._wire.subjects)
+            async for _, stored in stream.every(self._key, "out", seq + 1):
+                self._resolve(stored.body)
+            return not any(call.is_resolved() for call in self.waiting.get(seq, ()))
+        return False
 
     def _unanswered(self) -> list[int]:
         return sorted(

@@ -33,6 +33,9 @@ MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
 BUILD_HEADER: Final = "Turnkeep-Build"
 
+#: Header of a note that a session is about to be closed: the sequence of the close.
+CLOSE_HEADER: Final = "Turnkeep-Close"
+
 #: JetStream's header, used as the fence: store a message only if its subject's last one has this sequence.
 EXPECT_HEADER: Final = "Nats-Expected-Last-Subject-Sequence"
 

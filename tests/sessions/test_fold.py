@@ -138,7 +138,7 @@ class Log:
         found = self.entries[seq - 1]
         return found if found.kind == "in" else None
 
-    async def append(self, _: SessionKey, kind: str, body: bytes) -> None:
+    async def append(self, _: SessionKey, kind: str, body: bytes, *__: Any) -> None:
         if kind == "attempt":
             self.notes.append(body)
 

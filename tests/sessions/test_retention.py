@@ -255,8 +255,8 @@ async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_
     """An earlier note, of a close that is not due yet, is before it in the log."""
     note_close = Retention.note_close
 
-    async def slowly(keeper: Retention, key: SessionKey, *, forget: bool) -> int | None:
-        number = await note_close(keeper, key, forget=forget)
+    async def slowly(keeper: Retention, key: SessionKey, seq: int, *, forget: bool) -> int | None:
+        number = await note_close(keeper, key, seq, forget=forget)
         await asyncio.sleep(1)
         return number
 
@@ -455,6 +455,33 @@ async def test_requests_sent_after_a_close_but_before_its_result_stay_in_the_log
     await w.worker.stop()
     w = await quiet_wire(closed_ttl_s=1.0)
     assert (await w.send("s", append("d")))["position"] == 11
+
+
+@pytest.mark.parametrize("closed_ttl_s", [None, 0.0])
+async def test_of_a_close_that_is_noted_again_after_a_crash_the_first_note_counts(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, closed_ttl_s: float | None
+) -> None:
+    """Images that were stored behind it are of the next session, and no note is left over."""
+    note_close = Retention.note_close
+
+    async def noted_twice(keeper: Retention, key: SessionKey, seq: int, *, forget: bool) -> int | None:
+        await note_close(keeper, key, seq, forget=forget)
+        await w.js.publish(w.subject("s", "image.later"), b"later")
+        await w.publish("s", {"type": "open", "id": "o"})
+        return await note_close(keeper, key, seq, forget=forget)
+
+    monkeypatch.setattr(Retention, "note_close", noted_twice)
+    w = await quiet_wire(closed_ttl_s=closed_ttl_s)
+    await w.js.publish(w.subject("s", "image.earlier"), b"earlier")
+    await w.send("s", append("a"))
+    assert (await w.send("s", FORGET))["type"] == "closed"
+    subjects: set[str] = set()
+    async with asyncio.timeout(20):
+        while w.subject("s", "image.earlier") in subjects or not subjects:
+            await asyncio.sleep(1)
+            subjects = set((await w.js.stream_info("turnkeep_log", subjects_filter=">")).state.subjects or {})
+    assert w.subject("s", "image.later") in subjects
+    assert (w.subject("s", "closed") in subjects) == (closed_ttl_s is None)
 
 
 async def test_a_session_continues_after_the_removal_of_a_close_result_between_two_other_results(

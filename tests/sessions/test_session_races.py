@@ -62,7 +62,7 @@ def appended_to(world: World, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     stored: list[bytes] = []
     append = world.log.append
 
-    async def note(key: Any, kind: str, body: bytes) -> None:
+    async def note(key: Any, kind: str, body: bytes, *_: Any) -> None:
         stored.append(body)
         await append(key, kind, body)
 

@@ -17,7 +17,7 @@ from cache.names.policy import FULL
 from turnkeep_client.checkpoints import CheckpointMessage, Link
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.images import digest_of
-from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, PARTS_HEADER, derived_seed, words
+from turnkeep_client.log import BUILD_HEADER, CLOSE_HEADER, HISTORY_HEADER, PARTS_HEADER, derived_seed, words
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -568,9 +568,11 @@ def _check_forgotten(log: Logged, streams: dict[str, Stream]) -> Iterator[str]:
         if message.seq < ends.get(kind, 0) and message.seq not in later:
             yield f"the {kind} at {message.seq} is still there after the forget at {last}"
     noted = [
-        one.seq for one in streams[SUBJECTS.log_stream].all if one.subject == SUBJECTS.of(log.key, "closed")
+        one.seq
+        for one in streams[SUBJECTS.log_stream].all
+        if one.subject == SUBJECTS.of(log.key, "closed") and one.headers.get(CLOSE_HEADER) == str(last)
     ]
-    note = max((seq for seq in noted if seq < closed), default=0)
+    note = min(noted, default=0)  # the images behind the first one are of the next session
     for message in streams[SUBJECTS.log_stream].matching(SUBJECTS.image(log.key, "*")):
         if message.seq < note:
             yield f"the image at {message.seq} is still there after the forget at {last}"

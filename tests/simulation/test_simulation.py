@@ -21,9 +21,10 @@ from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
 from turnkeep_client.client import connect
-from turnkeep_client.errors import NoAnswerError
-from turnkeep_client.messages import Generated, decode_chunk, decode_result
+from turnkeep_client.errors import NoAnswerError, RequestFailedError
+from turnkeep_client.messages import Generate, Generated, decode_chunk, decode_result, encode, failure
 from turnkeep_client.subjects import SessionKey
+from turnkeep_client.wire import NatsWire
 from worker.sessions.record import Record
 from worker.sessions.session_log import FencedLog
 from worker.wire import retention
@@ -170,6 +171,33 @@ def test_a_worker_on_a_lagging_replica_does_not_rerun_a_request_that_a_dead_work
             plan.settings |= {"ack_wait_s": 0.5}
             run(loop, main(History(loop, server, plan, note)))
     assert num_runs == 20
+
+
+def test_a_request_that_leaves_the_queue_once_it_is_answered_does_not_count_as_removed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that comes back for its answer has looked for the result before, and then for the request."""
+
+    async def main(server: Server) -> None:
+        nc = server.connection()
+        await nc.connect([])
+        await nc.jetstream().add_stream(name="turnkeep_log", subjects=["turnkeep.*.*.*"])
+        client, request = await connect("nats://world:4222", tenant="t"), Generate(id="g", text="x")
+        server.handle("turnkeep.t.s.in", "", encode(request), None)
+        log, lacks = server.jetstream.streams["turnkeep_log"], NatsWire.lacks
+
+        async def answered(*args: Any, **more: Any) -> bool:
+            if (asked := log.get(1)) is not None:
+                log.store("turnkeep.t.s.out", encode(failure("g", "expired", "late", seq=1)), {})
+                log.remove(asked)
+            return await lacks(*args, **more)
+
+        monkeypatch.setattr(NatsWire, "lacks", answered)
+        with pytest.raises(RequestFailedError, match="late"):
+            await client.session("s").follow(request, 1)
+
+    with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, _):
+        run(loop, main(server))
 
 
 def test_a_log_is_not_read_from_a_lagging_replica_while_its_leader_is_silent() -> None:

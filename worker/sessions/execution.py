@@ -129,7 +129,7 @@ class Execution:
     ) -> Outcome:
         """Close a session; with `forget` also erase the KV of all tokens that it `had`; see `erase_all`."""
         services, key, history = self._services, self._key, self._history
-        removed = await services.retention.note_close(key, forget=request.forget)
+        removed = await services.retention.note_close(key, self._pending.seq, forget=request.forget)
         closed = Closed(
             id=request.id, seq=self._pending.seq, position=history.position, removed_entries=removed
         )

@@ -100,9 +100,9 @@ class Journal:
         return server_id(self._nc)
 
     async def page(
-        self, key: SessionKey, kind: Literal["in", "out"], after: int
+        self, key: SessionKey, kind: Literal["in", "out", "closed"], after: int
     ) -> tuple[list[StoredMessage], int]:
-        """Read a session's next requests, or results, after the stream sequence `after`, in order.
+        """Read a session's next requests, results, or notes of closes, after the sequence `after`, in order.
 
         Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
         """
@@ -206,9 +206,15 @@ class Journal:
                 return ack.seq
             pause_s = min(pause_s * 2, MAX_BACKOFF_S)
 
-    async def append(self, key: SessionKey, kind: Literal["attempt", "dead", "closed"], body: bytes) -> None:
+    async def append(
+        self,
+        key: SessionKey,
+        kind: Literal["attempt", "dead", "closed"],
+        body: bytes,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         """Store another entry for a session: a note of attempts, a dead letter, or a note of a close."""
-        await self._append(self._subjects.of(key, kind), body)
+        await self._append(self._subjects.of(key, kind), body, headers)
 
     async def note_erasure(self, tenant: str, body: bytes) -> None:
         """Store in the log a note of erased tokens, for workers that do not run now."""

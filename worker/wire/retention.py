@@ -12,8 +12,8 @@ This may take minutes, and be interrupted. So whoever reads a session's log igno
 a close that forgets it.
 
 Before the result of a close is stored, a note is stored on the session's subject `closed`. So the note exists
-even if the worker crashes in between; it takes effect once the result exists. Entries of an open session
-always stay.
+even if the worker crashes in between; it takes effect once the result exists. After a crash the close is
+noted again: its first note counts. Entries of an open session always stay.
 
 Between a close and its result, the log may contain requests for the next session of the same name, and
 results of requests before the close.
@@ -38,7 +38,7 @@ from nats.js.errors import APIError
 
 from turnkeep_client.checkpoints import Link, backwards
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.log import PARTS_HEADER
+from turnkeep_client.log import CLOSE_HEADER, PARTS_HEADER
 from turnkeep_client.messages import (
     Close,
     Closed,
@@ -130,13 +130,13 @@ class Retention:
         """Return a session's lock, held while its log is read page by page, closed, or removed."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
 
-    async def note_close(self, key: SessionKey, *, forget: bool) -> int | None:
-        """Store a note that a session is about to be closed.
+    async def note_close(self, key: SessionKey, seq: int, *, forget: bool) -> int | None:
+        """Store a note that a session is about to be closed by the request at `seq`.
 
         With `forget`, returns how many entries will be removed.
         """
         num_entries = await self._journal.count(key) if forget else None
-        await self._journal.append(key, "closed", _FORGET if forget else b"")
+        await self._journal.append(key, "closed", _FORGET if forget else b"", {CLOSE_HEADER: str(seq)})
         return num_entries and num_entries - 1  # not the close itself
 
     def wake(self) -> None:
@@ -266,13 +266,17 @@ class Retention:
             return
         # If the close's result follows another one, it would seem lost: it stays until the next close.
         gone = (close_seq, closed_seq) if results and results[0].seq == closed_seq else ()
-        for seq in (*gone, note.seq):  # in this order: a request must not lack its result
+        for seq in (
+            *gone,
+            *await self._notes(key, note),
+        ):  # in this order: a request must not lack its result
             await self._journal.delete(seq)
 
     async def _remove_before(self, key: SessionKey, note: StoredMessage, closed: _Closing) -> None:
         """Remove all entries up to a close, and later ones that belong to requests before it.
 
-        Of the images those stored before the note: later ones are of the next session of this name.
+        Of the images those stored before the first note of the close: later ones are of the next session of
+        this name.
 
         Requests first: a request must not lack its result. Overwrites them if the close forgets the session.
         """
@@ -280,7 +284,8 @@ class Retention:
         await self._journal.remove(key, close_seq, "in", overwrites=overwrites)
         await self._journal.remove(key, close_seq, overwrites=overwrites)
         await self._journal.remove(key, closed_seq, "dead", overwrites=overwrites)
-        await self._journal.remove(key, note.seq, "image.*", overwrites=overwrites)
+        first_note, *_ = await self._notes(key, note)
+        await self._journal.remove(key, first_note, "image.*", overwrites=overwrites)
         after, more, kept = close_seq, 1, set[int]()
         while more and after < closed_seq:
             results, more = await self._journal.page(key, "out", after)
@@ -291,6 +296,13 @@ class Retention:
                 elif after < closed_seq:
                     kept |= await self._linked(entry)
         await self._journal.remove(key, closed_seq, "checkpoint", overwrites=overwrites, kept=kept)
+
+    async def _notes(self, key: SessionKey, note: StoredMessage) -> list[int]:
+        """Return the sequences of all notes of a note's close, in order."""
+        close_seq = note.headers.get(CLOSE_HEADER)
+        notes, _ = await self._journal.page(key, "closed", 0)
+        others = (one.seq for one in notes if close_seq and one.headers.get(CLOSE_HEADER) == close_seq)
+        return sorted({note.seq, *others})
 
     async def _linked(self, entry: StoredMessage) -> set[int]:
         """Return the sequences of the messages that have a result's request or tokens, if these are long.

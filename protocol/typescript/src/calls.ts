@@ -60,15 +60,26 @@ class ResultFeed {
   }
 
   /**
-   * Whether the request at `seq` was removed from the log. Called after the log was read.
+   * Whether the request at `seq` was removed from the log without a result. Called after the log was read.
    *
    * Asks the server twice: under load, a server once said that it lacked a request that it had.
    */
   async isRemoved(seq: number): Promise<boolean> {
     if (!this.#denied.has(seq)) return false;
     await delay(DOUBT_MS);
-    if (!(await this.#lacks(seq))) this.#denied.delete(seq);
-    return this.#denied.has(seq);
+    if (!(await this.#lacks(seq))) {
+      this.#denied.delete(seq);
+      return false;
+    }
+    // Answered requests leave the queue too, and it may have been answered since the log was read.
+    const { subjects } = this.#wire;
+    try {
+      const results = await this.#wire.readAll(subjects.logStream, subjects.of(this.#key, "out"), seq + 1);
+      for (const { body } of results) this.#arrived(body);
+    } catch {
+      return false;
+    }
+    return this.#unanswered().includes(seq);
   }
 
   #arrived(body: Uint8Array): void {
