@@ -21,10 +21,14 @@ from tiny_models import BLOCK, answer
 from tiny_seeing import FAMILIES, picture
 from transformers import PreTrainedTokenizerFast
 
+from cache.kv import layers
 from cache.names.policy import CHUNK, Policy
 from cache.names.tokens import Tokens, as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch import batch_kinds, plane
+from worker.batch.forward import Forward
+from worker.batch.image_rows import ImageRows
+from worker.batch.rows import Embedding, PrefillPiece
 from worker.device import vision
 from worker.device.request import TurnRequest
 from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
@@ -228,7 +232,7 @@ async def test_a_prompt_may_be_cut_at_every_token(seeing, open_process, kind) ->
     assert read.num == 0, "restored blocks need no image"
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize("kind", [kind for kind in FAMILIES if kind not in JOINT])
 async def test_an_image_whose_kv_is_half_stored_goes_on_after_a_restart(seeing, open_process, kind) -> None:
     seen, image = seeing(kind), picture(3, 60, 50)
     tokens, read = seen.prompt("At the beginning @ then what?", image), Reader(seen, image)
@@ -236,9 +240,7 @@ async def test_an_image_whose_kv_is_half_stored_goes_on_after_a_restart(seeing, 
     middle = -(-(span.start + 1) // BLOCK) * BLOCK
     assert span.start < middle < span.end
     async with open_process(seen) as process:
-        # A later session shares the full blocks.
-        begun = seen.prompt("At the beginning @!!!", image) if kind in JOINT else tokens[: middle + 1]
-        await run(process, begun, 0, read, name="earlier")
+        await run(process, tokens[: middle + 1], 0, read)
         await process.store.queue.drained(10)
     async with open_process(seen) as process:
         outcome, found = await run(process, tokens, 4, read)
@@ -256,6 +258,26 @@ async def test_a_session_that_ends_within_an_image_that_no_pass_cuts_is_refused(
             with pytest.raises(DeviceFaultError, match="the session ends within an image; add text"):
                 await run(process, tokens[:end], 0, read)
             assert (await run(process, tokens, 4, read))[1] == seen.answer(tokens, (image,), 4)[0]
+
+
+@pytest.mark.parametrize("kind", JOINT)
+def test_a_pass_goes_on_within_an_image_whose_first_tokens_have_kv(seeing, kind) -> None:
+    seen, image = seeing(kind), picture(1)
+    tokens, model = seen.prompt("A text before @ and one behind it", image), seen.loaded.model
+    (span,), vision_model = tokens.spans, seen.loaded.vision_model
+    (view,) = vision_model.processor.views(image)
+    rows = vision_model.tower.stages(view)[-1]
+    expected = seen.answer(tokens, (image,), 1)[1][0]
+    for middle in range(span.start, span.end, 5):
+        forward, caches = Forward(model), layers.make(model, rings=True, block_tokens=BLOCK, grid=0)
+        for start, end in ((0, span.end), (middle, len(tokens))):
+            layers.trim(caches, start)
+            at = [i for i in range(end - start) if span.start <= start + i < span.end]
+            some = ImageRows(at, rows[span.end - span.start - len(at) :])
+            ids = tokens.ids(start, end).tolist()
+            piece = PrefillPiece(caches, start, ids, None, Embedding(), some, joint=tokens.spans)
+            logits = np.array(forward([], (), [piece])[0])
+        assert np.allclose(logits, expected, atol=1e-4 * np.abs(expected).max()), middle
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -282,7 +304,7 @@ async def test_other_pictures_in_the_same_tokens_get_their_own_answers(seeing, o
                 assert (await run(process, tokens, 6, read, name=f"again {i}"))[1] == wanted, folder
 
 
-@pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl"])
+@pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl", *JOINT])
 async def test_a_model_whose_rows_share_no_pass_sees_the_same(
     seeing, open_process, monkeypatch, kind
 ) -> None:
@@ -310,8 +332,9 @@ async def test_a_session_with_a_window_has_images_like_text(seeing, open_process
     assert found[False] == seen.answer(tokens, (image,), 6)[0] != found[True]
 
 
-async def test_a_model_whose_images_lie_in_a_plane_has_no_windows(seeing, open_process) -> None:
-    async with open_process(seeing("qwen2_vl")) as process:
+@pytest.mark.parametrize("kind", ["qwen2_vl", *JOINT])
+async def test_a_model_whose_images_are_no_lines_of_tokens_has_no_windows(seeing, open_process, kind) -> None:
+    async with open_process(seeing(kind)) as process:
         assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
 
 

@@ -88,7 +88,7 @@ class OwnPart:
             return None
         if self._num_tokens == 1 and not hasattr(cache, "make_mask"):
             return None
-        if not self.joint:
+        if not self.joint or self._num_tokens == 1:
             return cache.make_mask(self._num_tokens, **options)
         mask = cache.make_mask(self._num_tokens, **{**options, "return_array": True})
         numbers, num = np.array(self.numbers), self._num_tokens
