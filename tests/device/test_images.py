@@ -22,7 +22,7 @@ from tiny_seeing import FAMILIES, picture
 from transformers import PreTrainedTokenizerFast
 
 from cache.kv import layers
-from cache.names.policy import CHUNK, Policy
+from cache.names.policy import CHUNK, SLACK, Policy
 from cache.names.tokens import Tokens, as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch import batch_kinds, plane
@@ -202,7 +202,7 @@ async def test_images_and_texts_answer_together_as_alone(seeing, open_process, k
         "short": (seen.prompt("a"), ()),
     }
     read = Reader(seen, one, two)
-    async with open_process(seen) as process:
+    async with open_process(seen, max_batch=8) as process:
         for names in np.array_split([*asked], 8 // num_rows):
             turns = [run(process, asked[name][0], 6, read, name=str(name)) for name in names]
             for name, (_, found) in zip(names, await asyncio.gather(*turns), strict=True):
@@ -278,6 +278,20 @@ def test_a_pass_goes_on_within_an_image_whose_first_tokens_have_kv(seeing, kind)
             piece = PrefillPiece(caches, start, ids, None, Embedding(), some, joint=tokens.spans)
             logits = np.array(forward([], (), [piece])[0])
         assert np.allclose(logits, expected, atol=1e-4 * np.abs(expected).max()), middle
+
+
+@pytest.mark.parametrize("kind", JOINT)
+@pytest.mark.parametrize("multiple", [SLACK, 4096], ids=["slack", "grid"])
+async def test_an_image_on_both_sides_of_a_multiple_is_seen_whole(
+    seeing, open_process, kind, multiple
+) -> None:
+    """Of the tokens that a ring writes at once, or of those after which a ring may count from 0 again."""
+    seen, image = seeing(kind), picture(1)
+    tokens = seen.prompt("a" * (multiple - 8) + "@?", image)
+    assert tokens.spans[0].start < multiple < tokens.spans[0].end
+    async with open_process(seen, num_blocks=32) as process:
+        _, found = await run(process, tokens, 1, Reader(seen, image))
+    assert found == seen.answer(tokens, (image,), 1)[0]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

@@ -110,7 +110,7 @@ class Scheduler:
             size = self._block * max(turn.scale, min(num_blocks, turn.most_blocks))
             end = min((start // size + 1) * size, turn.request.target, start + budget * turn.scale)
             if self._joins_images:
-                end = whole_end(turn.request.context.spans, start, end)
+                end = min(whole_end(turn.request.context.spans, start, end), turn.request.target)
             if end == turn.request.target and turn.request.draws:
                 if turn.asks or not self._has_row(turn, rows):
                     end -= 1  # the last token waits for a row or for recalled chunks

@@ -53,6 +53,8 @@ class ImageProcessor:
         (self.image_token,) = encode(family.image, at_start=False)
         #: The texts that stand for an image only where the worker writes them.
         self.marks = (self.image, family.image)
+        #: Whether the tokens of an image attend to each other in both directions.
+        self.is_joint = family.is_joint
         self._family = family
         self._encode = encode
         settings = json.dumps(family.processor.__dict__, sort_keys=True, default=str)
