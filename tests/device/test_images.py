@@ -254,9 +254,9 @@ async def test_a_session_that_ends_within_an_image_that_no_pass_cuts_is_refused(
     tokens, read = seen.prompt("ab@cd", image), Reader(seen, image)
     (span,) = tokens.spans
     async with open_process(seen) as process:
-        for end in (span.start + 2, span.end):
+        for end, num in ((span.start + 2, 0), (span.end, 0), (span.end - 1, 4), (span.end, 4)):
             with pytest.raises(DeviceFaultError, match="the session ends within an image; add text"):
-                await run(process, tokens[:end], 0, read)
+                await run(process, tokens[:end], num, read)
             assert (await run(process, tokens, 4, read))[1] == seen.answer(tokens, (image,), 4)[0]
 
 
@@ -290,8 +290,8 @@ async def test_an_image_on_both_sides_of_a_multiple_is_seen_whole(
     tokens = seen.prompt("a" * (multiple - 8) + "@?", image)
     assert tokens.spans[0].start < multiple < tokens.spans[0].end
     async with open_process(seen, num_blocks=32) as process:
-        _, found = await run(process, tokens, 1, Reader(seen, image))
-    assert found == seen.answer(tokens, (image,), 1)[0]
+        _, found = await run(process, tokens, 4, Reader(seen, image))
+    assert found == seen.answer(tokens, (image,), 4)[0]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
