@@ -53,6 +53,7 @@ def make(
     rings: bool = False,
     sketched: Collection[int] | None = None,
     block_tokens: int | None = None,
+    grid: int | None = None,
 ) -> list[Any]:
     """Make new caches for a model under a policy. A policy with a window turns plain layers into rings.
 
@@ -60,28 +61,33 @@ def make(
     `sketched` are the layers with sketches (2-bit copies of keys) if the policy needs them: by default all.
     With `block_tokens`, layers with chunks of two blocks or more are stored per token; a shorter chunk could
     be dropped before its block is copied, since a block may wait for one more piece of the prompt. The rings
-    of the model's own windows then keep at least a block. Raises `ValueError` with the class of a layer that
-    does not support the policy.
+    of the model's own windows then keep at least a block; `grid` is theirs, if given. Raises `ValueError`
+    with the class of a layer that does not support the policy.
     """
     new_ring = maker(policy, sketched)
-    kept = (block_tokens or 0) if rings else None
+    own_ring = partial(RingCache, 0, grid=grid, kept=block_tokens or 0) if rings else None
     own = (
         ChunkCache(cache.chunk_size)  # type: ignore[no-untyped-call]
         if type(cache) is ChunkedKVCache and block_tokens and cache.chunk_size >= 2 * block_tokens
         else cache
         for cache in make_prompt_cache(model)
     )
-    return [_under(policy, partial(new_ring, layer), cache, kept=kept) for layer, cache in enumerate(own)]
+    return [_under(policy, partial(new_ring, layer), cache, own_ring) for layer, cache in enumerate(own)]
 
 
-def _under(policy: Policy, new_ring: Callable[..., RingCache], cache: Any, *, kept: int | None) -> Any:
+def _under(
+    policy: Policy,
+    new_ring: Callable[..., RingCache],
+    cache: Any,
+    own_ring: Callable[[int], RingCache] | None,
+) -> Any:
     kind = type(cache)
-    if kept is not None and kind is RotatingKVCache and not cache.keep:
-        return RingCache(0, cache.max_size, kept=kept)
+    if own_ring is not None and kind is RotatingKVCache and not cache.keep:
+        return own_ring(cache.max_size)
     if policy.window is None or kind in (RotatingKVCache, ArraysCache):
         return cache
     if kind is CacheList:
-        members = [_under(policy, new_ring, member, kept=kept) for member in cache.caches]
+        members = [_under(policy, new_ring, member, own_ring) for member in cache.caches]
         return CacheList(*members)  # type: ignore[no-untyped-call]
     if kind in (KVCache, QuantizedKVCache):
         return new_ring(*((cache.group_size, cache.bits) if kind is QuantizedKVCache else ()))

@@ -72,7 +72,8 @@ def describe(cache: Any) -> str:
         case QuantizedKVCache():
             return f"{name}({cache.group_size},{cache.bits})"
         case RingCache():
-            return f"{name}({cache.policy}{f',{cache.group_size},{cache.bits}' if cache.bits else ''})"
+            grid = "" if cache.grid else ",0"
+            return f"{name}({cache.policy}{f',{cache.group_size},{cache.bits}' if cache.bits else ''}{grid})"
         case RotatingKVCache():
             return f"{name}({cache.max_size},{cache.keep})"
         case ChunkedKVCache():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Self
 
 _ID_BYTES: Final = 4
@@ -44,6 +44,14 @@ class ImageSpan(NamedTuple):
     def cut(self, end: int) -> Self:
         """Return the image without its tokens from position `end` on."""
         return self._replace(end=min(self.end, end))
+
+
+def whole_end(spans: Iterable[ImageSpan], start: int, end: int) -> int:
+    """Return the end of a piece `[start, end)` that ends inside no image: before it, else behind it."""
+    for span in spans:
+        if span.start < end < span.end:
+            return span.start if span.start > start else span.end
+    return end
 
 
 def overlaid(packed: bytes, start: int, spans: Sequence[ImageSpan]) -> bytes:

@@ -180,6 +180,24 @@ CONFIGS["qwen3_5_moe"] = {
     "tie_word_embeddings": False,
     "vision_config": {**_FLAT_VISION, "model_type": "qwen3_5_moe"},
 }
+_GEMMA_TOKENS = {"mm_tokens_per_image": 16}
+CONFIGS["gemma3"] = {
+    "text_config": {
+        **_TEXT,
+        **_GEMMA_TOKENS,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 4,
+        "rope_global_base_freq": 10000.0,
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 24,
+        "sliding_window_pattern": 3,
+    },
+    "vision_config": {**_VISION, "model_type": "siglip_vision_model", "image_size": 32},
+    **_GEMMA_TOKENS,
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "pad_token_id": 319,
+}
 FAMILIES = [*CONFIGS]
 #: Heads of a size that can be quantised.
 CONFIGS["wide"] = {
@@ -196,6 +214,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "wide": _SPLITS,
     "bright": {**_SPLITS, "image_mean": [0.1, 0.1, 0.1]},
     "llava": _SQUARE,
+    "gemma3": {"size": {"height": 32, "width": 32}},
     "pixtral": {"size": {"longest_edge": 24}},
     "mistral3": {"size": {"longest_edge": 40}},
     "qwen2_vl": {
@@ -217,6 +236,9 @@ _MARKS = (
     "<fake_token_around_image>",
     "<global-img>",
     *(f"<row_{row}_col_{column}>" for row in range(1, 3) for column in range(1, 3)),
+    "<start_of_image>",
+    "<image_soft_token>",
+    "<end_of_image>",
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
@@ -230,6 +252,7 @@ _MARKS = (
 )
 #: How each family's chat template writes an image.
 PLACEHOLDER = {
+    "gemma3": "<start_of_image>",
     "pixtral": "[IMG]",
     "mistral3": "[IMG]",
     **{kind: "<|vision_start|><|image_pad|><|vision_end|>" for kind in FAMILIES if kind.startswith("qwen")},
@@ -257,6 +280,7 @@ NAMES: dict[str, dict[str, str]] = {
     "idefics3": _SPLIT_NAMES,
     "smolvlm": _SPLIT_NAMES,
     "llava": {},
+    "gemma3": {},
     "pixtral": {"vision_tower.vision_model.": "vision_tower."},
     "mistral3": {"vision_tower.vision_model.": "vision_tower."},
     "qwen2_vl": {
@@ -305,6 +329,7 @@ def write(kind: str, folder: Path, layout: str = "mlx") -> Any:
     """
     tokenizer = _tokenizer()
     mark = "<|image_pad|>" if kind.startswith("qwen") else PLACEHOLDER.get(kind, "<image>")
+    mark = "<image_soft_token>" if kind == "gemma3" else mark
     image, start = tokenizer.token_to_id(mark), tokenizer.token_to_id("<|vision_start|>")
     config = {"model_type": kind, "image_token_id": image, "image_token_index": image, **CONFIGS[kind]}
     config["vision_start_token_id"] = start

@@ -44,6 +44,15 @@ def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def joint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees an image as a whole; its template writes an image by another token."""
+    folder = tmp_path_factory.mktemp("models") / "joint"
+    tiny_seeing.write("gemma3", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE.replace("<image>", "<start_of_image>"))
+    return folder
+
+
+@pytest.fixture(scope="module")
 def blind(seeing: Path) -> Path:
     """The same language model and tokenizer, without the files that images need."""
     folder = shutil.copytree(seeing, seeing.with_name("blind"))
@@ -183,6 +192,35 @@ async def test_a_session_may_be_rewound_to_any_position_around_an_image(
     twin = worker.client.session("twin")
     found = await ask(twin, "so ", BLUE)
     assert (found.tokens, found.position) == (wanted.tokens, wanted.position)
+
+
+async def test_a_session_is_not_cut_inside_an_image_that_a_model_sees_as_a_whole(
+    local_worker: StartWorker, joint: Path
+) -> None:
+    client = (await local_worker(model=str(joint))).client
+    session = client.session("s")
+    first = await ask(session, "what ", RED, " is this")
+    (placed,) = first.change.images
+    for position in (placed.start + 1, placed.end - 1):
+        for cut in (session.rewind(position), session.fork("fork", position=position)):
+            with pytest.raises(RequestFailedError, match=f"inside an image.*{placed.start} or {placed.end}"):
+                await cut
+    for position in (placed.end, placed.start):
+        await session.rewind(position)
+        other = await session.fork(f"other-{position}")
+        assert (await ask(session, "so ", BLUE)).tokens == (await ask(other, "so ", BLUE)).tokens
+
+
+@pytest.mark.parametrize("mark", ["<start_of_image>", "<image_soft_token>"])
+async def test_a_sampled_mark_of_an_image_is_no_image(
+    local_worker: StartWorker, joint: Path, mark: str
+) -> None:
+    client = (await local_worker(model=str(joint))).client
+    token = Tokenizer.from_file(str(joint / "tokenizer.json")).token_to_id(mark)
+    session = client.session("s")
+    answer = await ask(session, "what ", RED, logit_bias={token: 100}, max_tokens=2)
+    assert answer.tokens == (token, token)
+    assert [one.digest for one in (await ask(session, "so ", BLUE)).change.images] == [digest(BLUE)]
 
 
 async def test_an_image_that_is_missing_or_broken_fails_its_request_alone(

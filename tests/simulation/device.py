@@ -96,7 +96,8 @@ class _Family:
     """Every image has as many tokens as it is wide."""
 
     image = "<image>"
-    is_plane = False
+    placeholder = around = ""
+    is_plane = is_joint = False
     processor = SimpleNamespace()
 
     def views(self, image: Any) -> tuple[tuple[int, ...], list[Any]]:

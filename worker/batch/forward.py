@@ -163,7 +163,10 @@ class Forward:
             tokens = mx.array([*tokens, *(token for piece in pieces for token in piece.tokens)])
         parts = [
             *parts,
-            *(OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions) for piece in pieces),
+            *(
+                OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.joint)
+                for piece in pieces
+            ),
         ]
         ends = list(accumulate(len(part.positions) for part in parts))
         prompts = zip(pieces, ends[num_parts:], strict=True)

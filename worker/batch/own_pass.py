@@ -55,7 +55,7 @@ class OwnPass:
             elif isinstance(part, OwnPart):
                 found.append(run_alone(self._model, _shown_at(part), some, self._rotations)[0])
         for piece in pieces:
-            part = OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions)
+            part = OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.joint)
             # In a separate call, so that no logits are computed for these tokens.
             num_plain = len(piece.tokens) - piece.has_output
             rows, more = None, list[mx.array]()
@@ -63,42 +63,45 @@ class OwnPass:
                 rows = embedded(self._model, mx.array(piece.tokens), [(0, piece.images)])
                 more = added(rows, [(0, piece.images)])
             if num_plain:
-                some = mx.array(piece.tokens[:num_plain])
-                run_alone(self._model, _shown_at(part, 0, num_plain, more), some, self._rotations, rows)
+                some, shown = mx.array(piece.tokens[:num_plain]), _shown_at(part, 0, num_plain, more)
+                run_alone(self._model, shown, some, self._rotations, rows)
             if piece.has_output:
                 model = self._model.model if hidden else self._model
-                last = mx.array(piece.tokens[num_plain:])
+                last, shown = mx.array(piece.tokens[num_plain:]), _shown_at(part, num_plain, more=more)
                 rows = rows[num_plain:] if rows is not None else None
-                shown = _shown_at(part, num_plain, more=more)
                 found.append(run_alone(model, shown, last, self._rotations, rows)[0])
         return mx.concatenate(found) if found else mx.array([])
 
 
-class _PositionedCache:
-    """Replaces a cache while the model runs tokens whose rotary positions are not their numbers."""
+class _CacheView:
+    """Replaces a layer's cache while the model runs tokens of a part that have other positions, or masks."""
 
-    def __init__(self, cache: Any, offset: mx.array, added: mx.array | None) -> None:
-        self._cache = cache
-        self.offset = offset
+    def __init__(self, part: OwnPart, layer: int, added: mx.array | None) -> None:
+        self._part, self._layer, at = part, layer, part.positions
+        self.offset = at.start if isinstance(at, range) else rotary_offsets(at)
         self.added = added  # to the layer's output
 
+    def make_mask(self, num_tokens: int, **options: Any) -> Any:
+        del num_tokens
+        return self._part.masks(self._layer, options)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
+        return getattr(self._part.caches[self._layer], name)
 
 
 def _shown_at(
-    part: OwnPart, start: int = 0, end: int | None = None, more: Sequence[mx.array] = ()
+    whole: OwnPart, start: int = 0, end: int | None = None, more: Sequence[mx.array] = ()
 ) -> Sequence[Any]:
     """Return what replaces a part's caches while the model runs its tokens `[start, end)`.
 
     `more` are rows that the first layers add to their outputs, one for each of the part's tokens.
     """
-    if part.positions == part.numbers:
-        return part.caches
-    offset, rows = rotary_offsets(part.positions[start:end]), (each[start:end][None] for each in more)
+    if whole.positions == whole.numbers and not whole.joint:
+        return whole.caches
+    part, rows = whole.cut(start, end), (each[start:end][None] for each in more)
     return [
-        _PositionedCache(cache, offset, next(rows, None)) if hasattr(cache, "offset") else cache
-        for cache in part.caches
+        _CacheView(part, layer, next(rows, None)) if hasattr(cache, "offset") else cache
+        for layer, cache in enumerate(part.caches)
     ]
 
 

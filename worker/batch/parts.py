@@ -8,14 +8,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from cache.kv.ring import RingCache
+from cache.names.images import whole_end
 from cache.names.policy import SLACK
 
 from . import ring_attention
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from cache.names.images import ImageSpan
 
     from .attention import Attention
     from .plane import Position
@@ -51,14 +55,26 @@ class OwnPart:
         start: int,
         num_tokens: int,
         positions: Sequence[Position] | None = None,
+        joint: Sequence[ImageSpan] = (),
     ) -> None:
-        """`start` is the first token's number in the session; so are the `positions`, unless given."""
+        """`start` is the first token's number in the session; so are the `positions`, unless given.
+
+        The tokens of each image in `joint` attend to each other in both directions.
+        """
+        self.joint = joint
         self.caches = caches
         self._num_tokens = num_tokens
         self._fetched: tuple[Any, Any] = (None, None)
         self._sights: dict[tuple[int, ...], VisibleSlots] = {}  # by ring kind; most models have one
         self.numbers: Sequence[int] = range(start, start + num_tokens)
         self.positions: Sequence[Position] = positions or self.numbers
+
+    def cut(self, start: int, end: int | None = None) -> OwnPart:
+        """Return a part of the tokens with indices `[start, end)`; all of them by default."""
+        if not start and end is None:
+            return self
+        numbers, positions = self.numbers[start:end], self.positions[start:end]
+        return OwnPart(self.caches, numbers[0], len(numbers), positions, self.joint)
 
     def grid(self, layer: int) -> int:
         """Return the number modulo which a ring counts positions (its grid); 0 for any other cache."""
@@ -72,7 +88,19 @@ class OwnPart:
             return None
         if self._num_tokens == 1 and not hasattr(cache, "make_mask"):
             return None
-        return cache.make_mask(self._num_tokens, **options)
+        if not self.joint or self._num_tokens == 1:
+            return cache.make_mask(self._num_tokens, **options)
+        mask = cache.make_mask(self._num_tokens, **{**options, "return_array": True})
+        numbers, num = np.array(self.numbers), self._num_tokens
+        later = (numbers > numbers[:, None]) & (numbers <= self._last_seen(0, num)[:, None])
+        return mx.concatenate([mask[..., :-num], mask[..., -num:] | mx.array(later)], axis=-1)
+
+    def _last_seen(self, start: int, end: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Return, for the tokens with indices `[start, end)`, the last one that each sees, by its number."""
+        last = np.array(self.numbers[start:end])
+        for span in self.joint:
+            last[(last >= span.start) & (last < span.end)] = min(span.end, last[-1] + 1) - 1
+        return last
 
     def update(self, layer: int, keys: mx.array, values: mx.array) -> None:
         """Add the tokens' keys and values to the layer's cache; for a ring, `attend` adds them later."""
@@ -103,7 +131,7 @@ class OwnPart:
         for at, run in self._written(ring):
             asked = queries[run]
             if not ring.sees_all:
-                seen = self._sight(ring, at, asked.shape[0])
+                seen = self._sight(ring, at, run)
                 places = ring.unpacked(seen.num_places)
                 outputs.append(attention.to_ring(asked, places, seen, of_one_session))
             ring.weigh(at, asked, attention.scale)
@@ -118,14 +146,16 @@ class OwnPart:
         (keys, values), start, end = self._fetched, ring.offset, ring.offset + self._num_tokens
         while ring.offset < end:
             at, most = ring.offset, min(SLACK, ring.grid or SLACK)
-            run = slice(at - start, min(at + most - at % most, end) - start)
+            stop = whole_end(self.joint, at, min(at + most - at % most, end))
+            run = slice(at - start, min(stop, end) - start)
             ring.write(ring.packed(keys[..., run, :]), ring.packed(values[..., run, :]))
             yield at, run
 
-    def _sight(self, ring: RingCache, at: int, num: int) -> VisibleSlots:
-        kind = (ring.grid, ring.sink, ring.window, at)
+    def _sight(self, ring: RingCache, at: int, run: slice) -> VisibleSlots:
+        kind, num = (ring.grid, ring.sink, ring.window, at), run.stop - run.start
         if kind not in self._sights:
-            self._sights[kind] = ring_attention.sight(ring, [at + num], num)
+            last = self._last_seen(run.start, run.stop)[None] if self.joint else None
+            self._sights[kind] = ring_attention.sight(ring, [at + num], num, last)
         return self._sights[kind]
 
     def _attend_all(self, layer: int, queries: mx.array, attention: Attention) -> mx.array:

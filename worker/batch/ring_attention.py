@@ -102,11 +102,17 @@ class VisibleSlots:
         return self.before is None and self.to_sinks is None
 
 
-def sight(ring: RingCache, ends: Sequence[int], num: int) -> VisibleSlots:
+def sight(
+    ring: RingCache,
+    ends: Sequence[int],
+    num: int,
+    last_seen: np.ndarray[Any, np.dtype[np.int64]] | None = None,
+) -> VisibleSlots:
     """Return which places of rings like `ring` are visible to the last `num` tokens of each row.
 
     `ends` has each row's number of tokens. A row's last `num` tokens must lie between the same multiples of
     the ring's grid. Recalled chunks in slots are visible before the window; with slots there is only one row.
+    A token sees those up to itself, or up to the one in `last_seen`, (rows, tokens).
     """
     end = np.array(ends)[:, None]
     at = end - num + np.arange(num)  # (rows, tokens)
@@ -118,7 +124,8 @@ def sight(ring: RingCache, ends: Sequence[int], num: int) -> VisibleSlots:
     held = np.where((places >= ring.sink) & (held < ring.sink), last + 1, held)  # places never written
     is_sink = (places < ring.sink) & (held < end)
     held, here = held[:, None, :], at[:, :, None]
-    seen = (held <= here) & ((held > here - ring.window) | is_sink[:, None, :])
+    seen = held <= (here if last_seen is None else last_seen[:, :, None])
+    seen &= (held > here - ring.window) | is_sink[:, None, :]
     if not ring.grid:  # rotary positions are the session's
         recalled = (slots >= ring.sink) & (slots <= here - ring.window)
         seen = np.concatenate([seen, recalled], axis=-1)

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Final
 
+from cache.names.images import whole_end
+
 from .request import has_place
 
 if TYPE_CHECKING:
@@ -43,10 +45,14 @@ class Scheduler:
     if above 1, are higher by an eighth.
 
     A piece of a prompt has up to one `block`, or several if the budget is large (`DeviceTurn.most_blocks`).
-    It never crosses a multiple of that size, so that a prefill resumed at a multiple gives the same bits.
+    It never crosses a multiple of that size, so that a prefill resumed at a multiple gives the same bits,
+    unless it has a whole image that does: with `joins_images`, no piece ends inside an image.
     """
 
-    def __init__(self, max_rows: int, block: int, max_tenant_rows: int | None = None) -> None:
+    def __init__(
+        self, max_rows: int, block: int, max_tenant_rows: int | None = None, *, joins_images: bool = False
+    ) -> None:
+        self._joins_images = joins_images
         self._max_rows = max_rows
         self._max_tenant_rows = max_rows if max_tenant_rows is None else max_tenant_rows
         self._block = block
@@ -103,6 +109,8 @@ class Scheduler:
             start = turn.num_cached
             size = self._block * max(turn.scale, min(num_blocks, turn.most_blocks))
             end = min((start // size + 1) * size, turn.request.target, start + budget * turn.scale)
+            if self._joins_images:
+                end = min(whole_end(turn.request.context.spans, start, end), turn.request.target)
             if end == turn.request.target and turn.request.draws:
                 if turn.asks or not self._has_row(turn, rows):
                     end -= 1  # the last token waits for a row or for recalled chunks
@@ -110,7 +118,7 @@ class Scheduler:
                     rows[turn.request.tenant, turn.request.is_short] += 1
             if end > start:
                 pieces.append((turn, end - start))
-                budget -= (end - start) // turn.scale
+                budget = max(budget - (end - start) // turn.scale, 0)
         return Step(tuple(self._decoding), tuple(pieces))
 
     def _has_row(self, turn: DeviceTurn, rows: Counter[tuple[str, bool]]) -> bool:

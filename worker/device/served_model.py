@@ -154,8 +154,12 @@ class ServedModel:
             self.vision_model = (
                 "the worker's language model takes no input embeddings, so it cannot see images"
             )
+        #: Whether the tokens of an image attend to each other in both directions, so that no pass cuts it.
+        self.joins_images = not isinstance(self.vision_model, str) and self.vision_model.tower.family.is_joint
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
+        if self.joins_images:
+            self._no_window = "this model sees images as a whole; use the policy full"
 
     def _choose_batch(
         self,
@@ -191,6 +195,7 @@ class ServedModel:
             rings=self.batch.windows_are_rings,
             sketched=self.batch.sketched,
             block_tokens=block_tokens,
+            grid=0 if self.joins_images else None,  # no image lies on both sides of its multiples
         )
         caches = make()
         if not self.works(caches):

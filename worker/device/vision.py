@@ -102,13 +102,16 @@ class Vision:
         """
         request = turn.request
         spans = [span for span in request.context.spans if turn.num_cached < span.end]
+        # The token with an output may run in a pass of its own.
+        whole = request.target - (request.draws or request.embedding is not None)
+        if spans and self._seeing().tower.family.is_joint and spans[-1].end > whole:
+            raise ValueError("the session ends within an image; add text behind the image")
         wanted = dict.fromkeys(span.fingerprint for span in spans if span.start < request.target)
         for name in wanted.keys() & self._kept.keys():
             turn.rows[name] = self._kept[name] = self._kept.pop(name)
         missing = [name for name in wanted if name not in turn.rows]
         if not missing:
             return True
-        self._seeing()
         self._lacking[turn] = missing
         self._ask(turn)
         return False

@@ -120,6 +120,7 @@ class Execution:
                 "invalid_request",
                 f"cannot fork {of.session} at {position}: it is at position {parent.position}",
             )
+        self._fold.check_cut(parent, position)
         after = self._fold.forked(parent, Parent(session=of.session, position=position), request.tags)
         self._limits.check_policy(after.policy)
         return Outcome(opened(request, self._pending, after), after)

@@ -126,6 +126,19 @@ class Fold:
                 "invalid_request",
                 f"cannot rewind to {request.position}: the session is at position {history.position}",
             )
+        if isinstance(request, Rewind):
+            self.check_cut(history, request.position)
+
+    def check_cut(self, history: TokenHistory, position: int) -> None:
+        """Raise `RefusedError` if `position` is inside an image whose tokens attend to each other."""
+        processor = self._tokenizer.image_processor
+        for span in history.tokens.spans if processor is not None and processor.is_joint else ():
+            if span.start < position < span.end:
+                raise RefusedError(
+                    "invalid_request",
+                    f"position {position} is inside an image, which this model sees as a whole; take"
+                    f" {span.start} or {span.end}",
+                )
 
     async def extended(
         self,

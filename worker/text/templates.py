@@ -151,7 +151,8 @@ class Conversation(Segments):
             elif content.startswith(pair[0]):
                 content = ""
         if (processor := self.tokenizer.image_processor) is not None:  # a sampled token is no image
-            content = content.replace(processor.image, self.tokenizer.as_text(processor.image))
+            for mark in processor.marks:
+                content = content.replace(mark, self.tokenizer.as_text(mark))
         return {"role": "assistant", "content": content}
 
     def _render(self, said: Sequence[MessageRecord], *, header: bool) -> str:

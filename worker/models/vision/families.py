@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from cache.names.policy import SLACK
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TypeAlias
@@ -39,6 +41,10 @@ class Family:
     #: The module of mlx-vlm that has the tower.
     module: str
     image: str = "<image>"
+    #: What the chat template writes for an image, if that is not `image`.
+    placeholder: str = ""
+    #: What stands before and behind an image's text; the tokenizer may join it with the text beside it.
+    around: str = ""
     #: The module of transformers' processors, and the class.
     processor_class: tuple[str, str]
     #: The last layer of the tower that is used, counted from the end.
@@ -47,6 +53,8 @@ class Family:
     axes: Sequence[int] = ()
     #: How many layers of the language model get further rows of an image (DeepStack).
     num_deep: int = 0
+    #: Whether the tokens of an image attend to each other in both directions.
+    is_joint: bool = False
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Take a model's config.json and its processor's settings; raises anything if they do not fit."""
@@ -70,7 +78,7 @@ class Family:
         raise NotImplementedError
 
     def text(self, grid: Sequence[int]) -> str:
-        """Return the text of the tokens of an image with this grid, which replace one `image` token."""
+        """Return the text of the tokens of an image with this grid, which replace its placeholder."""
         raise NotImplementedError
 
     @property
@@ -311,6 +319,44 @@ class Qwen35MoeFamily(Qwen3Family):
     module = "qwen3_5_moe"
 
 
+class Gemma3Family(Family):
+    """Gemma 3: one view of one size, whatever the image; its tokens attend to each other."""
+
+    module = "gemma3"
+    image = "<image_soft_token>"
+    placeholder = "<start_of_image>"
+    around = "\n\n"
+    is_joint = True
+    processor_class = (
+        "transformers.models.gemma3.image_processing_pil_gemma3",
+        "Gemma3ImageProcessorPil",
+    )
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        if self._num_rows > min(config["text_config"].get("sliding_window", 512), SLACK):
+            raise ValueError("its windows are smaller than an image")
+
+    def make(self, processor: Any) -> Any:
+        """Make the processor, which adds no parts of the image as further images."""
+        return processor(**{**self.settings, "do_pan_and_scan": False})
+
+    @property
+    def most_patches(self) -> int:  # noqa: D102
+        return (int(self.vision["image_size"]) // self.patch) ** 2
+
+    @property
+    def _num_rows(self) -> int:
+        return int(self.config["text_config"].get("mm_tokens_per_image", 256))
+
+    def views(self, image: Image) -> tuple[Grid, list[View]]:  # noqa: D102
+        found = self.processor.preprocess([image], return_tensors="np")
+        return (), [View({"pixel_values": found["pixel_values"]}, self._num_rows, self.most_patches)]
+
+    def text(self, grid: Sequence[int]) -> str:  # noqa: ARG002, D102
+        return f"{self.placeholder}{self.image * self._num_rows}<end_of_image>"
+
+
 _LFM2_SETTINGS: Final = (
     *("downsample_factor", "encoder_patch_size", "min_image_tokens", "max_image_tokens", "tile_size"),
     *("max_pixels_tolerance", "do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail"),
@@ -328,6 +374,7 @@ FAMILIES: Final[dict[str, type[Family]]] = {
     "qwen2_vl": Qwen2Family,
     "qwen2_5_vl": Qwen25Family,
     "qwen3_vl": Qwen3Family,
+    "gemma3": Gemma3Family,
     "qwen3_5": Qwen35Family,
     "qwen3_5_moe": Qwen35MoeFamily,
 }

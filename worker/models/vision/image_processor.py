@@ -48,9 +48,13 @@ class ImageProcessor:
 
     def __init__(self, family: Family, encode: Callable[..., list[int]]) -> None:
         """Take the tokenizer's `encode`. Raises `ValueError` if no one token stands for a row of an image."""
-        #: What the chat template writes for an image, and its token, which stands for each row.
-        self.image = family.image
+        #: What the chat template writes for an image, and the token that stands for each row.
+        self.image = family.placeholder or family.image
         (self.image_token,) = encode(family.image, at_start=False)
+        #: The texts that stand for an image only where the worker writes them.
+        self.marks = (self.image, family.image)
+        #: Whether the tokens of an image attend to each other in both directions.
+        self.is_joint = family.is_joint
         self._family = family
         self._encode = encode
         settings = json.dumps(family.processor.__dict__, sort_keys=True, default=str)
@@ -92,7 +96,9 @@ class ImageProcessor:
                 f"the chat template writes {len(rest)} of {len(grids)} images; send images in the user's"
                 " messages"
             )
-        return first + "".join(self._family.text(grid) + part for grid, part in zip(grids, rest, strict=True))
+        around = self._family.around
+        texts = (f"{around}{self._family.text(grid)}{around}" for grid in grids)
+        return first + "".join(text + part for text, part in zip(texts, rest, strict=True))
 
     def found(self, ids: Iterable[int], images: Iterable[tuple[str, Sequence[int]]]) -> Tokens:
         """Return tokens with the spans of the images among them, in order; each has a digest and a grid.

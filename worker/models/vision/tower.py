@@ -73,7 +73,8 @@ class Tower:
             first, deep = tower(pixels, arrays["image_grid_thw"])
             rows = mx.concatenate([first, *deep], axis=-1)
         else:
-            rows = self._model.get_input_embeddings(tokens, **arrays).inputs_embeds[0]
+            seen = mx.ones_like(tokens)
+            rows = self._model.get_input_embeddings(tokens, mask=seen, **arrays).inputs_embeds[0]
         used = self._outputs[: len(self._outputs) + 1 + self.family.last_layer]
         self._outputs.clear()
         return [*used, rows]
@@ -115,6 +116,7 @@ def build(family: Family, config: Mapping[str, Any], dtype: mx.Dtype) -> tuple[A
     text = {k: v for k, v in config.get("text_config", config).items() if k != "rope_scaling"}
     given.text_config = module.TextConfig.from_dict(text)
     given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
+    given.hidden_size = given.text_config.hidden_size  # by which Gemma 3 scales rows
     model = module.Model(given)
     size = given.text_config.hidden_size
     model.pop(_LANGUAGE)  # its random weights were never evaluated
