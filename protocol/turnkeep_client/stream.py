@@ -150,6 +150,27 @@ class LogStream:
                 return
             await asyncio.sleep(pause_s)
 
+    async def remains(self, key: SessionKey) -> AsyncIterator[Stored]:
+        """Yield all that the log and the stream of tokens have of a session, images and chunks too.
+
+        Needs `$JS.API.DIRECT.GET` of both streams.
+        """
+        for stream in (self.name, self._subjects.token_stream):
+            async for one in self._all(stream, self._subjects.whole(key)):
+                yield one
+
+    async def erasures(self, tenant: str) -> AsyncIterator[Stored]:
+        """Yield the notes of a tenant's forgotten tokens. Needs `$JS.API.DIRECT.GET.<log>`."""
+        async for one in self._all(self.name, self._subjects.erased(tenant)):
+            yield one
+
+    async def _all(self, stream: str, subject: str) -> AsyncIterator[Stored]:
+        request = {"next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES, "seq": 1}
+        async with contextlib.aclosing(self._api.batches(stream, request)) as batches:
+            async for batch in batches:
+                for one in batch:
+                    yield one
+
     async def _last_seq(self, subject: str) -> int:
         """Ask the cluster's leader for the sequence of a subject's last entry; return 0 if unknown."""
         if self._api.is_clustered:
