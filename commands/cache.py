@@ -33,6 +33,7 @@ from worker.process.setting_kinds import parse_duration, parse_size
 
 from .flags import as_json, check_target, force_option, with_settings
 from .printing import table
+from .remains import remains
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -137,7 +138,10 @@ def _empty_message(place: Path) -> str:
 
 @click.group(cls=_Group)
 def cache() -> None:
-    """Snapshots on disk: ls, verify, prune, export and import."""
+    """Snapshots on disk: ls, verify, remains, prune, export and import."""
+
+
+cache.add_command(remains)
 
 
 @cache.command("ls")

@@ -66,6 +66,23 @@ class Marks(msgspec.Struct, frozen=True):
         return self.digests.startswith(found)
 
 
+class ErasureNote(msgspec.Struct, frozen=True):
+    """A note that KV of a forgotten session must be erased, except by the worker processes `done`.
+
+    Their successors erase it again: the data directory may be an older copy. `session` is a digest of the
+    session's name.
+    """
+
+    session: bytes
+    marks: Marks
+    done: tuple[str, ...] = ()
+
+
+def digest_of_name(session: str) -> bytes:
+    """Return the digest by which notes name a session, given its full name with the tenant's."""
+    return hashlib.blake2b(session.encode(), digest_size=8).digest()
+
+
 class Marker:
     """Computes the marks of a growing session's snapshots; hashes each token once."""
 

@@ -152,6 +152,27 @@ class LogStream:
             await asyncio.sleep(pause_s)
             until = min(until, await self._api.leader_seq(self.name, subject))  # it may have been removed
 
+    async def remains(self, key: SessionKey) -> AsyncIterator[Stored]:
+        """Yield all that the log and the stream of tokens have of a session, images and chunks too.
+
+        Needs `$JS.API.DIRECT.GET` of both streams.
+        """
+        for stream in (self.name, self._subjects.token_stream):
+            async for one in self._all(stream, self._subjects.whole(key)):
+                yield one
+
+    async def erasures(self, tenant: str) -> AsyncIterator[Stored]:
+        """Yield the notes of a tenant's forgotten tokens. Needs `$JS.API.DIRECT.GET.<log>`."""
+        async for one in self._all(self.name, self._subjects.erased(tenant)):
+            yield one
+
+    async def _all(self, stream: str, subject: str) -> AsyncIterator[Stored]:
+        request = {"next_by_subj": subject, "batch": _MANY, "max_bytes": _MANY_BYTES, "seq": 1}
+        async with contextlib.aclosing(self._api.batches(stream, request)) as batches:
+            async for batch in batches:
+                for one in batch:
+                    yield one
+
     async def get(self, key: SessionKey, kind: SessionKind, seq: int) -> Stored | None:
         """Read one entry of a session; None if it was removed. Needs `$JS.API.DIRECT.GET.<log>`."""
         request = {"seq": seq, "next_by_subj": self._subjects.of(key, kind), "batch": 1}

@@ -8,7 +8,6 @@ all notes again. A note names neither the session nor its tokens.
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Protocol
 
 import msgspec
@@ -17,7 +16,7 @@ import structlog
 from anyio import sleep
 from nats.js.errors import APIError
 
-from cache.names.marks import ErasureProgress, Marks
+from cache.names.marks import ErasureNote, ErasureProgress, Marks, digest_of_name
 from worker.process.clock import monotonic, time
 
 if TYPE_CHECKING:
@@ -41,18 +40,6 @@ _KEPT_S: Final = _KEPT_DAYS * 86400.0
 _AGAIN_S: Final = 1.0
 #: How often to remove old notes, and to store the time, by which a worker knows how long it was away.
 _OFTEN_S: Final = 3600.0
-
-
-class ErasureNote(msgspec.Struct, frozen=True):
-    """A note that KV of a forgotten session must be erased, except by the worker processes `done`.
-
-    Their successors erase it again: the data directory may be an older copy. `session` is a digest of the
-    session's name.
-    """
-
-    session: bytes
-    marks: Marks
-    done: tuple[str, ...] = ()
 
 
 class Copies(Protocol):
@@ -95,7 +82,9 @@ class Erasures:
         It concerns all processes but those in `done`, and all tokens but the first `shared`.
         """
         if len(tokens) > shared:
-            note = ErasureNote(_digest(key), Marks.of(key.tenant, tokens.packed(), shared), tuple(done))
+            note = ErasureNote(
+                digest_of_name(str(key)), Marks.of(key.tenant, tokens.packed(), shared), tuple(done)
+            )
             await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
 
     async def catch_up(self, let_go: LetGo) -> None:
@@ -189,7 +178,7 @@ class Erasures:
             return True  # not written by a worker
         if self._boot in note.done or (marks is not None and not note.marks.concerns(marks)):
             return True
-        if let_go(lambda key: key.tenant == tenant and _digest(key) == note.session):
+        if let_go(lambda key: key.tenant == tenant and digest_of_name(str(key)) == note.session):
             return False
         return self._copies is None or await self._copies.erase_marked(tenant, note.marks)
 
@@ -202,7 +191,3 @@ class Erasures:
                     return
                 await self._journal.delete(entry.seq)
             notes, _ = await self._journal.erasures(0)
-
-
-def _digest(key: SessionKey) -> bytes:
-    return blake2b(str(key).encode(), digest_size=8).digest()

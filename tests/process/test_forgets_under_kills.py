@@ -1,0 +1,113 @@
+"""Nothing is left of forgotten sessions, though the worker is killed in the middle of turns and forgets."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cache.names.tokens import from_compact, unpack
+from tests.commands.command_runs import command
+from tests.parts import WorkerProcess
+from turnkeep_client.client import Client
+
+#: How many sessions are forgotten, with a kill for each four; a campaign has more.
+NUM_FORGETS = int(os.environ.get("TURNKEEP_TEST_FORGETS", "8"))
+_AT_ONCE = 4
+_WINDOW = 16
+_WORDS = re.compile(rb"marker-[0-9a-f]{16}")
+#: Ids of tokens in JSON, in headers of snapshots, and in the inputs of results.
+_LISTED = re.compile(rb"\d{1,3}(?:,\d{1,3}){15,}")
+_PACKED = re.compile(rb"(?:[0-9a-f]{2}000000){16,}")
+_COMPACT = re.compile(rb'"input\\*":\\*"([A-Za-z0-9+/=]{20,})')
+
+
+class Marked:
+    """A session with words and tokens that nothing else has."""
+
+    def __init__(self, name: str, chance: random.Random) -> None:
+        self.name = name
+        self.words = f"marker-{chance.getrandbits(64):016x}"
+        self.tokens = [chance.randrange(40, 200) for _ in range(150)]
+
+    async def live(self, client: Client) -> None:
+        session = client.session(self.name)
+        await session.append(tokens=self.tokens)
+        await session.append(text=f"{self.words} " * 20)
+        await session.generate(text=self.words, max_tokens=40)
+
+    async def live_and_be_forgotten(self, client: Client) -> None:
+        await self.live(client)
+        await client.session(self.name).close(forget=True)
+
+
+def windows(tokens: list[int]) -> set[tuple[int, ...]]:
+    return {tuple(tokens[at : at + _WINDOW]) for at in range(len(tokens) - _WINDOW + 1)}
+
+
+def token_runs(content: bytes) -> Iterator[list[int]]:
+    """Yield the runs of tokens in a file, in each form that logs and caches have."""
+    for found in _LISTED.findall(content):
+        yield [int(one) for one in found.split(b",")]
+    for found in _PACKED.findall(content):
+        yield [*unpack(bytes.fromhex(found.decode()))]
+    for found in _COMPACT.findall(content):
+        try:
+            yield [*from_compact(found.decode())]
+        except ValueError:  # another string
+            continue
+
+
+def num_left(folder: Path, words: set[bytes], tokens: set[tuple[int, ...]]) -> int:
+    """Count the markers and the 16 tokens in a row that any file has."""
+    left = 0
+    for path in folder.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            left += len(words & set(_WORDS.findall(content)))
+            left += sum(len(tokens & windows(run)) for run in token_runs(content))
+    return left
+
+
+@pytest.mark.process
+async def test_nothing_is_left_of_sessions_that_were_forgotten_under_kills(
+    worker_process: Callable[..., WorkerProcess], tmp_path: Path
+) -> None:
+    """Neither in the store of the NATS server nor in snapshots or logs of processes."""
+    chance = random.Random(os.environ.get("TURNKEEP_TEST_SEED", "7"))
+    process = worker_process()
+    process.start()
+    client = await process.client()
+    kept = Marked("kept", chance)
+    await kept.live(client)
+    gone = [Marked(f"gone-{number}", chance) for number in range(NUM_FORGETS)]
+    for start in range(0, NUM_FORGETS, _AT_ONCE):
+        some = gone[start : start + _AT_ONCE]
+        lives = [asyncio.create_task(one.live_and_be_forgotten(client)) for one in some]
+        await asyncio.sleep(chance.uniform(0.0, 1.5))
+        await asyncio.to_thread(process.kill)
+        process.start()
+        async with asyncio.timeout(120):
+            await asyncio.gather(*lives)
+
+    async def remains(name: str, *more: object) -> tuple[int, str]:
+        where = ("--data-dir", process.data_dir, "--nats", process.url, "--in", tmp_path)
+        done = await command("cache", "remains", name, *more, *where)
+        return done.returncode, done.stdout
+
+    async with asyncio.timeout(90):
+        while (await remains(gone[-1].name))[0]:  # noqa: ASYNC110  # entries go in the background
+            await asyncio.sleep(1)
+    left = [shown for code, shown in [await remains(one.name) for one in gone] if code]
+    assert left == []
+    words = {one.words.encode() for one in gone}
+    tokens = set[tuple[int, ...]]().union(*(windows(one.tokens) for one in gone))
+    assert num_left(tmp_path, words, tokens) == 0
+    assert num_left(tmp_path, {kept.words.encode()}, windows(kept.tokens)) > 100, "it would be found"
+    assert (await remains(gone[0].name, "--text", kept.words))[0] == 1
+    await client.close()
