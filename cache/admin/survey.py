@@ -17,7 +17,7 @@ from cache.disk import format as snapshot_format
 from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
-from cache.disk.rows import SnapshotRow, is_right
+from cache.disk.rows import SnapshotRow, columns, is_right
 from cache.index.index import SnapshotIndex
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
@@ -103,7 +103,7 @@ def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
     """List chains and disk usage. Reads one header per chain. Raises `CacheError`, `OSError`."""
     check(directory, codec)
     rows, survey, names = _read(directory, codec)
-    index = SnapshotIndex(lambda: 0.0, rows)
+    index = SnapshotIndex(lambda: 0.0, [columns(rows)])
     models: dict[str, StoredModel] = {}
     counted: set[bytes] = set()
     for node in index:

@@ -79,7 +79,11 @@ class Codec:
 
     def file_name(self, digest: bytes) -> str:
         """Return the file name of a snapshot."""
-        return digest.hex() + SUFFIX
+        return self.hidden(digest).hex() + SUFFIX
+
+    def file_names(self, digests: Iterable[bytes]) -> set[str]:
+        """Return the file names of many snapshots."""
+        return {name + SUFFIX for name in map(bytes.hex, map(self.hidden, digests))}
 
     def digest_of(self, name: str) -> bytes | None:
         """Return the digest in a file name; None if it is not the name of a snapshot."""

@@ -84,10 +84,6 @@ class EncryptedCodec(Codec):
             raise DoubtfulSnapshotError("its name is not encrypted with this key")
         return AESGCM(self._derived(b"file" + digest, 32, salt))
 
-    def file_name(self, digest: bytes) -> str:
-        """Return the file name of a snapshot: its encrypted digest, as 96 hex digits."""
-        return self.hidden(digest).hex() + SUFFIX
-
     def digest_of(self, name: str) -> bytes | None:
         """Return the digest in a file name; None if the name was not made with this key."""
         with suppress(ValueError, InvalidTag):

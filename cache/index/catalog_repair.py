@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cache.disk.catalog import Catalog
     from cache.disk.codec import Codec
     from cache.disk.folder import Folder
+    from cache.disk.rows import Columns
 
 _log = structlog.get_logger("turnkeep.cache")
 
@@ -48,31 +49,30 @@ def reconcile(
         return SnapshotIndex(clock, _verified(catalog, files, folder.codec)), 0, {}, frozenset()
     stored = [row for rows in catalog.read() for row in rows]
     stored, doubtful, identities, marks = _mended(folder, catalog, stored, files)
-    return SnapshotIndex(clock, stored), doubtful, identities, marks
+    return SnapshotIndex(clock, [columns(stored)]), doubtful, identities, marks
 
 
 class _CatalogDiffersError(Exception):
     """A row is damaged or has no file, or a snapshot file has no row."""
 
 
-def _verified(catalog: Catalog, files: set[str], codec: Codec) -> Iterator[SnapshotRow]:
-    """Yield all rows; raise `_CatalogDiffersError` unless each is intact, and rows and files agree.
+def _verified(catalog: Catalog, files: set[str], codec: Codec) -> Iterator[Columns]:
+    """Yield all rows, many at a time; raise `_CatalogDiffersError` unless all are intact, and fit the files.
 
     SQLite has no checksums of its own, so all rows are verified, by column, without Python code for each.
     """
-    strays = files.copy()
+    num_rows = 0
     for rows in catalog.read():
         try:
             fields = columns(rows)
             is_sound = not any(map(ne, proofs(fields), fields[-1])) and fit(fields)
         except (TypeError, ValueError):  # fields of wrong types
             is_sound = False
-        there = set(map(codec.file_name, fields[0])) if is_sound else None
-        if there is None or not there <= strays:
+        if not is_sound or not codec.file_names(fields[0]) <= files:
             raise _CatalogDiffersError
-        strays -= there
-        yield from rows
-    if any(map(codec.digest_of, strays)):
+        num_rows += len(rows)
+        yield fields
+    if num_rows != len(files) and num_rows != sum(codec.digest_of(name) is not None for name in files):
         raise _CatalogDiffersError
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections import defaultdict
+from itertools import repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from cache.disk.rows import SnapshotRow
 from cache.names import blocks
 from cache.names.tokens import TOKEN_BYTES
 
@@ -20,6 +21,7 @@ from .nodes import Node
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
 
+    from cache.disk.rows import Columns
     from cache.names.marks import Marks
     from cache.names.snapshot import Name
 
@@ -35,13 +37,14 @@ class SnapshotIndex:
     more, which no turn uses, is evicted before all that sessions still need.
     """
 
-    def __init__(self, clock: Callable[[], float], stored: Iterable[SnapshotRow] = ()) -> None:
+    def __init__(self, clock: Callable[[], float], stored: Iterable[Columns] = ()) -> None:
+        """`stored` are the catalog's rows, many at a time."""
         self._clock = clock
         self._now = 0
         self._fill(stored)
 
-    def _fill(self, stored: Iterable[SnapshotRow]) -> None:
-        """Take over the catalog's rows."""
+    def _fill(self, stored: Iterable[Columns]) -> None:
+        """Take over the catalog's rows: by column, since a start must not take long."""
         self._nodes: dict[bytes, Node] = {}
         #: By the digest of a prefix: the node that continues it, or all.
         self._children: dict[bytes, Node | set[Node]] = {}
@@ -52,19 +55,20 @@ class SnapshotIndex:
         self.held_bytes = 0
         #: The nodes that may be evicted, by `due`, and in the order of their positions. A node that was used
         #: since is moved only when its turn comes, so that a use costs nothing here.
-        self._due: dict[int, list[Node]] = {}
-        #: One object for all equal numbers and names: they would take half of the memory.
-        same: dict[Any, Any] = {}
-        only = same.setdefault
-        for row in stored:
-            node = Node(row, durable=True)
-            node.digest, node.parent = only(node.digest, node.digest), only(node.parent, node.parent)
-            node.start, node.size_bytes = only(node.start, node.start), only(node.size_bytes, node.size_bytes)
-            node.due = node.used = only(node.used, node.used)
-            self._nodes[node.digest] = node
-            self._add_child(node)
-            self._due.setdefault(node.used, []).append(node)
-            self.stored_bytes += node.size_bytes
+        self._due: defaultdict[int, list[Node]] = defaultdict(list)
+        #: One object for all equal numbers: they would take a fifth of the memory.
+        only: Callable[[int, int], int] = dict[int, int]().setdefault
+        for digests, parents, *numbers, resumable, marks, _ in stored:
+            starts, lengths, sizes, used = ([*map(only, column, column)] for column in numbers)
+            given = digests, parents, starts, lengths, sizes, used, map(bool, resumable), marks
+            nodes = [*map(Node, *given, repeat(True), used)]
+            self._nodes.update(zip(digests, nodes, strict=True))
+            for first, node in zip(map(self._children.setdefault, parents, nodes), nodes, strict=True):
+                if first is not node:
+                    self._add_child(node)
+            for use, node in zip(used, nodes, strict=True):
+                self._due[use].append(node)
+            self.stored_bytes += sum(sizes)
         self.stored = len(self._nodes)
         for nodes in self._due.values():
             nodes.sort(key=_BY_START)
@@ -82,6 +86,10 @@ class SnapshotIndex:
     def get(self, digest: bytes) -> Node | None:
         """Return the node with this digest, queued or stored."""
         return self._nodes.get(digest)
+
+    def usable(self, digests: Iterable[bytes]) -> list[Node | None]:
+        """Return, of each digest, the node that a match may use; None if there is none."""
+        return [node if node is not None and node.usable else None for node in map(self._nodes.get, digests)]
 
     def _add_child(self, node: Node) -> None:
         siblings = self._children.setdefault(node.parent, node)
@@ -119,7 +127,9 @@ class SnapshotIndex:
         """
         digest, before = name.digest, self._nodes.get(name.parent)
         used = self.next_use() if before is None else before.used
-        node = self._nodes[digest] = Node(SnapshotRow.of(digest, name, size_bytes, used), durable=False)
+        node = self._nodes[digest] = Node(
+            digest, name.parent, name.start, name.num_tokens, size_bytes, used, name.resumable, name.mark
+        )
         if before is not None:
             node.parent = before.digest
         self._add_child(node)
@@ -189,7 +199,6 @@ class SnapshotIndex:
     def _put_due(self, node: Node) -> None:
         node.due = node.used
         if node.due not in self._due:
-            self._due[node.due] = []
             heapq.heappush(self._uses, node.due)
         insort(self._due[node.due], node, key=_BY_START)
 

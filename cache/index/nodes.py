@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
+from msgspec import Struct
+
 from cache.disk.rows import SnapshotRow
 
 
-class Node:
+class Node(Struct, eq=False, gc=False):
     """A snapshot in the index: stored, or queued for the disk. It needs no other node.
 
     It does not have its tokens, which its digest names: they would take more memory than all the rest. If a
     snapshot is removed and saved again, it gets a new node with the same digest.
     """
 
-    __slots__ = (
-        "digest",
-        "doomed",
-        "due",
-        "durable",
-        "holds",
-        "mark",
-        "num_tokens",
-        "parent",
-        "resumable",
-        "size_bytes",
-        "start",
-        "used",
-    )
-
-    def __init__(self, row: SnapshotRow, *, durable: bool) -> None:
-        self.digest = row.digest
-        self.parent = row.parent
-        self.start = row.start
-        self.num_tokens = row.num_tokens
-        self.size_bytes = row.size_bytes
-        #: The last use, in microseconds since 1970. Snapshots that were used together have the same.
-        self.used = row.used
-        #: Whether a session can resume at the node's end.
-        self.resumable = bool(row.resumable)
-        #: A digest of the tenant and of all tokens up to the node's end: see `marks`.
-        self.mark = row.mark
-        #: Whether the node's file is complete on disk.
-        self.durable = durable
-        #: Whether to remove the node once nothing holds it.
-        self.doomed = False
-        #: The use after which the index looks at the node again, to evict it; None while it cannot be.
-        self.due: int | None = None
-        #: How many loads and turns use the node now.
-        self.holds = 0
+    digest: bytes
+    parent: bytes
+    start: int
+    num_tokens: int
+    size_bytes: int
+    #: The last use, in microseconds since 1970. Snapshots that were used together have the same.
+    used: int
+    #: Whether a session can resume at the node's end.
+    resumable: bool
+    #: A digest of the tenant and of all tokens up to the node's end: see `marks`.
+    mark: bytes
+    #: Whether the node's file is complete on disk.
+    durable: bool = False
+    #: The use after which the index looks at the node again, to evict it; None while it cannot be.
+    due: int | None = None
+    #: Whether to remove the node once nothing holds it.
+    doomed: bool = False
+    #: How many loads and turns use the node now.
+    holds: int = 0
 
     def __repr__(self) -> str:
         return f"Node({self.digest.hex()})"

@@ -73,7 +73,7 @@ class Prefixes:
     def longest(self, chain: Chain, tokens: Tokens) -> PrefixMatch:
         """Return the longest stored prefix of `tokens`, at whose end a session can resume."""
         names = chain.names(tokens)
-        found = [self._usable(name) for name in names[1:]]
+        found = self._index.usable(names[1:])
         num = len(found)
         while True:
             num, num_tokens, path = self._end(names, tokens, found, num)
@@ -94,10 +94,6 @@ class Prefixes:
         parent = match.nodes[-1].digest if match.placed else chain.root
         found = (node for node in self._index.children(parent) if node.usable)
         return nlargest(most, found, key=lambda node: (node.used, node.num_tokens, node.digest))
-
-    def _usable(self, name: bytes) -> Node | None:
-        node = self._index.get(name)
-        return node if node is not None and node.usable else None
 
     def _end(
         self, names: Sequence[bytes], tokens: Tokens, found: Sequence[Node | None], num: int

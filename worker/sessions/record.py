@@ -55,7 +55,7 @@ _SIZE_BYTES: Final = 12_000
 _TOKEN_BYTES: Final = 16
 _SEGMENT_BYTES: Final = 1_000
 #: Number of results between two checkpoints; opening a session replays about as many.
-_CHECKPOINT_EVERY: Final = 512
+_CHECKPOINT_EVERY: Final = 256
 #: Codes of failures that may follow a prefill. A request that ended with `internal` may crash a worker again.
 _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
@@ -64,7 +64,7 @@ class ResultParts(NamedTuple):
     """What a result's messages besides itself have; each is None if there is none, or it has left the log.
 
     `value` is the history that a fork starts with, or the encoded tokens of an input. `asked` is the request
-    that the result answers, if it is long.
+    that the result answers.
     """
 
     value: TokenHistory | str | None = None

@@ -239,8 +239,7 @@ class FencedLog:
             packed = await self._attachments.read(Link.parse(link))
             if packed is not None:
                 value = self._attachments.base(packed) if _opens(entry) else packed.decode()
-        linked = asked is not None and bool(asked.link)
-        return ResultParts(value, await self._whole(asked) if linked else None)
+        return ResultParts(value, await self._whole(asked))
 
     async def _whole(self, asked: Asked | None) -> Asked | None:
         """Return a request as its result has it, read from the log if it is long; None if it is gone."""

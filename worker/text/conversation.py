@@ -167,8 +167,9 @@ class Segments:
         num_kept = len(self._segments)
         while num_kept > self._first and self._segments[num_kept - 1].end > keep:
             num_kept -= 1
-        kept, gone = self._segments[:num_kept], self._segments[num_kept:]  # no copy if all are kept
-        if gone:
+        kept = self._segments[:num_kept]
+        if num_kept < len(self._segments):
+            gone = self._segments[num_kept:]
             last = kept[-1:] if num_kept > self._first and kept[-1].opens_answer else SegmentList()
             earlier = said_in([*last, *gone], drops=has_question(said))
             if last:  # the answer becomes a message of the new segment

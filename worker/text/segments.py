@@ -20,7 +20,7 @@ Message: TypeAlias = dict[str, Any]
 
 #: Segments per part: adding one copies references to at most so many segments, and to the parts. Checkpoints
 #: have parts of this size.
-_PART: Final = 256
+_PART: Final = 128
 #: Limit of a decompressed part: room for the texts of some millions of tokens.
 _MAX_BYTES: Final = 256 * 2**20
 #: zlib level: halves the size of texts.
