@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,24 +38,29 @@ class Exploration:
         self.num_steps = 0
         self._numbers: dict[Any, int] = {}
         self._parts: dict[Any, int] = {}
+        self._found: dict[Any, Any] = {}  # the steps from a part that many states have
         self._parents: list[tuple[int, Label]] = []
         self._back: list[list[int]] = []  # by state: those from which a step leads there, without faults
         self._is_back: list[list[int]] = []  # the same for steps of `BACK`
         self._rests: list[int] = []
 
-    def explore(self) -> None:
-        """Find all states; raise `ViolationError` at the first one that breaks an invariant."""
+    def explore(self, *, deep_first: bool = False) -> None:
+        """Find all states; raise `ViolationError` at the first one that breaks an invariant.
+
+        Its trace is a shortest one, unless states are explored `deep_first`, which finds one sooner.
+        """
         rules = self.rules
         shared = Shared((Worker(),) * rules.num_workers, rules.num_faults, rules.num_losses, rules.num_drains)
-        self._add(shared, [model.begin() for model in self.models], (-1, ()))
-        at = 0
-        while at < len(self.states):
-            self._expand(at)
-            at += 1
+        begun = [self._part(model.begin(), self.sessions) for model in self.models]
+        self._add((self._part(shared, self.shared), *begun), (-1, ()))
+        waiting = deque([0])
+        while waiting:
+            known = len(self.states)
+            self._expand(waiting.pop() if deep_first else waiting.popleft())
+            waiting.extend(range(known, len(self.states)))
         self._check_liveness()
 
-    def _add(self, shared: Shared, sessions: Sequence[Session], parent: tuple[int, Label]) -> int:
-        state = (self._part(shared, self.shared), *(self._part(one, self.sessions) for one in sessions))
+    def _add(self, state: tuple[int, ...], parent: tuple[int, Label]) -> int:
         number = self._numbers.setdefault(state, len(self.states))
         if number == len(self.states):
             self.states.append(state)
@@ -69,36 +75,63 @@ class Exploration:
             parts.append(part)
         return number
 
-    def _steps(self, shared: Shared, sessions: Sequence[Session]) -> Iterator[tuple[Label, Shared, Any]]:
-        for label, new in self.models[0].shared_steps(shared):
-            followed = [
-                [*model.follow(label, new, one)] for model, one in zip(self.models, sessions, strict=True)
-            ]
+    def _steps(self, state: tuple[int, ...]) -> Iterator[tuple[Label, tuple[int, ...]]]:
+        """Return the steps from a state. Many states have a part in common, whose steps are found once."""
+        shared_at, *sessions = state
+        for label, new in self._shared_steps(shared_at):
+            followed = [self._followed(i, label, new, one) for i, one in enumerate(sessions)]
             for after in product(*followed):
-                yield label, new, after
-        for i, (model, one) in enumerate(zip(self.models, sessions, strict=True)):
-            for label, changed in model.steps(shared, one):
-                yield (*label, i), shared, [*sessions[:i], changed, *sessions[i + 1 :]]
+                yield label, (new, *after)
+        for i, one in enumerate(sessions):
+            for label, changed in self._session_steps(i, shared_at, one):
+                yield label, (shared_at, *sessions[:i], changed, *sessions[i + 1 :])
+
+    def _shared_steps(self, at: int) -> list[tuple[Label, int]]:
+        if at not in self._found:
+            steps = self.models[0].shared_steps(self.shared[at])
+            self._found[at] = [(label, self._part(new, self.shared)) for label, new in steps]
+        found: list[tuple[Label, int]] = self._found[at]
+        return found
+
+    def _followed(self, i: int, label: Label, at: int, session: int) -> list[int]:
+        key = i, label, self._seen(at), session
+        if key not in self._found:
+            steps = self.models[i].follow(label, self.shared[at], self.sessions[session])
+            self._found[key] = [self._part(after, self.sessions) for after in steps]
+        found: list[int] = self._found[key]
+        return found
+
+    def _session_steps(self, i: int, at: int, session: int) -> list[tuple[Label, int]]:
+        key = i, self._seen(at), session
+        if key not in self._found:
+            steps = self.models[i].steps(self.shared[at], self.sessions[session])
+            self._found[key] = [((*label, i), self._part(after, self.sessions)) for label, after in steps]
+        found: list[tuple[Label, int]] = self._found[key]
+        return found
+
+    def _seen(self, at: int) -> int:
+        """Return a number of what steps of sessions depend on: all of it but the faults and drains left."""
+        shared = self.shared[at]
+        return self._parts.setdefault((shared.workers, shared.life, shared.num_losses), at)
 
     def _expand(self, at: int) -> None:
-        shared_at, *session_at = self.states[at]
-        shared, sessions = self.shared[shared_at], [self.sessions[i] for i in session_at]
+        state = self.states[at]
         is_rest = True
-        for label, new_shared, new in self._steps(shared, sessions):
+        for label, new in self._steps(state):
             self.num_steps += 1
-            number = self._add(new_shared, new, (at, label))
-            for model, before, after in zip(self.models, sessions, new, strict=True):
-                if before is not after:
-                    wrong = check_step(model, new_shared, label, before, after)
-                    if wrong:
+            number = self._add(new, (at, label))
+            for model, before, after in zip(self.models, state[1:], new[1:], strict=True):
+                if before != after or label[0] == "deliver":
+                    sessions = self.sessions[before], self.sessions[after]
+                    if wrong := check_step(model, self.shared[new[0]], label, *sessions):
                         raise ViolationError(wrong, [*self.trace(at), label])
             if number != at and label[0] not in FAULTS:
                 (self._is_back if label[0] in BACK else self._back)[number].append(at)
                 is_rest = False
         if is_rest:
             self._rests.append(at)
-            for model, one in zip(self.models, sessions, strict=True):
-                if wrong := check_rest(model, one):
+            for model, one in zip(self.models, state[1:], strict=True):
+                if wrong := check_rest(model, self.sessions[one]):
                     raise ViolationError(f"at rest {wrong}", self.trace(at))
 
     def _check_liveness(self) -> None:
