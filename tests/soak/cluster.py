@@ -348,6 +348,7 @@ async def campaign(
         verdict = await _judged(run, servers.url, kinds, model)
     for fault in run.client_faults:
         verdict.blame("contradicting", fault)
+    verdict.faults["other answers"] = 0
     for other in run.others:
         verdict.blame("other answers", other)
     return run, verdict
