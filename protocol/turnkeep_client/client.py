@@ -187,7 +187,7 @@ class Client:
         """
         request = build(Generate, request_id, messages=messages, text=text, tokens=tokens, **sampling)
         key = session_key(self.tenant, session)
-        await self._wire.store_images(key, files_of(request))
+        await self._wire.store_images(key, files_of(request), timeout_s)
         subject = self._wire.subjects.of(key, "ask")
         return expect(Generated, decode_result(await self._wire.ask(subject, encode(request), timeout_s)))
 

@@ -329,7 +329,7 @@ class Session:
             chat_template_kwargs=chat_template_kwargs,
         )
         request = CountRequest(**{name: getattr(asked, name) for name in CountRequest.__struct_fields__})
-        await self._wire.store_images(self.key, files_of(request))
+        await self._wire.store_images(self.key, files_of(request), self._feeds.timeout_s)
         return expect(Counted, await self._control(request))
 
     def _beside(self, name: str) -> Session:

@@ -173,8 +173,7 @@ class NatsWire:
                 )
             except NoStreamResponseError:
                 num_refusals += 1
-                most = NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES
-                if num_refusals >= most and not is_doubtful:  # else the caller's time limit ends this
+                if num_refusals >= self._most_refusals and not is_doubtful:  # else the caller's limit ends it
                     why = "no worker was ever started on this NATS server"
                     if self.is_clustered:
                         why = "too few servers of the NATS cluster run, or no worker was ever started there"
@@ -300,22 +299,50 @@ class NatsWire:
             )
         return answer
 
-    async def store_images(self, key: SessionKey, files: Mapping[str, bytes]) -> None:
+    async def store_images(
+        self, key: SessionKey, files: Mapping[str, bytes], timeout_s: float | None = None
+    ) -> None:
         """Store the files of images, by digest, for a session, unless its log has them. Raises as `publish`.
 
-        What the log has from before the session was closed leaves it later, so it is stored once more.
+        What the log has from before the session was closed leaves it later, so it is stored once more. Waits
+        for a lost server like `publish`; raises `NoWorkerError` after `timeout_s`.
         """
-        stream, subjects = self.subjects.log_stream, self.subjects
-        closed = await self.last_seq(stream, subjects.of(key, "closed")) if files else 0
-        for digest, data in files.items():
-            if await self.last_seq(stream, subjects.image(key, digest)) > closed:
-                continue
-            for name, body in entries(data, self._nats.max_payload // 2):
-                subject = subjects.image(key, name)
-                seq = await self.last_seq(stream, subject)
-                if seq <= closed:
-                    with contextlib.suppress(LastSequenceError):  # it was stored meanwhile
-                        await self.publish(subject, body, {EXPECT_HEADER: str(seq)})
+        subjects = self.subjects
+        try:
+            async with asyncio.timeout(timeout_s):
+                closed = await self._log_seq(subjects.of(key, "closed")) if files else 0
+                for digest, data in files.items():
+                    if await self._log_seq(subjects.image(key, digest)) > closed:
+                        continue
+                    for name, body in entries(data, self._nats.max_payload // 2):
+                        subject = subjects.image(key, name)
+                        seq = await self._log_seq(subject)
+                        if seq <= closed:
+                            with contextlib.suppress(LastSequenceError):  # it was stored meanwhile
+                                await self.publish(subject, body, {EXPECT_HEADER: str(seq)})
+        except TimeoutError as error:
+            raise self._unreached(f"images were not stored within {timeout_s} s", error) from None
+
+    async def _log_seq(self, subject: str) -> int:
+        """Return the sequence of the log's last message of `subject`, 0 if there is none.
+
+        Asks until the log answers, as `publish` does, and raises the same errors.
+        """
+        stream, num_refusals = self.subjects.log_stream, 0
+        while True:
+            await self._connected.wait()
+            self._check()
+            try:
+                found = await self._last(stream, subject)
+            except nats.errors.NoRespondersError as error:
+                num_refusals += 1
+                if num_refusals >= self._most_refusals:
+                    raise self._unreached(f"{stream} could not be read", error) from None
+            except _NATS_ERRORS:
+                self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
+            else:
+                return found.seq if found else 0
+            await asyncio.sleep(TRY_PAUSE_S)
 
     async def last_seq(self, stream: str, subject: str) -> int:
         """Return the sequence of the last message of `subject`, 0 if there is none. Raises as `last`."""
@@ -327,12 +354,15 @@ class NatsWire:
 
         Raises `NoWorkerError` if the stream cannot be read.
         """
-        body = msgspec.json.encode({"last_by_subj": subject})
-        call = self._nats.request(f"$JS.API.DIRECT.GET.{stream}", body, timeout=READ_S)
         try:
-            reply = await _cancellable(call)
+            return await self._last(stream, subject)
         except _NATS_ERRORS as error:
             raise self._unreached(f"{stream} could not be read", error) from None
+
+    async def _last(self, stream: str, subject: str) -> Stored | None:
+        body = msgspec.json.encode({"last_by_subj": subject})
+        call = self._nats.request(f"$JS.API.DIRECT.GET.{stream}", body, timeout=READ_S)
+        reply = await _cancellable(call)
         return _stored(reply) if "Nats-Sequence" in (reply.headers or {}) else None
 
     async def leader_seq(self, stream: str, subject: str) -> int:
@@ -371,6 +401,10 @@ class NatsWire:
     def is_clustered(self) -> bool:
         """Whether the connection's server belongs to a cluster."""
         return is_clustered(self._nats)
+
+    @property
+    def _most_refusals(self) -> int:
+        return NUM_TRIES_OF_SEVERAL if self.is_clustered else NUM_TRIES
 
     async def backlog(self) -> Backlog:
         """Return the counts of the log's consumer. Raises `NoWorkerError`."""

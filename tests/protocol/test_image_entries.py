@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import os
 
 import pytest
-from scripted_worker import SUBJECTS, FakeWorker
+from scripted_worker import SUBJECTS, FakeWorker, NatsServer
 
 from turnkeep_client import image
 from turnkeep_client.client import Client
-from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.errors import InvalidMessageError, NoServerError
 from turnkeep_client.images import PIECE_BYTES, assembled, entries
 from turnkeep_client.subjects import SessionKey
+from turnkeep_client.wire import READ_S
 
 KEY = SessionKey("default", "s")
 
@@ -49,6 +51,21 @@ async def test_an_image_from_before_a_close_is_stored_again(client: Client, work
     for _ in range(2):
         await client._wire.store_images(KEY, {digest: data})
     assert (await client.stored.subjects())[KEY] == {"image": 2, "closed": 1}
+
+
+async def test_a_request_with_an_image_waits_like_others_while_the_nats_server_is_down(
+    client: Client, worker: FakeWorker, server: NatsServer
+) -> None:
+    server.kill()
+    message = {"role": "user", "content": [{"type": "text", "text": "which?"}, image(picture(99))]}
+    task = asyncio.create_task(client.session("s").generate(messages=[message]).send())
+    await asyncio.sleep(READ_S + 1)
+    assert not task.done()
+    with pytest.raises(NoServerError, match="images were not stored"):
+        await client.ask("s", messages=[message], timeout_s=0.3)
+    await server.start()
+    await asyncio.wait_for(task, 20)
+    assert (await client.stored.subjects())[KEY] == {"image": 1, "in": 1}
 
 
 @pytest.mark.parametrize("num_bytes", [1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES])

@@ -276,7 +276,8 @@ class Stories(Campaign):
 
     async def told(self, raw: Heard | None, session: Session, *pictures: taught.Picture) -> str:
         """Show pictures and ask what the last one is; return the answer. Waits while faults are late."""
-        while self.expected and self.sent > self.num_requests * (self.kills + 1) / (self.num_kills + 1):  # noqa: ASYNC110 - `strike` counts them
+        due = self.num_requests / (self.num_kills + 1)
+        while self.expected and self.kills < self.num_kills and self.sent > due * (self.kills + 1):  # noqa: ASYNC110 - `strike` counts them
             await asyncio.sleep(0.01)
         self.sent += 1
         question, messages = {"type": "text", "text": "What is this?"}, list[dict[str, Any]]()
@@ -347,6 +348,7 @@ async def campaign(
         verdict = await _judged(run, servers.url, kinds, model)
     for fault in run.client_faults:
         verdict.blame("contradicting", fault)
+    verdict.faults["other answers"] = 0
     for other in run.others:
         verdict.blame("other answers", other)
     return run, verdict

@@ -39,6 +39,17 @@ async def test_every_request_gets_exactly_one_result_under_random_faults_of_two_
     assert not verdict.faults.total(), verdict.notes
 
 
+async def test_answers_about_pictures_are_under_faults_those_of_a_worker_without_faults(
+    tmp_path: Path,
+) -> None:
+    run, verdict = await campaign(
+        tmp_path, workers=2, nodes=1, requests=0, faults=3, share=False, cuts=False, seed=1, images=10
+    )
+    assert (run.struck.total(), run.sent) == (3, 22)
+    assert verdict.answered == verdict.requests > 22
+    assert not verdict.faults.total(), verdict.notes
+
+
 def stored(at: int, kind: str, **body: Any) -> SimpleNamespace:
     headers = {"Nats-Subject": f"turnkeep.default.s.{kind}", "Nats-Time-Stamp": "2025-01-01T00:00:00Z"}
     if kind == "out":

@@ -246,7 +246,7 @@ export class Call {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
     const [request, files] = await withDigests(this.request);
-    await wire.storeImages(this.key, files);
+    await wire.storeImages(this.key, files, signal);
     feed.publishing += 1;
     this.isPublished = true;
     try {

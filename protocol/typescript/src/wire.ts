@@ -124,10 +124,8 @@ export class Wire {
           timeout = Math.min(2 * timeout, LAST_ACK_MS);
           continue;
         }
-        const isClustered = Boolean(this.connection.info?.cluster);
-        const mostRefusals = isClustered ? NUM_TRIES_OF_SEVERAL : NUM_TRIES;
-        if (has(error, "NoResponders") && ++numRefusals >= mostRefusals && !isDoubtful) {
-          const why = isClustered
+        if (has(error, "NoResponders") && ++numRefusals >= this.#mostRefusals && !isDoubtful) {
+          const why = this.#isClustered
             ? "too few servers of the NATS cluster run, or no worker was ever started there"
             : "no worker was ever started on this NATS server";
           throw new NoAnswerError(`no stream stores ${subject}: ${why} with the prefix ${this.subjects.prefix}`);
@@ -147,18 +145,33 @@ export class Wire {
   /**
    * Store the files of images, by digest, for a session, unless its log has them.
    *
-   * What the log has from before the session was closed leaves it later, so it is stored once more.
+   * What the log has from before the session was closed leaves it later, so it is stored once more. Waits for a
+   * lost server like `publish`.
    */
-  async storeImages(key: SessionKey, files: ReadonlyMap<string, Uint8Array>): Promise<void> {
+  async storeImages(key: SessionKey, files: ReadonlyMap<string, Uint8Array>, signal?: AbortSignal): Promise<void> {
     if (files.size === 0) return;
     const { subjects } = this;
-    const seqOf = async (subject: string) => (await this.last(subjects.logStream, subject)).at(-1)?.seq ?? 0;
-    const closed = await seqOf(subjects.of(key, "closed"));
-    const isStored = async (name: string) => (await seqOf(subjects.image(key, name))) > closed;
+    const closed = await this.#lastSeq(subjects.of(key, "closed"), signal);
+    const isStored = async (name: string) => (await this.#lastSeq(subjects.image(key, name), signal)) > closed;
     for (const [digest, file] of files) {
       if (await isStored(digest)) continue;
       for (const [name, body] of await entries(file, (this.connection.info?.max_payload ?? Infinity) / 2)) {
-        if (!(await isStored(name))) await this.publish(subjects.image(key, name), body);
+        if (!(await isStored(name))) await this.publish(subjects.image(key, name), body, {}, signal);
+      }
+    }
+  }
+
+  /** Return the sequence of the log's last message of `subject`, else 0; ask until the log answers, like `publish`. */
+  async #lastSeq(subject: string, signal?: AbortSignal): Promise<number> {
+    for (let numRefusals = 0; ; ) {
+      while (!this.#connected && !this.closed) await unlessAborted(this.#changed.wait(RECONNECT_MS), signal);
+      signal?.throwIfAborted();
+      try {
+        return (await this.last(this.subjects.logStream, subject)).at(-1)?.seq ?? 0;
+      } catch (error) {
+        if (this.closed || error instanceof NotPermittedError) throw error;
+        if (has(error, "NoResponders") && ++numRefusals >= this.#mostRefusals) throw error;
+        await delay(TRY_PAUSE_MS);
       }
     }
   }
@@ -305,6 +318,14 @@ export class Wire {
     if (this.closed) return new ClientClosedError(this.whyClosed);
     const kind = this.#connected ? NoAnswerError : NoServerError;
     return new kind(`${what}: ${messageOf(error)}`, { cause: error });
+  }
+
+  get #isClustered(): boolean {
+    return Boolean(this.connection.info?.cluster);
+  }
+
+  get #mostRefusals(): number {
+    return this.#isClustered ? NUM_TRIES_OF_SEVERAL : NUM_TRIES;
   }
 
   #check(body?: Uint8Array): void {

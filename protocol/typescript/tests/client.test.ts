@@ -244,6 +244,26 @@ test("results tell which model gave an answer, and which one the turn before", a
   assert.deepEqual(answers, [previous_model, model]);
 });
 
+test("a request with an image waits while the log does not answer", async () => {
+  const prefix = `${run}silent`;
+  await using own = await connect({ servers, prefix });
+  const asked: string[] = [];
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, {
+    callback: (_, request) => {
+      asked.push(request.string());
+      if (asked.length > 1) request.respond("", { headers: natsHeaders(404, "No Results") });
+    },
+  });
+  own.connection.subscribe(`${prefix}.default.s.>`, {
+    callback: (_, request) => {
+      request.respond(JSON.stringify({ stream: `${prefix}_log`, seq: 1, type: "counted" }));
+    },
+  });
+  const content = [turnkeep.image(Uint8Array.of(1, 2, 3))];
+  await own.session("s").count({ messages: [{ role: "user", content }] });
+  assert.equal(asked[0], asked[1]);
+});
+
 test("a part of the log that lost a message with the connection is no history", async () => {
   const prefix = `${run}holes`;
   await using own = await connect({ servers, prefix });
