@@ -417,7 +417,7 @@ async def test_quantised_kv_tells_pictures_apart(seeing, open_process) -> None:
     assert found[0][:2] == seen.answer(seen.prompt("Look: @!", images[0]), images[:1], 2)[0]
 
 
-@pytest.mark.parametrize("kind", ["smolvlm", "qwen2_vl"])
+@pytest.mark.parametrize("kind", ["smolvlm", "qwen2_vl", "qwen3_5", *JOINT])
 async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(
     seeing, open_process, kind
 ) -> None:
