@@ -198,19 +198,14 @@ def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_ca
         assert seen <= FACE, path
 
 
-def test_only_cache_export_and_remains_of_the_commands_import_the_cache_and_only_its_admin_and_names() -> (
-    None
-):
+def test_only_the_commands_on_files_import_the_cache_and_only_its_admin_and_names() -> None:
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()
     }
     by_admin = {"admin", "names"}
-    assert {name: of for name, of in seen.items() if of} == {
-        "cache.py": by_admin,
-        "export.py": {"admin"},
-        "remains.py": {"admin"},
-    }
+    expected = {"cache.py": by_admin, "export.py": {"admin"}, "remains.py": {"admin"}}
+    assert {name: of for name, of in seen.items() if of} == expected
 
 
 def test_ops_imports_nothing_of_the_cache_but_the_package_cache_names() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import time
 from collections.abc import Callable
@@ -55,7 +56,10 @@ def quarantined(backup: Path, data: Path) -> None:
 
 @pytest.mark.parametrize("put_back", [whole, over, files_only, quarantined])
 async def test_a_backup_that_is_put_back_brings_no_forgotten_kv_to_life(
-    local_worker: Callable, tmp_path: Path, put_back: Callable[[Path, Path], None]
+    local_worker: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    put_back: Callable[[Path, Path], None],
 ) -> None:
     """Its blocks are out of the index before the worker is ready, although it has forgotten them itself."""
     data, backup = tmp_path / "data", tmp_path / "backup"
@@ -73,6 +77,10 @@ async def test_a_backup_that_is_put_back_brings_no_forgotten_kv_to_life(
     put_back(backup, data)
     assert num_files(worker) == 3
 
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(erasures.Erasures, "run", never)  # it would be too late
     worker = await local_worker(block_tokens=BLOCK)
     assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 3 * BLOCK)
     assert await worker.app._store.queue.drained(10)
