@@ -134,7 +134,9 @@ class ExtendedHistory:
     @cached_property
     def change(self) -> Change:
         """The result's field `change`: how many of the session's tokens were kept, and which were added."""
-        tokens, grids = self.history.tokens, dict(self.history.conversation.images)
+        tokens = self.history.tokens
+        # All messages are looked through for their images, so not in a session without any.
+        grids = dict(self.history.conversation.images) if tokens.spans else {}
         images = tuple(
             PlacedImage(
                 digest=(digest := span.digest.hex()),
