@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     pass
 
 #: The number of new histories in a run. `make soak` runs more.
-HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "250")
+HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "150")
 
 
 @pytest.mark.timeout(3600)
