@@ -211,7 +211,7 @@ KINDS = [*((kind, None) for kind in [*MASKED, CHUNKED, "mamba2"]), ("llama", 8),
 async def test_any_order_of_turns_forks_rewinds_losses_and_restarts_gives_the_tokens_of_a_run_from_scratch(
     make_model, build_model, trials, tmp_path, kind, kv_bits
 ) -> None:
-    machine, _ = await _play(kind, kv_bits, 1, 20, make_model, build_model, tmp_path, trials=trials)
+    machine, _ = await _play(kind, kv_bits, 1, 12, make_model, build_model, tmp_path, trials=trials)
     assert len(machine.taken) > 3
 
 

@@ -168,7 +168,7 @@ def test_the_drafter_with_the_higher_expected_gain_drafts_first(make_model, draf
     batch = drafting(model, 6, drafters=(Lookup(), drafter))
     piece = begin(model, prompt(20))
     batch.step([piece])
-    go_on(batch, 200)
+    go_on(batch, 130)
     answer = piece.row.known[20:]
     assert answer == alone(model, prompt(20), len(answer))[0]
     assert (len(asked) > 100) == (off < 0.1)

@@ -14,13 +14,13 @@ from tiny_models import Endless
 
 from cache.names.tokens import Tokens
 from tests import taught
+from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
 from worker.device.request import TurnRequest
 from worker.models import model
 from worker.models.model import LoadedModel
 from worker.text.answer import Answer
 
-NUM: Final = 200
 _MOST: Final = 12
 
 
@@ -59,10 +59,11 @@ async def said(process: Any, loaded: LoadedModel, name: str, tokens: Tokens, *fi
     return loaded.tokenizer.decode([token for token in growing.tokens if token not in loaded.eos_ids])
 
 
-async def test_two_hundred_pictures_are_named_alone_in_a_batch_and_after_a_restart(
-    loaded: LoadedModel, taught_model: Path, trials: Path, tmp_path: Path
+@pytest.mark.parametrize("num", first([48, 200]))
+async def test_pictures_are_named_alone_in_a_batch_and_after_a_restart(
+    loaded: LoadedModel, taught_model: Path, trials: Path, tmp_path: Path, num: int
 ) -> None:
-    pictures = [taught.picture(seed) for seed in range(NUM)]
+    pictures = [taught.picture(seed) for seed in range(num)]
     prompts = [prompt(loaded, "What is this?", each.file) for each in pictures]
     load = partial(model.load, taught_model, dtype="float32")
 
@@ -76,11 +77,11 @@ async def test_two_hundred_pictures_are_named_alone_in_a_batch_and_after_a_resta
         ]
         await process.store.queue.drained(20)
     right = [found == each.answer for found, each in zip(alone, pictures, strict=True)]
-    assert sum(right) >= NUM * 0.95, "the weights are those of this renderer"
+    assert sum(right) >= num * 0.95, "the weights are those of this renderer"
     async with open_("batch") as process:
         together = []
-        for start in range(0, NUM, 8):
-            some = range(start, min(start + 8, NUM))
+        for start in range(0, num, 8):
+            some = range(start, min(start + 8, num))
             turns = [said(process, loaded, f"s{i}", prompts[i], pictures[i].file) for i in some]
             together += await asyncio.gather(*turns)
     assert together == alone

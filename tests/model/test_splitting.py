@@ -11,7 +11,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from worker.models.answer_markup import AnswerMarkup, markup_of
 from worker.text.arguments import OfferedTools
@@ -307,6 +307,7 @@ def test_special_tokens_of_a_call_are_markers_and_others_before_it_are_not(famil
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=settings().max_examples // 3)  # of each of thirty families, which share the code
 @given(data=st.data())
 def test_text_reasoning_and_calls_are_the_same_however_an_answer_is_divided_into_pieces(
     family: str, data: st.DataObject

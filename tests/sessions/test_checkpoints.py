@@ -178,7 +178,7 @@ async def test_the_memory_of_an_open_session_is_at_most_what_it_says_of_itself(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, counted = [], []
-    for turns in (range(60), range(60, 360)):
+    for turns in (range(60), range(60, 210)):
         await converse(world, turns)
         await opened(world)  # fills caches that later openings share
         found = []

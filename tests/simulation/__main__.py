@@ -1,4 +1,4 @@
-"""Runs simulated histories: `python -m tests.simulation [SEED] [--histories N]`.
+"""Runs simulated histories: `python -m tests.simulation [SEED ...] [--histories N]`.
 
 A history is one run of workers, clients and faults on a NATS server in memory; its seed determines all of it.
 """
@@ -28,8 +28,8 @@ sys.unraisablehook = lambda _: None  # closing the coroutines of killed processe
 def main() -> int:
     """Return 1 if histories went wrong; with several guards to take away, if some did without each."""
     parser = argparse.ArgumentParser(prog="simulate", description=__doc__)
-    parser.add_argument("seed", type=int, nargs="?", default=0)
-    parser.add_argument("--histories", type=int, default=1, help="so many seeds from SEED on")
+    parser.add_argument("seeds", type=int, nargs="*", metavar="SEED", default=[0])
+    parser.add_argument("--histories", type=int, default=1, help="so many seeds from each SEED on")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no history after so long")
     parser.add_argument("--tell", action="store_true", help="tell the stories of all, not of failures alone")
     parser.add_argument("--traces", action="store_true", help="print a checksum of each history")
@@ -63,7 +63,8 @@ def tell_failure(seed: int, asked: argparse.Namespace) -> None:
 def simulate_all(asked: argparse.Namespace) -> int:
     counts: Counter[str] = Counter()
     begun_s, num_histories, num_wrong = time.monotonic(), 0, 0
-    for seed in range(asked.seed, asked.seed + asked.histories):
+    seeds = [seed for first in asked.seeds for seed in range(first, first + asked.histories)]
+    for seed in seeds:
         if time.monotonic() - begun_s > asked.seconds:
             break
         num_histories += 1
@@ -86,8 +87,8 @@ def simulate_all(asked: argparse.Namespace) -> int:
             print(*outcome.story, sep="\n")
     took_s = time.monotonic() - begun_s
     said = ", ".join(f"{number} {name}" for name, number in counts.items() if not name.startswith("faults:"))
-    seeds = f"seeds {asked.seed} to {asked.seed + num_histories - 1}"
-    print(f"{num_histories} histories, {seeds}, in {took_s:.1f} s, {num_wrong} wrong: {said}")
+    played = f"seeds {seeds[0]} to {seeds[num_histories - 1]}"
+    print(f"{num_histories} histories, {played}, in {took_s:.1f} s, {num_wrong} wrong: {said}")
     kinds = sorted(
         (name.removeprefix("faults: "), n) for name, n in counts.items() if name.startswith("faults:")
     )

@@ -25,7 +25,7 @@ def test_the_report_of_a_failed_simulation_lists_the_few_actions_that_cause_it()
 
 #: Half of the time for one safeguard would go into the start of a process, so each process takes several.
 PLAYED = [name for name, mutant in table().items() if not mutant.test]
-TOGETHER = [PLAYED[number::4] for number in range(4)]
+TOGETHER = [PLAYED[number::9] for number in range(9)]
 
 
 @pytest.mark.timeout(1200)  # the removal of one of them shows in one history of 300
