@@ -41,8 +41,7 @@ def read(body: bytes) -> ClientTurn:
     said = [{"role": "user", "content": said}] if isinstance(said, str) else said
     asked = [*said, {"role": "user", "content": _ASKED}] if isinstance(said, list) else said
     fixed = {"input": asked, "stream": False, "background": False, "store": False}
-    turn = requests.read(msgspec.json.encode({"max_output_tokens": _MOST_TOKENS} | given | fixed))
-    return msgspec.structs.replace(turn, has_snapshots=given.get("store") is not False)
+    return requests.read(msgspec.json.encode({"max_output_tokens": _MOST_TOKENS} | given | fixed))
 
 
 def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Generated]) -> dict[str, Any]:

@@ -142,7 +142,6 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> ClientTurn
         stream=bool(asked.stream),
         asked={name: value for name, value in repeated.items() if value},
         is_kept=asked.store is not False,
-        has_snapshots=asked.store is not False,
         previous=asked.previous_response_id or "",
         warnings=tuple(reading.warnings),
         images=reading.images,
