@@ -83,7 +83,8 @@ class LoggedHeader(Struct, frozen=True, omit_defaults=True, dict=True):
 class LoggedAnswer(NamedTuple):
     """A generate request from the log, at the stream sequence `seq`, and its result (None if there is none).
 
-    `turn.messages` is the whole conversation, or None if the log no longer has all of it.
+    `turn.messages` is the conversation up to the answer, without the answer. It is None if `find` was not
+    asked for the conversation, or if the log no longer has all of it.
     """
 
     session: str
@@ -249,7 +250,11 @@ async def follow(client: Client, found: LoggedAnswer, tell: Callable[[Chunk], No
 
 
 async def cancel(client: Client, answer_id: str) -> LoggedAnswer | None:
-    """Cancel a running answer; return its entry in the log, None if it has none. Raises `TurnkeepError`."""
+    """Cancel an answer; return it from the log once it has a result. None if the log has no such answer.
+
+    Tries for about six seconds; after that, the `result` of what it returns is None. An answer that already
+    has a result is returned as it is. Raises `TurnkeepError`.
+    """
     pause_s = FIRST_PAUSE_S
     while True:
         found = (await find(client, {answer_id})).get(answer_id)

@@ -175,12 +175,12 @@ class Record:
         return seq in self._answered
 
     def add_results(self, entries: Sequence[StoredMessage], parts: ResultParts = _NO_PARTS) -> bool:
-        """Apply results; return whether any of them answers a request that had no result.
+        """Apply results, in the log's order; return whether any of them answers a request that had no result.
 
-        `parts` has what is stored besides the result, if there is only one. Ignores entries that no worker
-        can have written: those without a valid result, its request or a history digest, and those that
-        answer a request which was stored later or already has a result. After the first reading, the results
-        are another worker's: then the record is overtaken, and stays as it is.
+        `parts` has what is stored besides the result; give it only with a single entry. Skips results that
+        the checkpoint includes, and ignores entries that no worker can have written (see `written`) or whose
+        request already has a result. Once `folded`, a result that counts is another worker's: it is not
+        applied, and the record is `overtaken`.
         """
         found = False
         for entry in entries:
