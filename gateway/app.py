@@ -15,9 +15,12 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from turnkeep_client.errors import TurnkeepError
 
-from .anthropic.routes import DIALECT as ANTHROPIC
-from .cohere.routes import DIALECT as COHERE
 from .connections import Connections
+from .dialects.anthropic.routes import DIALECT as ANTHROPIC
+from .dialects.cohere.routes import DIALECT as COHERE
+from .dialects.ollama.routes import DIALECT as OLLAMA
+from .dialects.openai.routes import DIALECT as OPENAI
+from .dialects.responses.routes import DIALECT as RESPONSES
 from .http import guide
 from .http.access import Access, is_from_here
 from .http.answer_response import SHOWN
@@ -27,9 +30,6 @@ from .http.errors import KINDS, Errors
 from .http.handlers import Handlers, Route
 from .image_fetcher import ImageFetcher
 from .metrics import Counters
-from .ollama.routes import DIALECT as OLLAMA
-from .openai.routes import DIALECT as OPENAI
-from .responses.routes import DIALECT as RESPONSES
 from .turn import WARNINGS, Fault
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ class Parts:
         )
         self.erasures = Erasures(self.journal, members.me.boot, ground.copies)
         services = self._services(asides)
-        self.sessions = Sessions(services, work, session_idle_timeout_s=constants.session_idle_timeout_s)
+        self.sessions = Sessions(services, work, history_idle_timeout_s=constants.history_idle_timeout_s)
         self.overheard = OverheardRequests(nc, members)
         self.endpoints = self._make_endpoints(services, asides)
         self.routing = Routing(

@@ -9,6 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from gateway import boundaries
+from gateway.dialects.openai import chat
 from gateway.index import (
     MOST_SESSIONS,
     IndexedRequest,
@@ -18,7 +19,6 @@ from gateway.index import (
     base_of,
     tags,
 )
-from gateway.openai import chat
 from turnkeep_client.messages import Called, CalledFunction, Generated, Seconds, Usage
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}

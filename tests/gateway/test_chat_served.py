@@ -11,7 +11,7 @@ import pytest
 from parts import CHAT_TEMPLATE
 
 from gateway.conversations import Conversations
-from gateway.openai import chat
+from gateway.dialects.openai import chat
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

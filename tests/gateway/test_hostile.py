@@ -13,9 +13,9 @@ import httpx2
 import pytest
 
 from gateway import boundaries
-from gateway.ollama import requests as ollama
-from gateway.openai import chat
-from gateway.responses import requests as responses
+from gateway.dialects.ollama import requests as ollama
+from gateway.dialects.openai import chat
+from gateway.dialects.responses import requests as responses
 
 Start = Any
 CHAT = "/v1/chat/completions"

@@ -13,12 +13,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.anthropic import messages
 from gateway.boundaries import chain
+from gateway.dialects.anthropic import messages
+from gateway.dialects.ollama import requests as ollama
+from gateway.dialects.openai import chat
+from gateway.dialects.responses import requests as responses
 from gateway.image_fetcher import ImageFetcher
-from gateway.ollama import requests as ollama
-from gateway.openai import chat
-from gateway.responses import requests as responses
 from gateway.turn import ClientTurn, Fault
 from tests.parts import png
 from turnkeep_client.images import MOST_BYTES, files_of, images_in

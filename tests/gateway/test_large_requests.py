@@ -10,8 +10,8 @@ import httpx2
 import pytest
 
 from gateway import boundaries
+from gateway.dialects.openai import chat
 from gateway.index import append_id
-from gateway.openai import chat
 from turnkeep_client.messages import encode
 
 Start = Any

@@ -12,7 +12,7 @@ from anthropic.types import beta
 from crafted import events
 
 from gateway import boundaries
-from gateway.anthropic import messages
+from gateway.dialects.anthropic import messages
 
 Start = Any
 PATH = "/v1/messages"

@@ -10,9 +10,9 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.dialects.ollama import answers, requests
 from gateway.http import answer_response
 from gateway.models import GatewayModel
-from gateway.ollama import answers, requests
 from gateway.turn import Fault
 from turnkeep_client.generation import Generation
 from worker.metrics_message import unloaded

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from gateway.anthropic import messages
-from gateway.openai import chat, completions
-from gateway.responses import requests as responses
+from gateway.dialects.anthropic import messages
+from gateway.dialects.openai import chat, completions
+from gateway.dialects.responses import requests as responses
 from gateway.turn import ALL_THAT_FITS, Fault, decoded
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.anthropic import messages
-from gateway.openai import chat
-from gateway.responses import requests as responses
+from gateway.dialects.anthropic import messages
+from gateway.dialects.openai import chat
+from gateway.dialects.responses import requests as responses
 from gateway.turn import ClientTurn
 
 Start = Any

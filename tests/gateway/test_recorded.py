@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from crafted import events, generated
 
-from gateway.anthropic import messages
-from gateway.ollama import answers as ollama
-from gateway.ollama import requests as ollama_requests
-from gateway.openai import chat, completions
-from gateway.responses import answers
-from gateway.responses import requests as responses
+from gateway.dialects.anthropic import messages
+from gateway.dialects.ollama import answers as ollama
+from gateway.dialects.ollama import requests as ollama_requests
+from gateway.dialects.openai import chat, completions
+from gateway.dialects.responses import answers
+from gateway.dialects.responses import requests as responses
 from gateway.turn import Fault
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.messages import CallPart, Chunk, LikelyToken, TokenLogprob

@@ -12,7 +12,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.anthropic import common as anthropic
+from gateway.dialects.anthropic import common as anthropic
 from gateway.keys import Keys
 from gateway.turn import Fault, fault_of
 from ops.log.sessions import list_sessions

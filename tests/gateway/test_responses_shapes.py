@@ -8,8 +8,8 @@ from typing import Any
 from crafted import events, generated
 
 from gateway import boundaries
-from gateway.responses import answers
-from gateway.responses import requests as responses
+from gateway.dialects.responses import answers
+from gateway.dialects.responses import requests as responses
 from gateway.turn import fault_of
 from turnkeep_client.errors import NoServerError
 

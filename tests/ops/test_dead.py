@@ -13,7 +13,7 @@ from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append
-from worker.sessions.giving_up import Doubt
+from worker.sessions.dead_letters import Doubt
 
 attempt = Doubt.attempt
 

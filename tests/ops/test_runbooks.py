@@ -15,7 +15,7 @@ from tests.commands.command_runs import command, turnkeep, where
 from tests.ops.test_dead import venomous
 from tests.parts import WorkerProcess
 from turnkeep_client.errors import RequestFailedError
-from worker.sessions.giving_up import Doubt
+from worker.sessions.dead_letters import Doubt
 
 pytestmark = pytest.mark.packaging
 

@@ -13,7 +13,7 @@ from tests.ops.test_dead import venomous
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Generate
 from turnkeep_client.subjects import SessionKey
-from worker.sessions.giving_up import Doubt
+from worker.sessions.dead_letters import Doubt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

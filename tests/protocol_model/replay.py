@@ -57,7 +57,7 @@ _SETTINGS: Final = {
     "max_batch": 16,
     "max_waiting": 100,
     "tenants": TenantLimits(sessions=100),
-    "session_idle_timeout_s": 0.3,
+    "history_idle_timeout_s": 0.3,
     "closed_ttl_s": None,  # sessions that were closed and not forgotten stay
     "cache_policy": FULL,
     "token_ttl_s": 600.0,

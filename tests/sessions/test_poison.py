@@ -16,8 +16,8 @@ from tests.simulation.loop import _process as current
 from tests.simulation.world import Server
 from worker.cluster.members import Members
 from worker.sessions import sessions
+from worker.sessions.dead_letters import Doubt
 from worker.sessions.fold import Fold
-from worker.sessions.giving_up import Doubt
 from worker.sessions.pending import PendingRequest
 
 pytestmark = pytest.mark.simulated

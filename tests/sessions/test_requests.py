@@ -325,7 +325,7 @@ async def test_a_session_has_no_kv_in_memory_before_its_first_tokens_and_after_i
 
 @pytest.mark.real
 async def test_an_idle_session_leaves_memory_and_later_continues_with_the_same_tokens(wire: Start) -> None:
-    w = await wire(session_idle_timeout_s=0.2)
+    w = await wire(history_idle_timeout_s=0.2)
     client: Client = w.worker.client
     await client.session("s").append(text="hello there")
     first = await client.session("s").generate(max_tokens=8)
@@ -343,7 +343,7 @@ async def test_a_worker_with_an_idle_timeout_of_zero_does_not_keep_its_event_loo
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It sleeps between two checks for idle sessions."""
-    w = await wire(session_idle_timeout_s=0)
+    w = await wire(history_idle_timeout_s=0)
     client: Client = w.worker.client
     assert (await client.session("s").append(text="hello")).position == 5
     await seen(client, lambda m: m.sessions == 0)

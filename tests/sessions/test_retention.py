@@ -23,7 +23,7 @@ from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encode_answer, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
-from worker.sessions.giving_up import Doubt
+from worker.sessions.dead_letters import Doubt
 from worker.sessions.session import ServedSession
 from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
@@ -808,18 +808,18 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
         assert removed == [4] * times
 
 
-@pytest.mark.parametrize(("session_idle_timeout_s", "has_store"), [(0.2, True), (300.0, False)])
+@pytest.mark.parametrize(("history_idle_timeout_s", "has_store"), [(0.2, True), (300.0, False)])
 async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_device(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, session_idle_timeout_s: float, has_store: bool
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, history_idle_timeout_s: float, has_store: bool
 ) -> None:
     """Also if it has evicted the session from its own memory, and if it stores no snapshots."""
     if not has_store:
         monkeypatch.setattr(device.Worker, "stores", False)
-    w = await quiet_wire(session_idle_timeout_s=session_idle_timeout_s)
+    w = await quiet_wire(history_idle_timeout_s=history_idle_timeout_s)
     await w.send("s", append("a"))
     app, key = w.worker.app, SessionKey("default", "s")
     await asyncio.sleep(1)
-    assert (key in app._parts.sessions._sessions) == (session_idle_timeout_s > 1)
+    assert (key in app._parts.sessions._sessions) == (history_idle_timeout_s > 1)
     tokens = app.device_of_hashes.resident[key]
     await app._parts.erasures.note(key, tokens, 0, ())  # as the worker does that forgets the session
     await asyncio.sleep(erasures._PERIOD_S + 1)

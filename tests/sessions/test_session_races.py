@@ -33,7 +33,7 @@ from worker.models.tokenizer import Tokenizer
 from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids, cancelling
 from worker.sessions.cancelling import cancel
-from worker.sessions.giving_up import AttemptNote, excuse
+from worker.sessions.dead_letters import AttemptNote, excuse
 from worker.sessions.pending import PendingRequest
 from worker.wire.chunks import PublishedChunks
 from worker.wire.fence import FencedError

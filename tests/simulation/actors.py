@@ -161,7 +161,7 @@ class Plan:
                 "max_batch": random.choice((1, 2, 16)),
                 "max_waiting": random.choice((1, 2, 100)),
                 "tenants": TenantLimits(sessions=random.choice((1, 100))),
-                "session_idle_timeout_s": random.choice((0.0, 0.3, 300.0)),
+                "history_idle_timeout_s": random.choice((0.0, 0.3, 300.0)),
                 "closed_ttl_s": random.choice((None, None, 0.0, 2.0)),
                 "cache_policy": random.choice((FULL, FULL, Policy(2, 16))),
                 "token_ttl_s": random.choice((600.0, 600.0, 10.0)),

@@ -270,7 +270,7 @@ def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_tha
         plan = replace(Plan.of(Random(1)), num_workers=2, leases=False, roundings=1)
         plan.settings |= {
             "closed_ttl_s": 0.0,
-            "session_idle_timeout_s": 300.0,
+            "history_idle_timeout_s": 300.0,
             "max_attempts": 3,
             "ack_wait_s": 1.0,
         }

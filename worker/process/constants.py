@@ -27,7 +27,7 @@ class Constants:
     #: Worker crashes during one request, without progress in between, until it is given up.
     max_attempts: int = 3
     #: Time until an idle session's history leaves memory; its KV stays until evicted.
-    session_idle_timeout_s: float = 300.0
+    history_idle_timeout_s: float = 300.0
     #: Time without a sign of life until a request goes to another worker.
     ack_wait_s: float = 3.0
     #: Time and space for token chunks that can be read back; the oldest are removed first.

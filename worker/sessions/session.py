@@ -22,8 +22,8 @@ from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.fence import FencedError
 
+from .dead_letters import Doubt
 from .execution import Execution
-from .giving_up import Doubt
 from .history import RefusedError
 from .images import SessionImages
 from .results import Outcome, count_result, failed, is_close, withdrawn

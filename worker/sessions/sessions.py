@@ -20,8 +20,8 @@ from worker.engine.port import StoppingError
 from worker.process.clock import monotonic
 from worker.wire.fence import FencedError
 
+from .dead_letters import excuse
 from .execution import erase_all
-from .giving_up import excuse
 from .history import RefusedError
 from .session import ServedSession
 
@@ -52,11 +52,11 @@ _MAX_IDLE_BYTES = 64 * 2**20
 class Sessions:
     """Keeps the sessions in memory, by name. Event loop only."""
 
-    def __init__(self, services: Services, tasks: TaskGroup, *, session_idle_timeout_s: float) -> None:
+    def __init__(self, services: Services, tasks: TaskGroup, *, history_idle_timeout_s: float) -> None:
         """`tasks` runs one task per session at work; these tasks end by themselves after `stop`."""
         self._services = services
         self._tasks = tasks
-        self._session_idle_timeout_s = session_idle_timeout_s
+        self._history_idle_timeout_s = history_idle_timeout_s
         self._sessions: dict[SessionKey, ServedSession] = {}
         self._size_bytes = 0  # the sum of all `counted_bytes`
         self._at_work: set[SessionKey] = set()
@@ -122,8 +122,8 @@ class Sessions:
         there is room.
         """
         while True:
-            await sleep(min(max(self._session_idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
-            horizon_s = monotonic() - self._session_idle_timeout_s
+            await sleep(min(max(self._history_idle_timeout_s / 4, _LEAST_SWEEP_S), 30.0))
+            horizon_s = monotonic() - self._history_idle_timeout_s
             for key, session in list(self._sessions.items()):
                 if session.used_s < horizon_s and self._is_idle(key):
                     self._evict(key)

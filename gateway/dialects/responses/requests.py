@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 from msgspec import Struct
 
+from gateway.dialects.openai import common as openai
 from gateway.logged_answers import RESPONSES
-from gateway.openai import common as openai
 from gateway.turn import ClientTurn, WholeNumber, as_whole, check, parts_checked, refused
 from turnkeep_client.content_blocks import ContentWarning
 from turnkeep_client.messages import OPTIONS, Message

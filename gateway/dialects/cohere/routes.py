@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from gateway.dialects.openai import common as openai
 from gateway.http.handlers import Dialect, Handlers, Route
-from gateway.openai import common as openai
 
 from .reranking import RerankBody, rerank
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 import msgspec
 from msgspec import Struct
 
+from gateway.dialects.openai import common as openai
 from gateway.form import ModelLoad
 from gateway.images import joined
-from gateway.openai import common as openai
 from gateway.turn import (
     ClientTurn,
     Fault,

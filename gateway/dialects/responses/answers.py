@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 
 from gateway import form
-from gateway.anthropic.common import event, signature
-from gateway.openai import common as openai
+from gateway.dialects.anthropic.common import event, signature
+from gateway.dialects.openai import common as openai
 from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of
 from turnkeep_client.messages import Generated
 

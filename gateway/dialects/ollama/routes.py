@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from gateway.dialects.openai import embeddings
 from gateway.form import Form
 from gateway.http.handlers import Dialect, Handlers, Route
-from gateway.openai import embeddings
 from turnkeep_client import __version__
 
 from . import answers, requests

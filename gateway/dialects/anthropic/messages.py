@@ -9,8 +9,8 @@ import msgspec
 from msgspec import Struct
 
 from gateway import form
+from gateway.dialects.openai import common as openai
 from gateway.images import joined
-from gateway.openai import common as openai
 from gateway.turn import ClientTurn, Fault, WholeNumber, as_whole, check, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import ContentWarning, block_text
 from turnkeep_client.errors import InvalidMessageError

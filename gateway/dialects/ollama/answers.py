@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from gateway.dialects.openai import common as openai
 from gateway.form import Events
-from gateway.openai import common as openai
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

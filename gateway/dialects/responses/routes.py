@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from gateway.dialects.openai import common as openai
 from gateway.form import AnswerObject, Form
 from gateway.http.handlers import Dialect, Handlers, Route, routes_of_answers
-from gateway.openai import common as openai
 
 from . import answers, compacting, items, requests
 

@@ -1,0 +1,1 @@
+"""The APIs that the gateway speaks: each folder reads requests and writes answers as one of them does."""
