@@ -64,7 +64,10 @@ NATS = {
 #: their tests, as models see images; `protocol` and `worker/wire`, as one module of each client reads
 #: logs, whose requests leave the queue; `tests/protocol_model`, which explores all orders of several workers;
 #: `cache` and `worker/engine`, as restored KV is audited; `gateway`, `protocol`, `commands`, `ops`,
-#: `worker/sessions` and `words`, as conversations have images.
+#: `worker/sessions` and `words`, as conversations have images; `worker/batch device models`, as Qwen3.5 and
+#: Gemma 3 see; `worker/text`, as checkpoints have only what is new; `cache`, `commands`, `ops`, `worker/wire`
+#: and tests, as a copied directory is known, and what a forget has left is searched for; `protocol` and
+#: `worker/sessions`, as a session can stay off the disk; `tests`, as each promise of the pages has a test.
 SIZES = {
     "bench": 3_838,
     "cache": 9_155,
