@@ -19,12 +19,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import anyio
 import click
 
 from cache.admin import archive, pruning, survey
+from cache.admin.stored_blocks import StoredBlocks
 from cache.names.errors import CacheError, DirectoryLockedError
 from ops.log.session_file import OWN
 from turnkeep_client.errors import TurnkeepError
+from worker.models.blas import preload
 from worker.observe.logs import logs_on_stderr
 from worker.observe.progress import terminal_progress
 from worker.process.cache_parts import cache_codec
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from worker.process.settings import Settings
+    from worker.recomputation import Recomputation
 
     from .flags import GivenSettings
 
@@ -215,21 +219,44 @@ def _print_chains(found: survey.Survey, place: Path) -> None:
 
 @cache.command()
 @click.option("--quarantine", is_flag=True, help="Move doubtful files to quarantine; needs the lock.")
+@click.option("--recompute", is_flag=True, help="Also compute the KV again with the model, and compare.")
 @as_json
-@_cache_options()
-def verify(where: _Where, quarantine: bool, as_json: bool) -> None:
-    """Read every file and check its length, checksum, name and layout. Exit code 1 if a file is doubtful."""
+@_cache_options("model", "dtype", "kv_bits", "device_memory")
+def verify(where: _Where, quarantine: bool, recompute: bool, as_json: bool) -> None:
+    """Read every file and check its length, checksum, name and layout. Exit code 1 if a file is doubtful.
+
+    With --recompute the model, settings and data directory must be the worker's. Of KV in 4 or 8 bits the
+    scales are compared, states of recurrent layers are not. Blocks of other models or cache policies, and
+    those with and after images, are skipped.
+    """
     place, settings = where.existing()
+    recomputed: Recomputation | None = None
+
+    def wrong() -> list[tuple[str, str]]:
+        nonlocal recomputed
+        if recompute:
+            recomputed = _recomputed(place, settings)
+        return recomputed.wrong if recomputed is not None else []
+
     with terminal_progress() as show:
         found = survey.verify(
             place,
             lambda done, total: show(done, total, "verifying"),
             cache_codec(settings),
             quarantine=quarantine,
+            wrong=wrong,
         )
+    figures: dict[str, int] = {}
+    if recomputed is not None:
+        num_skipped = found.num_files - recomputed.num_blocks
+        figures = {
+            "recomputed": recomputed.num_blocks,
+            "wrong": len(recomputed.wrong),
+            "skipped": num_skipped,
+        }
     if as_json:
         doubtful = [{"file": name, "reason": reason} for name, reason in found.doubtful]
-        figures = {"files": found.num_files, "other_versions": found.num_foreign}
+        figures |= {"files": found.num_files, "other_versions": found.num_foreign}
         click.echo(json.dumps({**figures, "doubtful": doubtful, "quarantined": found.quarantined}))
     else:
         for name, reason in found.doubtful:
@@ -237,7 +264,19 @@ def verify(where: _Where, quarantine: bool, as_json: bool) -> None:
         click.echo(
             f"{found.num_files} files, {len(found.doubtful)} doubtful, {found.num_foreign} of other versions"
         )
+        if figures:
+            click.echo("{recomputed} blocks recomputed, {wrong} wrong, {skipped} skipped".format(**figures))
     sys.exit(1 if found.doubtful else 0)
+
+
+def _recomputed(place: Path, settings: Settings) -> Recomputation:
+    """Compute the stored KV again with the settings' model. Raises `TurnkeepError`."""
+    preload()
+    from worker.recomputation import recompute  # imports MLX
+
+    blocks = StoredBlocks(place, cache_codec(settings))
+    with terminal_progress(of_bytes=False) as show:
+        return anyio.run(recompute, settings, blocks.of, blocks.read, show)
 
 
 @cache.command()

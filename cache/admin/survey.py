@@ -22,7 +22,7 @@ from cache.index.index import SnapshotIndex
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from cache.disk.codec import Codec
     from cache.index.nodes import Node
@@ -132,16 +132,19 @@ def verify(
     codec: Codec = PLAIN,
     *,
     quarantine: bool = False,
+    wrong: Callable[[], Iterable[tuple[str, str]]] = tuple,
 ) -> Survey:
     """Verify every file: length, checksum, name, layout. Calls `progress(done, total)` with bytes read.
 
-    The result lists the files that failed. Files of other format versions are counted, but not verified. With
-    `quarantine`, files that failed are moved to quarantine, under the directory's lock. Raises `CacheError`,
-    and `OSError` if the process cannot open more files or lacks memory.
+    The result lists the files that failed, then those that `wrong()` returns, each with the reason. Files of
+    other format versions are counted, but not verified. With `quarantine`, files that failed are moved to
+    quarantine, under the directory's lock. Raises `CacheError`, and `OSError` if the process cannot open more
+    files or lacks memory.
     """
     check(directory, codec)
     with closing(Folder(directory, codec)) if quarantine else nullcontext() as folder:
         survey = _proved(directory, progress, codec)
+        survey.doubtful += wrong()
         for name, _ in survey.doubtful if folder is not None else ():
             digest = codec.digest_of(name)
             if folder is not None and digest is not None:  # files without a snapshot's name are never read

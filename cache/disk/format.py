@@ -14,6 +14,7 @@ last file.
 from __future__ import annotations
 
 import errno
+import math
 import os
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Final
 import xxhash
 
 from cache.names.errors import DoubtfulSnapshotError
-from cache.names.snapshot import sections
+from cache.names.snapshot import CARRIED, ITEM_BYTES, Tensor, sections
 
 from . import header as headers
 from . import private
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from cache.names.blocks import Span
     from cache.names.identity import Identity
-    from cache.names.snapshot import Layout, Name, States, Tensor, TensorBuffers
+    from cache.names.snapshot import Layout, Name, States, TensorBuffers
 
     from .codec import Codec, FileReader
 
@@ -105,6 +106,29 @@ def prove(path: Path, codec: Codec = PLAIN) -> Name:
         for i, section in enumerate(found.header.sections):
             found.read(i, _in_scratch(scratch, section.size_bytes))
     return name
+
+
+def tensors(path: Path, codec: Codec = PLAIN) -> dict[str, Tensor]:
+    """Verify a whole file; return its KV by the names of the tensors, without sketches of other blocks.
+
+    Raises the errors of `prove`.
+    """
+    with _opened(path, codec) as found:
+        payload, at = memoryview(bytearray(found.payload_bytes)), 0
+        for i, section in enumerate(found.header.sections):
+            part = payload[at : at + section.size_bytes]
+            found.read(i, _batches([part] if part else []))
+            at += part.nbytes
+    kv: dict[str, Tensor] = {}
+    at = 0
+    for name, dtype, (num_heads, width) in found.header.layout:
+        if name.startswith(CARRIED):
+            break
+        shape = 1, num_heads, found.header.name.num_tokens, width
+        part = payload[at : at + math.prod(shape) * ITEM_BYTES[dtype]]
+        kv[name] = Tensor(name, dtype, shape, part)
+        at += part.nbytes
+    return kv
 
 
 def peek(

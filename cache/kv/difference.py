@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from cache.names.snapshot import Tensor
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import mlx.core as mx
-
-    from cache.names.snapshot import Tensor
-
 #: Types of real numbers. The codes of quantised KV are integers: their scales, which follow from the same
 #: numbers, are compared.
 _REAL: Final[dict[str, Any]] = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 
 
-def difference(stored: Mapping[str, mx.array], computed: Sequence[Tensor]) -> float | None:
+def difference(stored: Mapping[str, mx.array | Tensor], computed: Sequence[Tensor]) -> float | None:
     """Return the largest relative difference of a tensor: its difference's norm by the stored tensor's norm.
 
     None if no tensor of real numbers is in both. Infinite if numbers are not finite, or shapes differ. States
@@ -28,11 +27,12 @@ def difference(stored: Mapping[str, mx.array], computed: Sequence[Tensor]) -> fl
     return max((_relative(array, one) for array, one in pairs), default=None)
 
 
-def _relative(array: mx.array, tensor: Tensor) -> float:
-    if tuple(array.shape) != tensor.shape:
+def _relative(stored: mx.array | Tensor, tensor: Tensor) -> float:
+    view: Any = stored  # arrays have the buffer protocol, but MLX's stubs do not say so
+    data = stored.data if isinstance(stored, Tensor) else memoryview(view).cast("B")
+    if tuple(stored.shape) != tensor.shape or data.nbytes != tensor.data.nbytes:
         return float("inf")
-    view: Any = array  # arrays have the buffer protocol, but MLX's stubs do not say so
-    ours, theirs = _numbers(memoryview(view).cast("B"), tensor.dtype), _numbers(tensor.data, tensor.dtype)
+    ours, theirs = _numbers(data, tensor.dtype), _numbers(tensor.data, tensor.dtype)
     found = float(np.linalg.norm(ours - theirs) / max(float(np.linalg.norm(ours)), 1e-30))
     return found if np.isfinite(found) else float("inf")
 

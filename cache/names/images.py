@@ -66,3 +66,8 @@ def overlaid(packed: bytes, start: int, spans: Sequence[ImageSpan]) -> bytes:
         drawn = hashlib.shake_128(_PERSON + span.fingerprint).digest((last - span.start) * _ID_BYTES)
         ids[first - start : last - start] = np.frombuffer(drawn, "<u4")[first - span.start :] | _DRAWN
     return ids.tobytes()
+
+
+def has_image(packed: bytes) -> bool:
+    """Whether any of these packed tokens is an image's."""
+    return bool((np.frombuffer(packed, "<u4") >= _DRAWN).any())
