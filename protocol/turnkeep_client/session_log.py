@@ -143,12 +143,7 @@ def _joined(
     """Make a log from results, and from requests that are in the queue or are too long for a result."""
     requests = {one.seq: one for one in queue}
     requests |= {one.seq: one for one in map(_request_in, answers) if one is not None}
-    seqs = {one.result.seq for one in answers if one.result}
-    asked = (  # an earlier part of the log has the results of the other requests before `start`
-        LoggedRequest(one, decoded(decode_request, one.body))
-        for _, one in sorted(requests.items())
-        if one.seq >= start or one.seq in seqs
-    )
+    asked = (LoggedRequest(one, decoded(decode_request, one.body)) for _, one in sorted(requests.items()))
     return SessionLog(key, tuple(asked), tuple(answers), start)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from nats.aio.client import Client
 from scripted_worker import NatsServer
@@ -62,6 +62,7 @@ _PIECES = st.sampled_from([b"Name", b"a", b":", b" ", b"\r\n", b"\n", b"\t", b"\
 
 
 @given(st.lists(_PIECES).map(b"".join))
+@example(b"a: \xff\r\n")
 def test_headers_are_parsed_as_by_nats_py(raw: bytes) -> None:
     assert Nats._parse_header_lines(raw) == Client._parse_header_lines(raw)
 
