@@ -69,7 +69,7 @@ def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tupl
 def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
     own = [command for command in commands() if command[0] != "bench"]
     having = {command for command in own if "\n  --model " in help_of(*command)}
-    assert having == {("serve",), ("doctor",), ("demo",), ("model", "path")}
+    assert having == {("serve",), ("doctor",), ("demo",), ("model", "path"), ("cache", "verify")}
 
 
 def test_the_help_has_at_most_28_commands_in_groups_each_on_one_line_and_run_first() -> None:
