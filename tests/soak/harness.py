@@ -345,7 +345,7 @@ def _value(
         return None
     if not isinstance(decode_result(entry.body), Opened):
         return packed.decode()
-    found = Checkpoint.unpack(packed, tokenizer)
+    found = Checkpoint.unpack([packed], tokenizer)
     return found.history if found else None
 
 
