@@ -158,11 +158,7 @@ def faults(log: SessionLog, parts: Mapping[int, bytes | None], lost: Container[s
     """
     answers: dict[int, _Answer] = {}
     found = list(_pair(log, answers))
-    closes = [one.result for one in answers.values() if isinstance(one.result, Closed) and one.changes]
-    forgotten = max((one.seq or 0 for one in closes if one.forgotten is not None), default=0)
-    # What is left before a close that forgets the session is being removed, one by one.
-    answers = {seq: one for seq, one in answers.items() if seq >= forgotten}
-    asked = {one.entry.seq: one for one in log.asked if one.entry.seq >= forgotten}
+    asked = {one.entry.seq: one for one in log.asked}
     removed = _removed(log, answers.values())
     left = {seq: one for seq, one in answers.items() if one.seq > removed or isinstance(one.result, Closed)}
     found += _lost_results(log, removed, {one.seq for one in answers.values() if one.changes})

@@ -16,7 +16,16 @@ from msgspec import UNSET, Struct
 from .checkpoints import Link, backwards
 from .errors import InvalidMessageError
 from .log import BEGAN_HEADER, PARTS_HEADER, Entry, derived_seed
-from .messages import Failed, Generate, Generated, decode_asked, decode_linked, decode_request, decode_result
+from .messages import (
+    Closed,
+    Failed,
+    Generate,
+    Generated,
+    decode_asked,
+    decode_linked,
+    decode_request,
+    decode_result,
+)
 from .subjects import SessionKey
 
 if TYPE_CHECKING:
@@ -81,7 +90,8 @@ class SessionLog(Struct, frozen=True, dict=True):
 
     `asked` has the requests of these results, and the requests without a result, in order. Results have
     their requests, which leave the log's queue (`in`) later. Of a long request that no worker could read only
-    the beginning is left then, and a result is missing if the log has lost it.
+    the beginning is left then, and a result is missing if the log has lost it. What is left from before
+    a close that forgets the session is not in it: it is being removed.
     """
 
     key: SessionKey
@@ -143,8 +153,18 @@ def _joined(
     """Make a log from results, and from requests that are in the queue or are too long for a result."""
     requests = {one.seq: one for one in queue}
     requests |= {one.seq: one for one in map(_request_in, answers) if one is not None}
-    asked = (LoggedRequest(one, decoded(decode_request, one.body)) for _, one in sorted(requests.items()))
+    asked = [LoggedRequest(one, decoded(decode_request, one.body)) for _, one in sorted(requests.items())]
+    for closed in reversed(answers):
+        if isinstance(closed.result, Closed) and closed.result.forgotten is not None:
+            asked = [one for one in asked if one.entry.seq >= (closed.result.seq or 0)]
+            answers = [one for one in answers if _asked_at(one) >= _asked_at(closed)]
+            break
     return SessionLog(key, tuple(asked), tuple(answers), start)
+
+
+def _asked_at(answered: LoggedResult) -> int:
+    """Return the sequence of a result's request; if the result names none, its own."""
+    return (answered.result and answered.result.seq) or answered.entry.seq
 
 
 def _request_in(answered: LoggedResult) -> Entry | None:

@@ -43,6 +43,7 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   const results = await read("out");
   const requests = new Map(queue.map(({ seq, body }) => [seq, decode<Request>(body)]));
   let isCopy = queue.some(({ headers }) => headers.has(BEGAN_HEADER));
+  let begin = 0; // what is still there from before a close that forgets is being removed
   const found = new Map<number, Exchange>();
   const answeredSeqs = new Set<number>();
   for (const { seq: answered, body, headers } of results) {
@@ -51,13 +52,14 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
     const request = (asked?.request as Request | undefined) ?? requests.get(result?.seq ?? 0);
     isCopy ||= BEGAN_HEADER in (asked?.headers ?? {});
     answeredSeqs.add(result?.seq ?? 0);
+    if (result?.type === "closed" && result.forgotten != null) begin = Math.max(begin, result.seq ?? 0);
     if (result?.seq == null || request === undefined || found.has(result.seq)) continue;
     const digest = isChange(result) && headers.has(HISTORY_HEADER) ? headers.get(HISTORY_HEADER) : undefined;
     found.set(result.seq, { request, result, asked: result.seq, answered, digest });
   }
   return {
-    exchanges: [...found.values()],
-    waiting: queue.map(({ seq }) => seq).filter((seq) => !answeredSeqs.has(seq)),
+    exchanges: [...found.values()].filter(({ asked }) => asked >= begin),
+    waiting: queue.map(({ seq }) => seq).filter((seq) => seq >= begin && !answeredSeqs.has(seq)),
     isCopy,
   };
 }
