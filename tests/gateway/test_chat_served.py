@@ -198,11 +198,11 @@ async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrite
     messages = [user("One?"), assistant(first.choices[0].message.content)]
     opened, ended, planned = Conversations._open, asyncio.Event(), asyncio.Event()
 
-    async def late(self: Conversations, plan: Any) -> None:
+    async def late(self: Conversations, plan: Any, cache: Any) -> None:
         if plan.how == "forked":
             planned.set()
             await ended.wait()
-        await opened(self, plan)
+        await opened(self, plan, cache)
 
     monkeypatch.setattr(Conversations, "_open", late)
     on = asyncio.create_task(ask(served, [*messages, user("And?")], **options | {"max_tokens": 300}))
