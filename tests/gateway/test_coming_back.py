@@ -227,7 +227,7 @@ async def test_a_background_answer_runs_without_a_connection_and_replays_from_an
     for gateway in (served, other):
         for number in (-1, 0, 1, 2, 3, 77, len(seen) - 2, len(seen) - 1):
             more = {} if number < 0 else {"starting_after": number}
-            rest = await gateway.dialects.openai.responses.retrieve(begun.id, stream=True, **more)
+            rest = await gateway.openai.responses.retrieve(begun.id, stream=True, **more)
             assert [event async for event in rest] == seen[number + 1 :]
     items = await served.openai.responses.input_items.list(begun.id)
     assert [(one.role, one.content[0].text) for one in items.data] == [("user", "Begin.")]

@@ -452,7 +452,7 @@ async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_ow
         return SimpleNamespace(data=answers[address])
 
     names = [*answers, "paused"]
-    others = {name: SimpleNamespace(directory=name, worker=name) for name in names}
+    others = {name: SimpleNamespace(boot=name, worker=name) for name in names}
     members: Any = SimpleNamespace(others=others, address=lambda member, _: member.worker)
     nc: Any = SimpleNamespace(request=request)
     nobody: Any = None
