@@ -179,7 +179,9 @@ async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too
     assert in_tier(tmp_path) == []
 
 
-async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier(open_two: Any, tmp_path: Path) -> None:
+async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier_until_its_block_is_saved_again(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     for path in in_tier(tmp_path):
@@ -191,6 +193,8 @@ async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier(open_two:
     assert two.stats().rejected == 1
     await uploaded(two)
     assert len(in_tier(tmp_path)) == 2, "the first block; what continues it ages"
+    await put(two, TOKENS[:4])
+    assert len(in_tier(tmp_path)) == 3
 
 
 async def test_blocks_stored_before_a_tier_was_configured_are_uploaded_with_later_blocks(

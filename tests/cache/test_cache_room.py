@@ -8,7 +8,7 @@ import time
 from itertools import pairwise
 
 import pytest
-from made_kv import assert_sum_rule, identity, num_restored, save_all
+from made_kv import assert_sum_rule, extended, identity, num_restored, save_all
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
@@ -54,13 +54,22 @@ async def test_saves_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk
     assert_sum_rule(store)
 
 
-async def test_snapshots_that_a_turn_held_are_evicted_after_snapshots_not_used_since(open_store) -> None:
-    """Sessions in memory do not read their snapshots, but hold them; these must not be evicted first."""
+@pytest.mark.parametrize("use", ["held", "begun with"])
+async def test_snapshots_that_a_turn_held_or_began_with_are_evicted_after_snapshots_not_used_since(
+    open_store, use: str
+) -> None:
+    """Sessions in memory do not read their snapshots, but hold them; these must not be evicted first.
+
+    Neither must those of which forks and rewound sessions use only the beginning.
+    """
     store = await open_store()
     for session in range(3):
         save_all(store, "a", [session, 1])
     await store.queue.drained(5)
-    store.kv.release(store.kv.hold(store.kv.chain("a"), [0, 1, 5]))
+    if use == "held":
+        store.kv.release(store.kv.hold(store.kv.chain("a"), [0, 1, 5]))
+    else:
+        store.kv.release(await extended(store, [0, 5]))
     size = store.stats().stored_bytes // 3
     await store.close()
     store = await open_store(max_bytes=2 * size + size // 2)

@@ -255,7 +255,7 @@ def test_a_large_turn_is_older_than_all_turns_that_overtake_it_at_the_same_time(
     assert leave(admission, second) == ["pause two", "pause one"]
 
 
-def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn() -> None:
+def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn_each_time() -> None:
     admission = Admission(Ledger(CAPACITY))
     old = begin(admission, "old", 30)
     young = begin(admission, "young", 30)
@@ -263,6 +263,8 @@ def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn(
     assert told(admission.grow(old, 60)) == ["old", "drop idle"]
     assert told(admission.grow(young, 50)) == [], "older ones do not make way"
     assert told(admission.grow(old, 80)) == ["pause young"]
+    assert told(admission.begin(young, 20)) == ["old", "young"]
+    assert told(admission.grow(old, 90)) == ["pause young"], "although it was paused before"
     idle(admission, young, 30)
     assert told(admission.begin(young, 40)) == ["old", "drop young"]
     assert leave(admission, old, 80) == ["young", "drop old"]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import engine_process
 import mlx.core as mx
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, loaded, prompt
+from tiny_models import WIDE, append, loaded, prompt
 
 from cache.disk import format as snapshot_format
 from cache.kv import layers, paged
 from cache.kv.paged import PagedCache, Pages
+from cache.kv.size import KvSize
 from cache.names.blocks import Span
 from cache.names.policy import CHUNK, FULL, Policy
 from cache.names.tokens import as_tokens
@@ -499,6 +501,19 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
         process.store.kv.release(match)
         assert refused > 3
         assert match.num_tokens > 19 * CHUNK
+
+
+def test_a_paged_prompt_that_has_waited_for_a_slow_disk_waits_again_later(monkeypatch) -> None:
+    now_s, room_bytes = 0.0, 0
+    monkeypatch.setattr(cutter, "time", Mock(monotonic=lambda: now_s))
+    watched = cutter.Cutter(Mock(), Mock(kv=KvSize(1)), CHUNK, Mock(), trimmable=True)
+    watched.room = lambda: room_bytes
+    turn = append(prompt(CHUNK), policy=POLICY, spans=(Span(0, CHUNK),))
+    assert watched.is_behind(turn, CHUNK)
+    room_bytes = 1 << 20
+    assert not watched.is_behind(turn, CHUNK)
+    now_s, room_bytes = cutter.PATIENCE_S + 1, 0
+    assert watched.is_behind(turn, CHUNK)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt_oss"])

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from engine_process import Process, open_process
@@ -21,6 +22,8 @@ from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 from worker.device.request import TurnRequest
 from worker.device.turn import Starvation
+from worker.engine.residency import Residency
+from worker.engine.unsaved_kv import UnsavedKv
 
 PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
 KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
@@ -86,6 +89,13 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
         found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
         assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
         assert len(again) == 4
+
+
+def test_an_idle_session_whose_kv_is_all_stored_is_looked_at_only_once() -> None:
+    unsaved = UnsavedKv(Mock(**{"kv.wanted.return_value": []}), Residency(), set, Mock(), Mock())
+    unsaved._note(key("s"))
+    assert not unsaved._copy_next()
+    assert unsaved._due() == []
 
 
 async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
