@@ -140,6 +140,12 @@ def test_the_file_of_trial_results_has_at_most_sixteen_models_among_them_the_lat
     assert Trials(path, "model 39").way("merge", never, 2) == 0
 
 
+def test_the_model_tried_longest_ago_is_dropped_from_the_file_of_trial_results(path: Path) -> None:
+    for i, name in [*((i, "merge") for i in range(16)), (0, "share"), (16, "merge")]:
+        Trials(path, f"model {i}").way(name, lambda: 0, 2)
+    assert [*json.loads(path.read_text())] == [f"model {i}" for i in (*range(2, 16), 0, 16)]
+
+
 def test_a_model_trial_returns_its_result_although_it_cannot_be_stored(tmp_path: Path) -> None:
     assert Trials(tmp_path / "missing" / "trials.json", "model").way("merge", lambda: 1, 2) == 1
 

@@ -257,6 +257,17 @@ async def test_an_answer_that_reaches_the_context_limit_ends_with_the_finish_rea
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)
 
 
+async def test_a_prompt_that_fills_the_context_is_taken_without_an_answer_and_refused_with_one(
+    wire: Start,
+) -> None:
+    w = await wire(max_context=64)
+    await check_refused(
+        w, "s", generate("a", text="x" * 64, max_tokens=1), "64 tokens and 1 new", "context_exceeded"
+    )
+    result = await w.send("s", generate("b", text="x" * 64, max_tokens=0))
+    assert (result["finish_reason"], result["position"]) == ("length", 64)
+
+
 @pytest.mark.real
 async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothing(wire: Start) -> None:
     w = await wire(kv_bytes=40 * 512)

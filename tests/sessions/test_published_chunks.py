@@ -176,10 +176,10 @@ async def test_chunks_that_became_old_while_the_machine_slept_are_published_agai
 
 
 @pytest.mark.simulated
-async def test_a_running_answer_loses_no_text_if_other_answers_chunks_take_the_place_of_its_first_ones(
+async def test_a_running_answer_publishes_its_chunks_once_more_if_others_take_the_place_of_its_first_ones(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The size of the token stream is limited, and it drops the oldest chunks."""
+    """The size of the token stream is limited, and it drops the oldest chunks. No text is lost."""
     monkeypatch.setattr(streaming, "_LOOK_S", 0.1)
     w = await wire()
     heard = await listen(w)
@@ -190,6 +190,7 @@ async def test_a_running_answer_loses_no_text_if_other_answers_chunks_take_the_p
     kept = (await w.js.stream_info(f"{w.prefix}_tok")).state.last_seq
     await w.js.purge_stream(f"{w.prefix}_tok", seq=kept)
     await asyncio.sleep(0.5)
+    assert [chunk["i"] for chunk in heard.chunks].count(0) == 2, "not again at each later look"
     await w.worker.stop()
     known = max(chunk["i"] + len(chunk["tokens"]) for chunk in heard.chunks)
     assert w.results == {}

@@ -178,3 +178,13 @@ async def test_exactly_one_worker_takes_over_a_session_that_no_other_is_at_work_
         for one in busy.workers.values():
             await one._take_unanswered()
         assert not busy.took
+
+
+@pytest.mark.parametrize(("has_stopped", "first_seq"), [(True, 1), (False, 0)])
+async def test_a_request_left_by_a_worker_that_stopped_in_order_does_not_count_as_its_crash(
+    has_stopped: bool, first_seq: int
+) -> None:
+    cluster, taken = Cluster(home="a"), list[int]()
+    cluster.workers["a"]._intake.take = lambda delivery, _: taken.append(delivery.first_seq)
+    await cluster.workers["a"]._take_unanswered(has_stopped=has_stopped)
+    assert taken == [first_seq]
