@@ -174,11 +174,9 @@ class LogStream:
                     yield one
 
     async def get(self, key: SessionKey, kind: SessionKind, seq: int) -> Stored | None:
-        """Read one entry of a session; None if it was removed. Needs `$JS.API.DIRECT.GET.<log>`."""
-        request = {"seq": seq, "next_by_subj": self._subjects.of(key, kind), "batch": 1}
-        async with contextlib.aclosing(self._api.batches(self.name, request)) as batches:
-            async for (one,) in batches:
-                return one if one.seq == seq else None
+        """Read one entry of a session; None if it was removed. Otherwise as `every`."""
+        async for _, one in self.every(key, kind, seq, seq + 1):
+            return one
         return None
 
     async def first(self, key: SessionKey, kind: SessionKind, num: int, start: int = 1) -> list[Stored]:

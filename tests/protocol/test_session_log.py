@@ -69,6 +69,19 @@ class AnsweringWire(RecordedWire):
             self._entries = self._after
 
 
+class LaggingWire(RecordedWire):
+    """Asks a replica first that has nothing yet."""
+
+    async def batches(self, stream: str, request: dict[str, Any]) -> AsyncIterator[list[Stored]]:
+        lags, self.num_read = not self.num_read, 1
+        async for batch in super().batches(stream, request):
+            if not lags:
+                yield batch
+
+    async def leader_seq(self, _stream: str, _subject: str) -> int:
+        return 26
+
+
 def stream(*lost: int) -> LogStream:
     return LogStream(RecordedWire(lost), Subjects())  # type: ignore[arg-type]
 
@@ -116,6 +129,11 @@ async def test_a_request_is_read_that_is_answered_during_the_read() -> None:
     assert pairs(await read(LogStream(wire, Subjects()), GARDEN)) == pairs(whole)
     wire = AnsweringWire(asked, answered)
     assert pairs(await first(LogStream(wire, Subjects()), GARDEN, 99)) == pairs(whole)
+
+
+async def test_an_entry_is_not_gone_that_only_a_lagging_replica_lacks() -> None:
+    wire: Any = LaggingWire()
+    assert await LogStream(wire, Subjects()).get(SessionKey("default", "running"), "in", 26) is not None
 
 
 async def test_of_two_results_of_a_request_the_first_one_counts() -> None:
