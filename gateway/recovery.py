@@ -75,8 +75,8 @@ async def recover(client: Client, index: SessionIndex) -> None:
         async with places:
             session_log = await read(client.stored, key)
         end = _fold(index, session, session_log)
-        if session_log.waiting:
-            _note_running(index, session, session_log.waiting[-1].request, end)
+        for waiting in session_log.waiting:  # another gateway's may be among them
+            _note_running(index, session, waiting.request, end)
 
     wanted: list[tuple[IndexedSession, SessionKey]] = []
     in_use_order = sorted(found.items(), key=lambda item: item[1].last.seq)

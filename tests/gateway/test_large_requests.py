@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from crafted import generated
 
 from gateway import boundaries
+from gateway.conversations import _with_appended
 from gateway.dialects.openai import chat
 from gateway.index import append_id
-from turnkeep_client.messages import encode
+from turnkeep_client.messages import Appended, decode_request, encode
+from turnkeep_client.session import Session
 
 Start = Any
 CHAT = "/v1/chat/completions"
@@ -125,6 +129,37 @@ async def test_a_request_repeated_after_a_disconnect_during_its_appends_sends_ea
     done = [one for one in await served.worker.client.log(session) if one.kind == "out"]
     appended = [one.body for one in done if b'"appended"' in one.body]
     assert len(appended) == 4, "each piece once"
+
+
+async def test_a_client_that_disconnects_cancels_the_append_that_runs(
+    served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cancelled: list[str] = []
+
+    async def cancel(_session: Session, request_id: str) -> None:
+        cancelled.append(request_id)
+
+    monkeypatch.setattr(Session, "cancel", cancel)
+    monkeypatch.setattr("gateway.latest_metrics._SEEN_S", math.inf)
+    await http.post(CHAT, json=body(SAID[:1]))
+    served.worker.app.stop()  # so that the append is never answered
+    await served.worker.task
+    leaving = asyncio.create_task(http.post(CHAT, json=body(SAID)))
+    async with asyncio.timeout(30):
+        while not (running := [one for one in served.index.asked.values() if one.append]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        while not (sent := await requests_of(served, running[0].session.name)):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        leaving.cancel()
+        while not cancelled:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert cancelled[0] == decode_request(sent[0]).id
+
+
+def test_tokens_that_an_earlier_attempt_appended_are_not_counted_as_prefilled_again() -> None:
+    counts = {"tokens": 7, "cached_tokens": 0, "prefilled_tokens": 7, "kv_live_bytes": 0}
+    again = Appended(id="a", seq=6, position=7, repeat_of=5, seconds=0, **counts)
+    assert _with_appended(generated(), [again]).usage == generated().usage
 
 
 async def test_an_answer_to_messages_appended_in_pieces_can_be_continued_by_its_id(

@@ -1,4 +1,4 @@
-"""What a gateway removes of its idle sessions, and what it leaves, with a real worker."""
+"""What a gateway removes of its idle sessions, and what it leaves."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 
 from gateway.index import IndexedSession, SessionIndex
 from gateway.removal import remove, sweep
 from tests.parts import LocalWorker
-from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.errors import NoServerError, RequestFailedError
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
@@ -31,6 +32,17 @@ async def test_a_session_that_another_gateway_has_used_since_stays_open(local_wo
     await worker.client.session("s").append(text="more")
     await remove(worker.client, index, session)
     await worker.client.session("s").append(text="on")
+    assert not index.sessions
+
+
+async def test_a_session_stays_in_the_index_until_the_log_has_its_close() -> None:
+    submit = AsyncMock(side_effect=[NoServerError("the NATS server is away"), None])
+    client: Any = SimpleNamespace(tenant="default", submit=submit)
+    index, session = SessionIndex(), IndexedSession("s", 1, 0.0)
+    index.add(session)
+    await remove(client, index, session)
+    assert index.sessions
+    await remove(client, index, session)
     assert not index.sessions
 
 
