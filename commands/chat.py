@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import click
 
-from ops.log import written
+from ops.log import conversation_files
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import OPTIONS, Generate
 from turnkeep_client.session import build
@@ -361,7 +361,7 @@ def _write(path: Path, past: Sequence[ShownExchange], images: Mapping[str, bytes
     Raises `InvalidMessageError`.
     """
     path = Path(os.path.expanduser(path))  # noqa: PTH111  # `Path.expanduser` raises for an unknown user
-    files = written.image_files(f"{path.stem}-images", images)
+    files = conversation_files.image_files(f"{path.stem}-images", images)
     text = ""
     for one in past:
         shown = "".join(f"![]({files[digest]})\n\n" for digest in one.images)

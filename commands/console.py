@@ -87,10 +87,11 @@ def _addresses(settings: Settings) -> Addresses:
 
 
 def token_of(settings: Settings, of: str) -> str:
-    """Return the access token of the console `of`, derived from the token of the worker's NATS server.
+    """Return a console's access token, derived from the token of the data directory's own NATS server.
 
-    It is the same after a restart, so open pages still work; it gives no more rights than the NATS token.
-    Without a NATS token it is random.
+    `of` says what the token allows; another text gives another token. The token is the same after a restart,
+    so open pages still work; it gives no more rights than the NATS token. If `settings.nats` names another
+    server, or there is no NATS token, it is random.
     """
     secret = None if settings.nats else own_token(settings.data_dir)
     if secret is None:

@@ -71,8 +71,8 @@ async def sessions(
 ) -> bool:
     """List the sessions in the log, most recently active first.
 
-    A NAME may be a pattern, such as 'agent-*'. Ended ones are hidden: --state closed lists them. Workers are
-    asked which sessions without a result are running.
+    A NAME may be a pattern, such as 'agent-*'. Ended ones are hidden: --state closed and --state forgotten
+    list them. Workers are asked which sessions with unanswered requests are running.
     """
     from ops.log.sessions import begun, list_sessions, measured, order, running
 

@@ -87,7 +87,10 @@ def is_fresh(directory: Path) -> bool:
 
 
 def check(directory: Path, codec: Codec | None) -> None:
-    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if its encryption key differs."""
+    """Raise `NotACacheError` if a directory is not a cache, `SealedError` if `codec` does not fit it.
+
+    Without a codec, encryption is not checked.
+    """
     if not directory.is_dir():
         raise NotACacheError(f"there is no directory {directory}: --dir or --data-dir must name the cache's")
     if not (directory / "snapshots").is_dir():

@@ -63,7 +63,7 @@ _SETTLE_S: Final = 0.005
 
 
 class StoredKv:
-    """The KV of one model in an open directory. Its methods belong to the event loop."""
+    """Finds, reads and saves the KV of one model in an open cache directory. Event loop only."""
 
     def __init__(
         self,

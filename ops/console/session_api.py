@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from ops.log import conversation, searching, session_file, written
+from ops.log import conversation, conversation_files, searching, session_file
 from ops.log.costs import SessionCosts
 from ops.log.sessions import begun, find_session, list_sessions, order, running
 from ops.log.tree import trees
@@ -171,14 +171,14 @@ class SessionApi:
         images = {digest: await session.image(digest) for digest in named}
         match form:
             case "md":
-                files = written.image_files(f"{name}-images", images)
-                body, kind = written.as_markdown(name, history, files).encode(), "text/markdown"
+                files = conversation_files.image_files(f"{name}-images", images)
+                body, kind = conversation_files.as_markdown(name, history, files).encode(), "text/markdown"
                 if images:
                     ending, kind = "zip", "application/zip"
                     contents = {f"{name}.md": body, **{files[one]: images[one] for one in images}}
                     body = await asyncio.to_thread(_zipped, contents)
             case "json":
-                body, kind = written.as_json(history, images), "application/json"
+                body, kind = conversation_files.as_json(history, images), "application/json"
             case _:
                 raise HTTPException(404, f"there is no form {form!r}; there are md and json")
         attached = {"Content-Disposition": f'attachment; filename="{name}.{ending}"'}

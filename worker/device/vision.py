@@ -130,10 +130,12 @@ class Vision:
         self._ask(turn)
 
     def step(self, most_s: float) -> tuple[list[DeviceTurn], dict[DeviceTurn, Exception], float]:
-        """Run a layer for one view of an image, and further ones until `most_s` seconds have passed.
+        """Run layers of the tower for one view: at least one, and more until `most_s` seconds passed.
 
-        Returns the turns that now have all their rows, the turns whose image failed, and how many seconds to
-        wait before the next call: mostly 0.
+        Call it only while `is_pending`. The image is that of the first turn by priority and place. Returns
+        the turns that now have all their rows, the turns whose image failed, with the error, and how many
+        seconds to wait before the next call: 0, unless the view has no room yet. Raises errors that lose KV
+        (`machine.loses_kv`).
         """
         name = min(self._images, key=lambda name: min(map(_order, self._waiting(name))))
         image = self._images[name]

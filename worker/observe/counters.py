@@ -1,4 +1,7 @@
-"""Counters and histograms of one worker, and the lag of its event loop. Event loop only, no I/O."""
+"""Counters and histograms of one worker, and the lag of its event loop. Event loop only, no I/O.
+
+The counters that Prometheus gets are fields of `turnkeep_client.metrics.Totals`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Defines every setting of a worker: its name, kind, default and purpose.
 
 A setting has one name in all of its sources (`--data-dir`, `TURNKEEP_DATA_DIR`, `data_dir`), which
-`setting_sources` reads. Knows nothing of how a setting is used.
+`setting_sources` reads. What no user sets is in `constants`. Knows nothing of how a setting is used.
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class PendingRequest:
 
     @property
     def type(self) -> str:
-        """The request's type, for the metrics."""
+        """The request's type, such as `generate`; `invalid` if its body could not be decoded."""
         return str(self.request.__struct_config__.tag) if self.request else "invalid"
 
 
