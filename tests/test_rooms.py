@@ -70,14 +70,14 @@ NATS = {
 #: `worker/sessions`, as a session can stay off the disk; `tests`, as each promise of the pages has a test.
 SIZES = {
     "bench": 3_838,
-    "cache": 9_408,
+    "cache": 9_404,
     "commands": 6_398,
     "gateway": 7_534,
     "ops": 5_560,
     "protocol": 6_787,
-    "tests": 78_583,
+    "tests": 78_606,
     "tests/bench": 1_080,
-    "tests/cache": 8_001,
+    "tests/cache": 8_024,
     "tests/commands": 2_895,
     "tests/device": 11_104,
     "tests/examples": 434,
@@ -92,7 +92,7 @@ SIZES = {
     "tests/simulation": 5_140,
     "tests/soak": 1_337,
     "words": 28_821,
-    "worker": 34_616,
+    "worker": 34_614,
     "worker/batch": 4_568,
     "worker/cluster": 1_538,
     "worker/device": 3_347,
@@ -102,7 +102,7 @@ SIZES = {
     "worker/process": 1_927,
     "worker/sessions": 5_141,
     "worker/text": 2_730,
-    "worker/wire": 3_761,
+    "worker/wire": 3_759,
 }
 
 #: The packages in it translate an HTTP API to the common form in `turn`.

@@ -56,11 +56,7 @@ _SCHEMA: Final = (
     )
     """,
     "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
-    """
-    CREATE TABLE IF NOT EXISTS life (
-        device INTEGER NOT NULL, inode INTEGER NOT NULL, changed INTEGER NOT NULL
-    )
-    """,
+    "CREATE TABLE IF NOT EXISTS life (stamp TEXT NOT NULL)",
 )
 #: Suffixes of the files that SQLite makes beside the catalog.
 _SIDE_FILES: Final = ("-wal", "-shm", "-journal")
@@ -189,7 +185,7 @@ class Catalog:
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
             db.execute("DELETE FROM life")
-            db.execute("INSERT INTO life VALUES (?, ?, ?)", self._stamp)
+            db.execute("INSERT INTO life VALUES (?)", (self._stamp,))
 
     def take_certainty(self) -> bool:
         """Return whether `erased` was certain of all snapshots; until the next `note_erased` it is not.
@@ -199,7 +195,7 @@ class Catalog:
         found = self._db.execute("SELECT * FROM life").fetchall()
         with self._transaction() as db:
             db.execute("DELETE FROM life")
-        return found == [self._last_stamp]
+        return found == [(self._last_stamp,)]
 
     def purge_log(self) -> bool:
         """Remove deleted rows from SQLite's write-ahead log too; False if some may still be on the disk."""

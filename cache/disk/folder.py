@@ -94,9 +94,9 @@ class Folder:
         #: set, and which each opening changes, as does a backup that is put back. First the last opening's.
         self.stamps = (last_stamp, self._stamp())
 
-    def _stamp(self) -> tuple[int, int, int]:
-        stat = os.fstat(self._lock)
-        return stat.st_dev, stat.st_ino, stat.st_ctime_ns
+    def _stamp(self) -> str:
+        stat = os.fstat(self._lock)  # some file systems have numbers beyond SQLite's 63 bits
+        return f"{stat.st_dev} {stat.st_ino} {stat.st_ctime_ns}"
 
     def _tighten(self) -> None:
         """Make files of an older version private, if the directory is still readable to other users."""

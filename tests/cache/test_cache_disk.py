@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_kv import assert_sum_rule, num_restored, save_all
@@ -165,3 +166,25 @@ async def test_a_store_on_a_full_disk_starts_and_serves_its_stored_snapshots(ope
     with sqlite3.connect(disk / "cache" / "index.sqlite") as db:
         assert db.execute("SELECT count(*) FROM snapshot").fetchone() == (3,), "the index is still there"
     db.close()
+
+
+async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapshots(
+    open_store, monkeypatch
+) -> None:
+    class Large:
+        def __init__(self, stat: os.stat_result) -> None:
+            self._stat = stat
+
+        def __getattr__(self, name: str) -> Any:
+            return 2**64 - 1 if name == "st_ino" else getattr(self._stat, name)
+
+    fstat = os.fstat
+    monkeypatch.setattr(os, "fstat", lambda file: Large(fstat(file)))
+    tokens = list(range(8))
+    for _ in range(2):
+        store = await open_store()
+        assert not store.eraser.doubtful, "the directory knows itself"
+        save_all(store, "a", tokens)
+        assert await store.queue.drained(10)
+        assert store.kv.find(store.kv.chain("a"), tokens).num_tokens == 8
+        await store.close()
