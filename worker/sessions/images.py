@@ -32,7 +32,7 @@ class SessionImages:
         self._key = key
         self._fold = services.fold
         self._journal = services.journal
-        self._eyes = services.formats.tokenizer.image_processor
+        self._processor = services.formats.tokenizer.image_processor
 
     async def grids(
         self, history: TokenHistory, request: Append | Generate, *, stores: bool = True
@@ -58,7 +58,7 @@ class SessionImages:
             if stores:
                 await self._journal.store_image(self._key, data)
         for digest in history.conversation.digests if self._fold.is_foreign(history) else ():
-            if self._eyes is not None and digest not in found:
+            if self._processor is not None and digest not in found:
                 try:
                     await self._look(digest, await self.read(digest), found)
                 except ImageError as error:
@@ -67,8 +67,8 @@ class SessionImages:
 
     async def _look(self, digest: str, data: bytes, found: dict[str, Sequence[int]]) -> None:
         """Add the grid of an image to `found`, if the model sees. Raises `ImageError`."""
-        if self._eyes is not None:
-            one = await self._fold.tokenising.in_thread(self._key.tenant, self._eyes.read, data)
+        if self._processor is not None:
+            one = await self._fold.tokenising.in_thread(self._key.tenant, self._processor.read, data)
             found[digest] = one.grid
 
     async def read(self, digest: str) -> bytes:

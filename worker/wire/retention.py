@@ -266,10 +266,8 @@ class Retention:
             return
         # If the close's result follows another one, it would seem lost: it stays until the next close.
         gone = (close_seq, closed_seq) if results and results[0].seq == closed_seq else ()
-        for seq in (
-            *gone,
-            *await self._notes(key, note),
-        ):  # in this order: a request must not lack its result
+        notes = await self._notes(key, note)
+        for seq in (*gone, *notes):  # in this order: a request must not lack its result
             await self._journal.delete(seq)
 
     async def _remove_before(self, key: SessionKey, note: StoredMessage, closed: _Closing) -> None:
