@@ -189,7 +189,7 @@ class Chunks {
    */
   async #repeats(seq: number): Promise<boolean> {
     const { key, request } = this.#call;
-    return isSame(await findRequest(this.#wire, key, seq), request);
+    return isSame(await findRequest(this.#wire, key, seq).catch(() => undefined), request);
   }
 }
 

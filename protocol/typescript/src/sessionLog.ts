@@ -64,12 +64,12 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   };
 }
 
-/** Read the request that was stored at `seq`, also one that is only in its result; undefined after a fault. */
+/** Read the request that was stored at `seq`, also one that is only in its result; undefined if it is gone. */
 export async function findRequest(wire: Wire, key: SessionKey, seq: number): Promise<Request | undefined> {
   const { subjects } = wire;
-  const queued = await wire.get(subjects.logStream, subjects.of(key, "in"), seq);
-  if (queued !== undefined) return decode<Request>(queued);
-  for (const { body } of await wire.read(subjects.logStream, subjects.of(key, "out"), seq + 1)) {
+  const [queued] = await wire.readAll(subjects.logStream, subjects.of(key, "in"), seq, seq + 1);
+  if (queued !== undefined) return decode<Request>(queued.body);
+  for (const { body } of await wire.readAll(subjects.logStream, subjects.of(key, "out"), seq + 1)) {
     const result = decode<Answered>(body);
     if (result?.seq === seq) return (await askedIn(wire, key, result))?.request as Request | undefined;
   }
@@ -86,8 +86,9 @@ async function linked(wire: Wire, key: SessionKey, last: string): Promise<Asked 
   const parts: Uint8Array[] = [];
   for (let link = last; link !== ""; ) {
     const { subjects } = wire;
-    const body = await wire.get(subjects.logStream, subjects.of(key, "checkpoint"), parseInt(link));
-    const message = body && decode<{ part: string; before?: string }>(body);
+    const seq = parseInt(link);
+    const [found] = await wire.readAll(subjects.logStream, subjects.of(key, "checkpoint"), seq, seq + 1);
+    const message = found && decode<{ part: string; before?: string }>(found.body);
     if (!message) return undefined;
     parts.unshift(Uint8Array.from(atob(message.part), (char) => char.charCodeAt(0)));
     link = message.before ?? "";

@@ -31,6 +31,8 @@ const TRY_PAUSE_MS = 200;
 const READ_BATCH = 256;
 const READ_BATCH_BYTES = 4 * 2 ** 20;
 const READ_MS = 2000;
+/** Pauses before a replica that lags behind its leader is read again. */
+const LAGS_MS = [10, 50, 100, 300, 500, 1000];
 /** For so many subjects the server looks up the last message at a time. */
 const SUBJECTS_AT_ONCE = 1024;
 /** Statuses that end a batch: no more messages, none at all, and too many subjects. */
@@ -56,7 +58,6 @@ type Wanted = { seq: number; batch?: number } & ({ next_by_subj: string } | { mu
 
 /** Messages of a direct get, and how many more match. */
 type Batch = { found: Stored[]; numMore: number };
-const NONE: Batch = { found: [], numMore: 0 };
 
 export class Wire {
   /** Number of reconnections. Subscriptions missed what was published while disconnected. */
@@ -204,16 +205,29 @@ export class Wire {
     return found;
   }
 
-  /** Return all messages of `subject` in `stream` from the sequence `start` to before `end`, in order. */
+  /**
+   * Return all messages of `subject` in `stream` from the sequence `start` to before `end`, in order.
+   *
+   * A replica that lags behind its leader may lack the newest ones; who may use `$JS.API.STREAM.MSG.GET` waits until
+   * it has all that were stored before the call.
+   */
   async readAll(stream: string, subject: string, start = 1, end = Infinity): Promise<Stored[]> {
     const found: Stored[] = [];
+    const batch = Math.min(READ_BATCH, end - start);
     this.#check();
     try {
-      await this.#readOn(stream, { seq: start, next_by_subj: subject }, found, end);
+      let until = await this.#leaderSeq(stream, subject);
+      for (const pauseMs of [0, ...LAGS_MS]) {
+        await delay(pauseMs);
+        const last = found.at(-1)?.seq ?? start - 1;
+        await this.#readOn(stream, { seq: last + 1, next_by_subj: subject, batch }, found, end);
+        if ((found.at(-1)?.seq ?? start - 1) >= Math.min(until, end - 1)) return found.filter((one) => one.seq < end);
+        until = Math.min(until, await this.#leaderSeq(stream, subject)); // it may have been removed
+      }
+      throw new Error("a replica lags behind its leader");
     } catch (error) {
       throw this.#unreached(`${stream} could not be read`, error);
     }
-    return found.filter((one) => one.seq < end);
   }
 
   /** Return the last message of each subject in `stream` that matches `pattern`. */
@@ -230,12 +244,6 @@ export class Wire {
       throwIfRefused(error, `$JS.API for ${stream}`);
       throw this.#unreached(`${stream} could not be read`, error);
     }
-  }
-
-  /** Return the body of the message of `subject` at `seq`; undefined if there is none, or after a fault. */
-  async get(stream: string, subject: string, seq: number): Promise<Uint8Array | undefined> {
-    const { found: [found] } = await this.#batch(stream, { seq, next_by_subj: subject, batch: 1 }).catch(() => NONE);
-    return found?.seq === seq ? found.body : undefined;
   }
 
   /**
@@ -275,6 +283,19 @@ export class Wire {
       for (const one of batch.found) found.push(one);
       seq = (batch.found.at(-1)?.seq ?? Infinity) + 1;
       numMore = batch.numMore;
+    }
+  }
+
+  /** Ask a cluster's leader for the sequence of the last message of `subject`; 0 if there is none, or nobody may ask. */
+  async #leaderSeq(stream: string, subject: string): Promise<number> {
+    if (!this.#isClustered) return 0; // nothing lags behind
+    const asked = JSON.stringify({ last_by_subj: subject });
+    try {
+      const reply = await this.connection.request(`$JS.API.STREAM.MSG.GET.${stream}`, asked, { timeout: READ_MS });
+      return reply.json<{ message?: { seq: number } }>().message?.seq ?? 0;
+    } catch (error) {
+      if (has(error, "NoResponders") || has(error, "PermissionViolationError")) return 0;
+      throw error;
     }
   }
 

@@ -284,6 +284,30 @@ test("a part of the log that lost a message with the connection is no history", 
   for (missing of [0, 1, 2]) await assert.rejects(own.session("s").history(), /the connection was lost/);
 });
 
+test("a replica that lags behind its leader is read until it has what was stored before", async () => {
+  const stored = client.session("lagging");
+  for (const id of ["first", "second"]) await stored.append({ text: id, id });
+  let numLags = 0;
+  const connection = new Proxy(client.connection, {
+    get(real, name) {
+      if (name === "info") return { ...real.info, cluster: "of three" };
+      if (name === "requestMany" && numLags-- > 0) {
+        return async function* () {
+          yield { headers: natsHeaders(404, "Message Not Found") };
+        };
+      }
+      const value: unknown = Reflect.get(real, name);
+      return typeof value === "function" ? value.bind(real) : value;
+    },
+  });
+  const session = new turnkeep.Client(connection, { tenant: run }).session("lagging");
+  for (numLags of [0, 1, 3]) {
+    assert.deepEqual((await session.history()).turns.map(({ request }) => request.id), ["first", "second"]);
+  }
+  numLags = 100;
+  await assert.rejects(session.history(), /a replica lags behind its leader/);
+});
+
 test("recorded logs are read as the Python client reads them", async () => {
   type Recorded = { messages: [string, string][]; is_whole: boolean; position: number };
   const file = await readFile(new URL("logs.json", import.meta.url), "utf8");
