@@ -66,7 +66,7 @@ class ChainRead:
     num_carried: int = 0
 
     def blank(self, folder: Folder) -> BlankTensors:
-        """Allocate the arrays, also for the state in the last file. Raises `DoubtfulSnapshotError`."""
+        """Allocate the arrays to fill. Raises `DoubtfulSnapshotError` if the last file's header is wrong."""
         from cache.kv import arrays  # imports MLX, which a process may have to prepare first
 
         states: States = ()

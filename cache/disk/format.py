@@ -261,10 +261,10 @@ class _OpenSnapshot:
             raise DoubtfulSnapshotError("holds other tokens than asked for")
 
     def read(self, section: int, groups: Iterable[list[memoryview]]) -> None:
-        """Read a section, one system call per group of buffers, and compare its checksum.
+        """Read a section, one system call per group of buffers.
 
-        Each group is hashed before the next one is read, while it is still in the processor's cache. Groups
-        may share a buffer.
+        Each group is hashed at once, while it is still in the processor's cache, so groups may share a buffer.
+        Raises `DoubtfulSnapshotError` if the section is too short or its checksum wrong.
         """
         self._file.seek(self._starts[section])
         hasher = xxhash.xxh3_128()

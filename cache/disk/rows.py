@@ -39,7 +39,7 @@ class SnapshotRow(NamedTuple):
 
     @classmethod
     def of(cls, digest: bytes, name: Name, size_bytes: int, used: int) -> Self:
-        """Make the row of the file with this digest and name."""
+        """Make the row of the file with this digest and name; `used` is its last use, in us since 1970."""
         resumable = int(name.resumable)
         return cls(digest, name.parent, name.start, name.num_tokens, size_bytes, used, resumable, name.mark)
 

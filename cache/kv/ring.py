@@ -89,7 +89,7 @@ class RingCache:
         return min(end, self.capacity)
 
     def slot_positions(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Return, for each place behind the ring's, its token's position; -1 for an empty place."""
+        """Return the token position of each place in slots, -1 if it is empty; a plain ring has no slots."""
         return np.zeros(0, np.int64)
 
     def empty(self) -> bool:

@@ -38,7 +38,7 @@ class _Following:
 
 
 class TurnSharing:
-    """The submitted turns, by session, and which of them wait for another turn's KV. Pure.
+    """The submitted turns, by session, and which of them wait for another turn's KV. No MLX.
 
     Lets one turn prefill a prefix that several turns share, while the other turns wait.
     """

@@ -346,7 +346,7 @@ def with_tools(
 def with_calls(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return an assistant's message with its calls as text in the content, for templates without calls.
 
-    The calls' ids stay, as `call_ids`: results are put in their order.
+    The calls' ids stay, as `call_ids`; the results of the tools that follow are put in their order.
     """
     calls = [call["function"] for call in message["tool_calls"]]
     said = [str(message.get("content") or "")] if message.get("content") else []

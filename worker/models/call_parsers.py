@@ -64,13 +64,13 @@ CLOSED_CODE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The syntax of calls between the markers `opens` and `closes`.
+    """The syntax of tool calls between the markers `opens` and `closes`.
 
-    If `closes` is empty, a call ends where its JSON value ends; the regex `value` matches the text before
-    that value. If `closes` is None, a call ends where the answer ends. `quotes` begin and end strings, in
-    which markers have no effect; if they are JSON's, the regex `closed` matches text in which all strings
-    have ended. With `is_framed`, a complete call counts even if the answer was truncated before its end
-    marker. Parsing takes `cost` times as long as for JSON.
+    If `closes` is empty, a call ends with its JSON value, and the regex `value` matches what stands before
+    that value; if it is None, with the answer. `quotes` begin and end strings, in which markers have no
+    effect. If they are `"`, the regex `closed` matches text that does not end inside a string. With
+    `is_framed`, a complete call counts even if the answer was truncated before its end marker. Parsing takes
+    `cost` times as long as for JSON.
     """
 
     opens: str

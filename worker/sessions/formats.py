@@ -107,7 +107,8 @@ class Formats:
     ) -> tuple[Constraint | None, tuple[str, ...]]:
         """Return an answer's grammar (None if it may be any text), and warnings about ineffective options.
 
-        `splits` says that a splitter separates reasoning and calls from text. Raises `RefusedError`.
+        `splits` says that a splitter separates reasoning and calls from text. Raises `RefusedError` if the
+        format or the tools do not compile.
         """
         tools = prompt.conversation.plain_tools if splits and request.tool_choice != "none" else []
         is_forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)

@@ -84,7 +84,7 @@ class Segments:
 
     @property
     def has_messages(self) -> bool:
-        """Whether the next messages continue a conversation, and are rendered together with its messages."""
+        """Whether messages follow the last raw text or tokens; the next messages are rendered with them."""
         return self._first < len(self._segments)
 
     @property
