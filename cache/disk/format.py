@@ -263,7 +263,7 @@ class _OpenSnapshot:
     def read(self, section: int, groups: Iterable[list[memoryview]]) -> None:
         """Read a section, one system call per group of buffers.
 
-        Each group is hashed at once, while it is still in the processor's cache, so groups may share a buffer.
+        Each group is hashed at once, while it is in the processor's cache, so groups may share a buffer.
         Raises `DoubtfulSnapshotError` if the section is too short or its checksum wrong.
         """
         self._file.seek(self._starts[section])
