@@ -1,23 +1,152 @@
-"""`forget` also erases the KV of tokens that the session had before: cut off, replaced, or never answered."""
+"""`forget` erases the KV of a session's tokens, also of earlier ones, except what others share."""
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_forks import settled
-from test_shared_forgotten import SECRET, all_gone, forget
+from parts import BLOCK
+from test_forks import conversation, said, settled
 
+from cache.names.tokens import pack
 from ops.log.ending import end
+from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Closed
+from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record
 from worker.sessions.record import Record
 from worker.sessions.session_log import FencedLog
 
 Start = Any  # of `local_worker`
+#: Tokens with which no other session begins.
+SECRET = [50 + i * i % 150 for i in range(100)]
+
+
+async def cached(session: Session) -> int:
+    """Run a turn of the session; return how many of its tokens were cached."""
+    return (await session.generate(messages=said("Go on."), max_tokens=2)).usage.cached_tokens
+
+
+def traces(tmp_path: Path) -> list[Path]:
+    """Return the worker's files that contain tokens of `SECRET`."""
+    packed = pack(SECRET[:4])
+    files = [one for one in (tmp_path / "data").rglob("*") if one.is_file()]
+    return [one for one in files if packed in (held := one.read_bytes()) or packed.hex().encode() in held]
+
+
+async def all_gone(client: Client, tmp_path: Path) -> bool:
+    """Say whether no snapshot is left. Asserts that files have tokens of `SECRET` exactly if one is left."""
+    left = (await settled(client.session("other"))).snapshots.stored
+    assert bool(left) == bool(traces(tmp_path))
+    return not left
+
+
+async def forget(*sessions: Session) -> list[Closed]:
+    closed = await asyncio.gather(*(one.close(forget=True) for one in sessions))
+    assert all(one.settled for one in closed)
+    return list(closed)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+async def test_forgetting_a_fork_keeps_its_parents_snapshots(
+    local_worker: Start, endless_model: Path, *, restarted: bool, used: bool
+) -> None:
+    """Also if the parent is not in the worker's memory, since the fork's log names the parent."""
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client, turns=3)
+    position = (await parent.info()).position
+    before = (await settled(parent)).snapshots.stored
+    fork = await parent.fork("fork")
+    if used:
+        await fork.append(text="on and on" * 20)
+        assert (await settled(parent)).snapshots.stored > before
+    if restarted:
+        await worker.stop()
+        worker = await local_worker(model=str(endless_model))
+    (closed,) = await forget(worker.client.session("fork"))
+    assert bool(closed.forgotten) == used
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    # A fork with additional tokens has stored the block that begins with the parent's last tokens. The worker
+    # saves these anew if it still has their KV.
+    assert await cached(worker.client.session("parent")) == (
+        position - position % BLOCK if used and restarted else position - 1
+    )
+
+
+@pytest.mark.parametrize("order", ["together", "fork first", "parent first"])
+async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten(
+    local_worker: Start, endless_model: Path, tmp_path: Path, order: str
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=SECRET)
+    forks = [await parent.fork(f"fork-{i}") for i in range(3)]
+    await forks[0].append(tokens=SECRET)
+    chance = worker.client.session("chance")
+    await chance.append(tokens=SECRET[:70])
+    assert (await settled(parent)).snapshots.stored
+    sessions = [parent, *forks, chance]
+    if order == "together":
+        await forget(*sessions)
+    else:
+        for one in sessions if order == "parent first" else reversed(sessions):
+            assert not await all_gone(worker.client, tmp_path)
+            await forget(one)
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_forgetting_a_parent_keeps_the_snapshots_of_the_tokens_that_its_fork_shares(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=[*range(60, 124), *SECRET])
+    fork = await parent.fork("fork", 64)
+    await settled(parent)
+    (closed,) = await forget(parent)
+    assert closed.forgotten == 4, "of its 6 snapshots: 5 blocks and a tail"
+    assert not traces(tmp_path)
+    assert await cached(fork) == 64
+
+
+async def test_forgetting_a_session_keeps_snapshots_that_an_unrelated_session_shares_by_chance(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    one, other = worker.client.session("one"), worker.client.session("another")
+    await other.append(tokens=SECRET[:70])
+    await settled(other)
+    await one.append(tokens=SECRET)  # its third block replaces the other's tail
+    await settled(one)
+    (closed,) = await forget(one)
+    assert closed.forgotten == 2, "its third block, which has tokens of its own, and its tail"
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    assert await cached(worker.client.session("another")) == 69, "all but its last token"
+
+
+async def test_forgetting_a_fork_erases_snapshots_that_only_its_closed_parent_shares(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=SECRET)
+    fork = await parent.fork("fork")
+    await settled(parent)
+    await parent.close()
+    await forget(fork)
+    assert await all_gone(worker.client, tmp_path)
+
 
 SOME, OTHER = [*range(60, 160)], [*range(160, 60, -1)]
 
