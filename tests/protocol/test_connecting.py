@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nats.aio.client import Client
 from scripted_worker import FakeWorker, NatsServer
 
-from tests.parts import free_port
+from tests.parts import free_port, until
 from turnkeep_client import nats_client
 from turnkeep_client.client import connect
 from turnkeep_client.errors import ClientClosedError, NoServerError, ResultTimeoutError
@@ -141,9 +141,7 @@ async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_serv
                     pass
         kept = await client._wire.listen("turnkeep.kept", lambda _: None)
         await server.start()
-        async with asyncio.timeout(20):
-            while not client.connected:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: client.connected)
         await client._wire._nats.flush()
         assert await asyncio.to_thread(subscribed) == ["turnkeep.kept"]
         await kept()

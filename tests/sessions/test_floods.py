@@ -17,6 +17,7 @@ from nats.js import JetStreamContext
 from raw_wire import LONG, Start, Wire, append, generate
 
 from tests.matrices import first
+from tests.parts import until
 from worker.cluster import endpoints
 from worker.process.setting_kinds import TenantLimits
 from worker.sessions.fold import Fold
@@ -123,8 +124,7 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
     one = await wire(max_batch=1)
     for n in range(NUM_FLOOD):
         await one.publish(f"s{n}", generate("r", **LONG))
-    while folded < 4:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: folded >= 4)
     await one.worker.stop()
     assert folded == 4
     two = await wire(max_batch=4)
@@ -155,8 +155,7 @@ async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_anoth
 async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
     one = await wire(max_waiting=1, tenants=TenantLimits(sessions=1), max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
-    while one.worker.app._parts.intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
+    await until(lambda: one.worker.app._parts.intake.num_returned >= 2)
     await one.worker.stop()
     two = await wire(max_attempts=1)
     assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * 3
@@ -168,8 +167,7 @@ async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_
 ) -> None:
     one = await wire(max_batch=1, max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(8)]
-    while one.worker.app._parts.intake.num_sessions < len(seqs):  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
+    await until(lambda: one.worker.app._parts.intake.num_sessions >= len(seqs))
     await one.worker.stop()
     two = await wire(max_attempts=1)
     assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
@@ -189,8 +187,7 @@ async def test_a_request_behind_one_that_is_cancelled_while_the_worker_stops_cou
     for n in range(8):
         await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200))
     behind = await one.publish("s7", generate("r2", text="eee", max_tokens=20))
-    while one.worker.app._parts.intake.num_sessions < 8:  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
+    await until(lambda: one.worker.app._parts.intake.num_sessions >= 8)
     with monkeypatch.context() as patch:
         patch.setattr(endpoints.Endpoints, "close", cancelling)
         await one.worker.stop()
@@ -292,8 +289,7 @@ async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     one = await wire()
     info = {"type": "info"}
     asked = [asyncio.create_task(one.control(f"s{n}", info, tenant="loud")) for n in range(4)]
-    while waiting < 4:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: waiting >= 4)
     assert (await one.control("s", info, tenant="loud"))["code"] == "overloaded"
     assert (await one.control("s", info, tenant="quiet"))["code"] == "unknown_session"
     go_on.set()
@@ -344,8 +340,7 @@ async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tena
     monkeypatch.setattr(Fold, "extend", slow)
     said = {"type": "append", "messages": [{"role": "user", "content": "e"}]}
     flood = [await one.publish(f"s{n}", {**said, "id": f"r{n}"}, tenant="loud") for n in range(24)]
-    while len(tokenised) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(tokenised) >= 2)
     mine = await one.publish("s", {**said, "id": "mine"}, tenant="quiet")
     for seq in (mine, *flood):
         assert (await one.result(seq))["type"] == "appended"
@@ -367,9 +362,7 @@ async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40
     """When the worker starts, 120 requests of 1 MB wait; it reads them in pages."""
     worker = worker_process()
     worker.start()
-    async with asyncio.timeout(60):
-        while '"ready"' not in worker.log:  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.1)
+    await until(lambda: '"ready"' in worker.log)
     nc = await nats.connect(worker.url)
     js = nc.jetstream()
     body = json.dumps(append("r0", "x" * 1_000_000, no_such_field=1)).encode()

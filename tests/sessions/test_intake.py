@@ -15,6 +15,7 @@ from anyio import move_on_after
 from msgspec import structs
 from test_fold import STORED
 
+from tests.parts import until
 from turnkeep_client.log import BUILD_HEADER
 from turnkeep_client.subjects import SessionKey
 from worker.cluster.owners import Owners
@@ -189,9 +190,7 @@ async def test_a_returned_request_that_is_removed_from_the_log_no_longer_counts_
     await intake.deliver(Delivered("a", 5), lambda _: None)
     assert intake.num_returned == 1
     keeping = asyncio.create_task(intake.keep_alive())
-    async with asyncio.timeout(5):
-        while intake.num_returned:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not intake.num_returned)
     keeping.cancel()
 
 
