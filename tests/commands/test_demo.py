@@ -1,16 +1,22 @@
-"""`turnkeep demo`: an answer interrupted by a kill continues, with KV from disk or on another worker."""
+"""`turnkeep demo` and `turnkeep run`: one command starts workers, answers, and leaves no process."""
 
 from __future__ import annotations
 
+import asyncio
 import re
+import shlex
+import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from command_runs import WAIT_S, Terminal, processes_with, turnkeep
+from command_runs import WAIT_S, Terminal, environment, processes_with, turnkeep
 
-from tests.parts import make_endless_model, make_tiny_model
+from tests.forked import Piped
+from tests.parts import WorkerProcess, free_port, make_endless_model, make_tiny_model
+from worker.process.datadir import owner
 
 pytestmark = pytest.mark.process
 
@@ -80,3 +86,77 @@ def test_the_other_worker_of_a_cluster_demo_continues_the_killed_worker_s_answer
     assert re.search(went_on, done.stdout), done.stdout
     prefilled = re.findall(r"prefilled\s+(\d+) tokens; for the next question (\d+),", done.stdout)
     assert max(map(int, prefilled[0])) < 400, "of more than 2,000"
+
+
+def test_run_starts_a_worker_answers_a_message_and_leaves_no_process(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    data = tmp_path / "data"
+    place = ("--data-dir", data, "--nats-port", free_port())
+    done = turnkeep("run", tiny_model, "Hello", *place, "--max-tokens", 4, "--seed", 1)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.strip()) > 0
+    assert done.stderr.startswith("starting a worker; it ends with this command\n")
+    assert "\nreading the tokenizer\n" in done.stderr, "a start that takes long is not silent"
+    assert owner(data) is None
+    assert processes_with(str(data)) == []
+
+
+def test_run_on_a_terminal_continues_the_chat_of_the_previous_run(tmp_path: Path, tiny_model: Path) -> None:
+    place = ("--data-dir", str(tmp_path / "data"), "--nats-port", str(free_port()))
+    for found in ("no tokens", r"session .chat., \d+ tokens"):
+        with Terminal("run", tiny_model, *place, "--max-tokens", "4") as terminal:
+            terminal.wait_for(found)
+            terminal.wait_for("\\n>")
+            terminal.type("Hello\r")
+            terminal.wait_for("max_tokens")
+            terminal.type("/bye\r")
+            assert terminal.end() == 0
+    assert processes_with(str(tmp_path / "data")) == []
+
+
+def test_run_with_a_missing_model_says_that_there_is_no_such_model(tmp_path: Path) -> None:
+    done = turnkeep(
+        "run", tmp_path / "nosuch", "Hello", "--data-dir", tmp_path / "data", "--nats-port", free_port()
+    )
+    assert done.returncode == 1
+    assert "there is no model at" in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("question", ["Say hello", "Hello?", "line\nbreak"])
+def test_run_with_a_question_in_place_of_the_model_explains_at_once_how_to_ask_it(
+    tmp_path: Path, question: str
+) -> None:
+    done = turnkeep("run", question, "--data-dir", tmp_path / "data", "--nats-port", free_port())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "starting a worker" not in done.stderr
+    assert done.stderr.endswith(
+        f"the first argument of run is a model, and {question!r} is none; to ask it: echo"
+        f" {shlex.quote(question)} | turnkeep run\n"
+    )
+
+
+async def test_run_uses_a_running_worker_and_leaves_it_running(
+    worker_process: Callable[..., WorkerProcess], tiny_model: Path
+) -> None:
+    worker = worker_process(model=tiny_model)
+    worker.start()
+    await (await worker.client()).close()
+    place = ("--data-dir", worker.data_dir, "--nats-port", worker.url.rpartition(":")[2], "--max-tokens", 3)
+    done = await asyncio.to_thread(turnkeep, "run", tiny_model.name, "Hello", *place)
+    assert done.returncode == 0, done.stderr
+    one = await asyncio.to_thread(turnkeep, "run", "nosuch", *place)
+    assert one.returncode == 1
+    assert "nosuch cannot be served: there is no model nosuch" in one.stderr
+    shutil.copytree(tiny_model, worker.data_dir / "models" / "other")
+    other = await asyncio.to_thread(turnkeep, "run", "other", "Hello", *place)
+    assert other.returncode == 0, other.stderr
+    assert f"changing the worker's model from {tiny_model.name} to other\n" in other.stderr
+    async with await worker.client() as client:
+        assert (await client.worker_metrics()).model == "other"
+    with Piped(["-m", "commands", "run", *map(str, place)], environment()) as waiting:
+        await asyncio.sleep(1.5)  # then it waits for the end of the question
+        waiting.terminate()
+        assert await asyncio.to_thread(waiting.wait, 10) in {-signal.SIGTERM, 143}
+    assert worker.running

@@ -33,8 +33,8 @@ from ops.console.turns import shown
 from ops.log import searching, session_file
 from ops.log.conversation import LoggedTurn, part
 from tests.commands.command_runs import command, environment
-from tests.ops.test_workers_history import Watched
-from tests.parts import LocalWorker, WorkerProcess, free_port
+from tests.ops.test_top import Watched
+from tests.parts import LocalWorker, WorkerProcess, free_port, until
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import NoWorkerError, RequestFailedError, TurnkeepError
@@ -509,8 +509,7 @@ async def test_requests_to_the_console_fail_at_once_while_nats_is_unreachable(
         await client.session("a").append(tokens=[5])
         assert await page.get("sessions/a")
         worker.stop()  # and its server
-        while client.connected:  # noqa: ASYNC110  # nothing tells
-            await asyncio.sleep(0.05)
+        await until(lambda: not client.connected)
         for path in ("sessions", "sessions/a", "sessions/a/tree"):
             answer = await page.http.get(f"/api/{path}", timeout=2)
             assert (answer.status_code, "NATS does not answer" in answer.json()["error"]) == (503, True)
@@ -853,8 +852,7 @@ async def test_the_option_open_opens_the_console_in_a_foreground_browser_without
     browser.chmod(0o755)
     place = {"BROWSER": f"{browser} %s", "TMPDIR": str(tmp_path)}
     async with started("--open", "--nats", nats_url, **place) as (_, url), asyncio.timeout(30):
-        while not opened_.exists() or not opened_.read_text().endswith(".html"):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+        await until(lambda: not (not opened_.exists() or not opened_.read_text().endswith(".html")))
         page = tmp_path / opened_.read_text().removeprefix(f"file://{tmp_path}/")
         assert page.stat().st_mode & 0o777 == 0o600
         assert f'content="0; url={url}"' in page.read_text()
@@ -873,6 +871,4 @@ async def test_on_macos_the_console_is_opened_by_the_command_open(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
     with console_serving._opened("http://127.0.0.1/?token=t"):
-        async with asyncio.timeout(10):
-            while not opened.exists() or "token=t" not in opened.read_text():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: not (not opened.exists() or "token=t" not in opened.read_text()))

@@ -20,7 +20,7 @@ from nats.aio.msg import Msg
 from tests.commands.command_runs import environment
 from tests.ops.browser import Browser, browsing
 from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
-from tests.ops.test_workers_history import Watched
+from tests.ops.test_top import Watched
 from tests.parts import LocalWorker, WorkerProcess, png
 from turnkeep_client.client import Client
 from turnkeep_client.messages import Generated, decode_result, encode

@@ -20,7 +20,7 @@ import nats.js.errors
 import pytest
 from click.testing import CliRunner
 from nats.aio.client import Client
-from parts import free_port, nats_server_program
+from parts import free_port, nats_server_program, until
 
 from gateway.app import Gateway
 from gateway.keys import Keys
@@ -290,9 +290,7 @@ async def reloaded(server: Server, *arguments: str) -> None:
     """Change limits or keys, and wait until the server has reloaded; meanwhile it may refuse all clients."""
     await add(server.folder, *arguments)
     server.process.send_signal(signal.SIGHUP)
-    async with asyncio.timeout(20):
-        while "Reloaded server configuration" not in server.log.read_text():  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: "Reloaded server configuration" in server.log.read_text())
 
 
 async def test_a_tenant_out_of_connections_is_refused_at_once_and_other_tenants_still_connect(

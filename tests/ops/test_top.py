@@ -1,22 +1,33 @@
-"""`turnkeep top`: computed figures, the screen, and the command on a real terminal."""
+"""`turnkeep top` and what it shares with `exporter` and `console`: metrics in memory, some of them forged."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import pytest
 from msgspec import UNSET, structs
 from rich.console import Console
 
 from ops.figures import Figures, percentile, since
-from ops.fleet import Fleet, Gateways
+from ops.fleet import MAX_MESSAGES, MAX_WORKERS, Fleet, Gateways
 from ops.formatting import amount, count, seconds, span
+from ops.history import MOST_POINTS, SERIES, FigureHistory
 from ops.screen import draw
 from tests.commands.command_runs import Terminal, turnkeep, where
+from tests.ops.test_exporter import key, page, samples
 from tests.parts import LocalWorker
 from tests.protocol.scripted_worker import metrics
-from turnkeep_client.messages import GatewayMetrics, Histogram, SnapshotCounters
+from turnkeep_client.messages import (
+    GatewayMetrics,
+    Histogram,
+    Metrics,
+    SnapshotCounters,
+    decode_metrics,
+    encode,
+)
 
 NOTHING = Histogram(bounds=(1.0, 2.0), counts=(0, 0, 0), sum=0.0, count=0)
 
@@ -224,3 +235,170 @@ def test_top_without_a_terminal_fails_with_one_line(nats_url: str) -> None:
     done = turnkeep("top", "--nats", nats_url)
     expected = "turnkeep: top needs a terminal; turnkeep info --json prints one metrics message\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+
+
+HUGE = 10**400
+
+
+def forged(**changes: Any) -> Metrics:
+    """Return a metrics message with fields that no worker sends, as a client decodes it."""
+    return decode_metrics(json.dumps(json.loads(encode(metrics("w1"))) | changes).encode())
+
+
+def charted(fleet: Fleet) -> dict[str, Any]:
+    history = FigureHistory(60)
+    history.take(fleet.sightings(), 0.0)
+    return history.shown()
+
+
+FORGERIES = {
+    "a number beyond floats": {"resident_kv_bytes": HUGE},
+    "of a kind": {"requests": {"generate": {"ok": HUGE}}},
+    "an interval that no setting allows": {"interval_s": 3601.0},
+    "below them": {"generated_tokens": -HUGE},
+    "in a part": {"snapshots": {"stored_bytes": HUGE}},
+    "in a histogram": {"batch_size": {"bounds": [1.0], "counts": [HUGE, 0], "sum": 1.0, "count": HUGE}},
+    "a time that no clock reaches": {"uptime_s": 1e308},
+    "a name without end": {"model": "m" * 100_000},
+    "a kind without end": {"requests": {"k" * 100_000: {"ok": 1}}},
+    "kinds without end": {"ignored": {str(number): 1 for number in range(100_000)}},
+}
+
+
+@pytest.mark.parametrize("changes", FORGERIES.values(), ids=FORGERIES)
+@pytest.mark.parametrize("show", [page, screen, charted], ids=["exporter", "top", "console"])
+def test_a_forged_metrics_message_changes_nothing_that_is_shown(
+    changes: dict[str, Any], show: Callable[[Fleet], object]
+) -> None:
+    fleet = Fleet(60, Clock(), window_s=60)
+    fleet.hear(metrics("w1"))
+    before = show(fleet)
+    fleet.hear(forged(**changes))
+    assert show(fleet) == before
+    assert samples(page(fleet))[key("resident_kv_bytes")] == 1024
+
+
+def test_a_bounded_number_of_a_workers_metrics_messages_is_kept_whatever_uptimes_they_state() -> None:
+    for step_s in (0.0, 0.001, 0.1, 5.0):
+        fleet = Fleet(60, window_s=60)
+        for number in range(1000):
+            fleet.hear(structs.replace(metrics("w1"), uptime_s=number * step_s, generated_tokens=number))
+        _, kept = fleet._heard["w1"]
+        assert len(kept) <= MAX_MESSAGES
+        assert kept[-1].generated_tokens == 999
+
+
+def test_rates_from_frequent_messages_span_nearly_the_whole_window() -> None:
+    fleet = Fleet(60, window_s=60)
+    for number in range(2000):
+        fleet.hear(structs.replace(metrics("w1"), uptime_s=number / 10))
+    (one,) = fleet.sightings()
+    assert one.before is not None
+    assert 54 <= one.metrics.uptime_s - one.before.uptime_s <= 60
+
+
+def test_made_up_worker_names_do_not_displace_workers_that_publish() -> None:
+    clock = Clock()
+    fleet = Fleet(300, clock)
+    fleet.hear(metrics("w1"))
+    for number in range(2 * MAX_WORKERS):
+        assert fleet.hear(metrics(f"made-up-{number}")) == (number < MAX_WORKERS - 1)
+    assert len(fleet.sightings()) == MAX_WORKERS
+    assert fleet.sightings()[-1].metrics.worker == "w1"
+    clock.now_s += 20
+    assert fleet.hear(metrics("w2")), "in the place of one that is silent"
+    assert len(fleet.sightings()) == MAX_WORKERS
+
+
+def test_a_worker_that_publishes_rarely_is_not_forgotten_between_its_messages() -> None:
+    clock = Clock()
+    fleet = Fleet(300, clock)
+    rare = structs.replace(metrics("w1"), interval_s=600.0)
+    fleet.hear(rare)
+    clock.now_s += 500
+    fleet.hear(metrics("w2"))
+    assert [(one.metrics.worker, one.up) for one in fleet.sightings()] == [("w1", True), ("w2", True)]
+    assert not fleet.hear(rare), "it is known"
+    clock.now_s += 3 * 600 + 1
+    assert fleet.sightings() == []
+
+
+def test_the_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() -> None:
+    history = FigureHistory(3600)
+    fleet = Fleet(3600)
+    fleet.hear(metrics("w1"))
+    for number in range(3 * MOST_POINTS):
+        history.take(fleet.sightings(), number / 100)
+    at_s = history.course("w1")["at_s"]
+    assert len(at_s) <= 12
+    assert at_s[-1] == (3 * MOST_POINTS - 1) / 100
+
+
+BOUNDS = (0.1, 0.5, 1.0, 5.0)
+
+
+def message(worker: str, second: int) -> Metrics:
+    """Return the metrics of a worker after `second` seconds, in each of which it ran a request for 0.5 s.
+
+    Each answer has 10 tokens; 4 tokens of the prompt are prefilled, and 36 are found in KV.
+    """
+    few, slow = Histogram(BOUNDS, (second, 0, 0, 0, 0), 0.0, second), second // 2
+    return structs.replace(
+        metrics(worker),
+        uptime_s=float(second),
+        decoding_s=second / 2,
+        time_per_output_token=Histogram(BOUNDS, (10 * second, 0, 0, 0, 0), second / 2, 10 * second),
+        prefilled_tokens=4 * second,
+        cached_tokens=36 * second,
+        time_to_first_token=few,
+        request_duration=Histogram(BOUNDS, (0, second - slow, slow, 0, 0), 0.0, second),
+        sessions=second // 10,
+    )
+
+
+class Watched:
+    """Replaces `LiveFigures`: a history whose workers have sent messages for `seconds` of a fake clock."""
+
+    def __init__(self, seconds: int, *workers: str, keep_s: float = 3600) -> None:
+        self.now_s = 0.0
+        self.fleet = Fleet(keep_s, lambda: self.now_s, window_s=60)
+        self.history = FigureHistory(keep_s)
+        self.hear(seconds, *workers)
+
+    def hear(self, seconds: int, *workers: str) -> None:
+        """Advance the clock by `seconds`; every five seconds each of these workers sends a message."""
+        for _ in range(seconds // 5):
+            self.now_s += 5
+            for worker in workers:
+                self.fleet.hear(message(worker, int(self.now_s)))
+            self.history.take(self.fleet.sightings(), self.now_s)
+
+    def shown(self, worker: str | None) -> dict[str, Any]:
+        """Return the figures and one worker's history; see `LiveFigures.shown`."""
+        return {"connected": True, **self.history.shown(worker)}
+
+
+def test_the_history_of_a_worker_has_rates_percentiles_and_sizes_over_time() -> None:
+    course = Watched(100, "w1").history.course("w1")
+    assert course["at_s"] == [5 * step for step in range(1, 21)]
+    last = {name: values[-1] for name, values in course.items()}
+    assert (last["generated_per_s"], last["prefilled_per_s"], last["cached_per_s"]) == (20, 4, 36)
+    assert (last["first_token_p50_s"], last["duration_p50_s"]) == (0.05, 0.5)
+    assert last["duration_p95_s"] == pytest.approx(0.95)
+    assert (last["kv_bytes"], last["kv_limit_bytes"], last["sessions"]) == (1024, 2048, 10)
+    assert course["generated_per_s"][0] is None, "there is no rate before a second message"
+
+
+def test_a_silent_worker_leaves_a_gap_in_its_history_and_is_later_removed() -> None:
+    watched = Watched(60, "w1", "w2", keep_s=120)
+    watched.hear(30, "w2")
+    course = watched.history.course("w1")
+    assert course["sessions"][-3:] == (None, None, None)
+    assert course["sessions"][11] == 6
+    shown = watched.history.shown()
+    assert (shown["workers"]["w1"]["up"], shown["worker"]) == (False, "w2"), "one that is up is shown first"
+    assert watched.history.shown("w1")["worker"] == "w1"
+    watched.hear(130, "w2")
+    assert [*watched.history.shown("w1")["workers"]] == ["w2"]
+    assert watched.history.course("w1") == {"at_s": [], **dict.fromkeys(SERIES, ())}
+    assert watched.history.course("w2")["at_s"][0] == watched.now_s - 120

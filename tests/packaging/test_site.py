@@ -1,4 +1,4 @@
-"""The documentation site: a complete reference, no dead links, nothing loaded from other hosts."""
+"""The documentation site: a complete reference, no dead links or hosts; the pages name files that exist."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULT
 from turnkeep_client.errors import ERROR_CODES
 from turnkeep_client.messages import TenantFigures
 from worker.process.settings import Settings
-
-pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).parents[2]
 MKDOCS = ROOT / ".venv" / "docs" / "bin" / "mkdocs"
@@ -43,6 +41,7 @@ def build(project: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=project, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.packaging
 def test_the_reference_lists_every_command_setting_message_field_and_error_code() -> None:
     commands, settings, messages, errors = (
         PAGES[f"{name}.md"]() for name in ("commands", "settings", "messages", "errors")
@@ -56,6 +55,7 @@ def test_the_reference_lists_every_command_setting_message_field_and_error_code(
     assert re.findall(r"^\| `([a-z_]+)` ", errors, re.MULTILINE) == list(ERROR_CODES)
 
 
+@pytest.mark.packaging
 def test_the_site_builds_without_warnings_and_loads_nothing_from_another_host(project: Path) -> None:
     done = build(project)
     assert done.returncode == 0, done.stderr
@@ -67,8 +67,22 @@ def test_the_site_builds_without_warnings_and_loads_nothing_from_another_host(pr
     assert re.findall(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//", styles) == []
 
 
+@pytest.mark.packaging
 @pytest.mark.parametrize("link", ["[x](nowhere.md)", "[x](protocol.md#nowhere)", "[x](../README.md)"])
 def test_a_dead_link_makes_the_build_of_the_site_fail(project: Path, link: str) -> None:
     page = project / "docs" / "index.md"
     page.write_text(f"{page.read_text()}\n{link}\n")
     assert build(project).returncode == 1
+
+
+PAGE = (ROOT / "docs" / "security.md").read_text()
+
+
+def test_each_defence_on_the_security_page_names_test_files_that_exist() -> None:
+    defended = PAGE.partition("## Defended\n")[2].partition("## Not defended")[0]
+    rows = [row for row in defended.splitlines() if row.startswith("| ")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        tests = re.findall(r"`(tests/[\w/]+\.py)`", row.split("|")[3])
+        assert tests, row
+        assert [test for test in tests if not (ROOT / test).is_file()] == [], row

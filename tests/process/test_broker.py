@@ -15,6 +15,7 @@ import nats.errors
 import psutil
 import pytest
 
+from tests.parts import until
 from worker.process.datadir import DataDir
 from worker.wire import broker
 from worker.wire.broker import check_port
@@ -54,13 +55,6 @@ def started_owner(settings):
             return owner, int(owner.stderr.readline())
 
         yield start
-
-
-async def eventually(condition, timeout_s=20.0):
-    """Wait until `condition()` is true."""
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110  # conditions here are states of processes
-            await asyncio.sleep(0.02)
 
 
 def kill(pid):
@@ -142,7 +136,7 @@ async def test_a_killed_shell_of_a_nats_server_takes_the_server_with_it(embed, d
     await server.start()
     killed = server.pid
     server._process.kill()
-    await eventually(lambda: server.pid not in (None, killed))
+    await until(lambda: server.pid not in (None, killed))
 
 
 async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_clients_reconnect(server):
@@ -159,7 +153,7 @@ async def test_a_nats_server_that_dies_is_restarted_with_its_messages_and_client
         pid = server.pid
         kill(pid)
         await asyncio.wait_for(back.wait(), 60)
-        await eventually(lambda pid=pid: server.pid not in (None, pid))
+        await until(lambda pid=pid: server.pid not in (None, pid))
     await client.jetstream().publish("kept", b"3")
     assert await stored(url_of(server)) == 3
     await client.close()
@@ -283,7 +277,7 @@ async def test_a_stream_accepts_messages_again_once_a_full_disk_has_space(
         assert server.pid == pid, "restarting is no use while the disk is full"
         kept = await stored(url_of(server))
         filler.unlink()
-        await eventually(lambda: server.pid not in (None, pid))
+        await until(lambda: server.pid not in (None, pid))
         await server._wait_until_ready()
         assert await stored(url_of(server)) == kept
         await store(url_of(server), b"2")

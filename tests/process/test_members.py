@@ -11,7 +11,7 @@ import msgspec
 import nats.errors
 import pytest
 
-from tests.parts import fall_asleep
+from tests.parts import fall_asleep, until
 from turnkeep_client.subjects import Subjects
 from worker.cluster import members as members_of
 from worker.cluster.members import Members
@@ -79,12 +79,6 @@ def ended(one):
     names = [gone.worker for gone in one._gone]
     one._gone.clear()
     return names
-
-
-async def until(condition):
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110  # a state of another process
-            await asyncio.sleep(0.02)
 
 
 async def test_a_second_worker_with_the_same_name_is_refused_with_an_error_of_one_line(

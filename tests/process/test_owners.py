@@ -16,7 +16,7 @@ import anyio
 import nats
 import psutil
 import pytest
-from parts import WorkerProcess, free_port
+from parts import WorkerProcess, free_port, until
 
 from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
@@ -111,9 +111,7 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
 
 
 async def until_at_work(workers: list[Any], key: SessionKey) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not any(key in one.app._parts.intake.at_work for one in workers):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: any(key in one.app._parts.intake.at_work for one in workers))
 
 
 async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_for_idle(
@@ -163,8 +161,7 @@ async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
     session = first.client.session(name)
     generation = session.generate(text="eee", max_tokens=1500)
     await generation.send()
-    while not first.app._parts.intake.num_sessions:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: first.app._parts.intake.num_sessions)
     second = await cluster("second")
     appends = [session.append(text="more", timeout_s=PATIENCE_S) for _ in range(4)]
     await asyncio.gather(*appends)
@@ -189,9 +186,7 @@ async def test_new_sessions_go_to_a_worker_with_far_less_work(cluster: Start, lo
     busy = [first.client.session(f"busy{n}").generate(text="eee", max_tokens=1900) for n in range(12)]
     await asyncio.gather(*(generation.send() for generation in busy))
     await cluster("second")
-    async with asyncio.timeout(PATIENCE_S):
-        while first.app._parts.intake.num_sessions < 12:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: first.app._parts.intake.num_sessions >= 12)
     log = look(first.settings.prefix)
     for name in SESSIONS:  # one after another, so that the second worker's load stays low
         for _ in range(2):
@@ -275,9 +270,7 @@ async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_a
     for one in (first, second):  # as if the first one had been away
         one.app._parts.owners.remember(key, second.app._members.me.boot)
     await second.client.session("fork").append(text="y" * 40, timeout_s=PATIENCE_S)
-    async with asyncio.timeout(PATIENCE_S):
-        while not all(_stored(worker.app._store, tokens) for worker in (first, second)):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: all(_stored(worker.app._store, tokens) for worker in (first, second)))
     closings.append(await parent.close(forget=True, timeout_s=PATIENCE_S))
     assert [one.settled for one in closings] == [True, True]
     assert [_stored(worker.app._store, tokens) for worker in (first, second)] == [0, 0]
@@ -300,9 +293,7 @@ async def test_a_restarted_worker_erases_snapshots_of_sessions_forgotten_while_i
     assert (await second.client.session("gone").close(forget=True, timeout_s=PATIENCE_S)).settled
     first = await cluster("first")
     store = first.app._store
-    async with asyncio.timeout(PATIENCE_S):
-        while _stored(store, tokens) > tokens.num_common(other):  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: _stored(store, tokens) <= tokens.num_common(other))
     assert _stored(store, other) == len(other) - 1
     await first.stop()
     first = await cluster("first")
@@ -367,9 +358,7 @@ async def processes(
             options = ("--nats", nats_url, "--prefix", prefix, "--worker", name)
             made[name] = WorkerProcess(tmp_path / name, endless_model, free_port(), *options)
             made[name].start()
-        async with asyncio.timeout(PATIENCE_S):
-            while not all('"event": "ready"' in one.log for one in made.values()):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: all('"event": "ready"' in one.log for one in made.values()))
         return prefix, made
 
     yield start
@@ -607,9 +596,7 @@ async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its
 
     monkeypatch.setattr(Members, "name_model", loads)
     starting = asyncio.create_task(cluster("first"))
-    async with asyncio.timeout(PATIENCE_S):
-        while "first" not in second.app._members.others:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: "first" in second.app._members.others)
     async with asyncio.timeout(5):
         for name in mine:
             await second.client.session(name).append(text="more")

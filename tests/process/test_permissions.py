@@ -1,16 +1,24 @@
-"""The permissions that docs/protocol.md gives a tenant's clients are enough, and not too many."""
+"""The permissions that the pages give to clients and for each command are enough, and not too many."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import nats
 import nats.errors
 import pytest
 
+from tests.commands.command_runs import command
+from tests.ops.test_dead import venomous
 from turnkeep_client.client import connect
+from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.images import digest_of, image
+from turnkeep_client.messages import Generate
+from turnkeep_client.subjects import SessionKey
+from worker.sessions.dead_letters import Doubt
 
 
 async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_forge_messages(
@@ -66,3 +74,72 @@ async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_
     await other.close()
     await nc.close()
     assert [subject for subject in subjects if any(f'"{subject}"' in line for line in refused)] == subjects
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+PAGE = (Path(__file__).parents[2] / "docs" / "log.md").read_text().partition("## Permissions")[2]
+#: For the commands of each row, in their order.
+ARGUMENTS = {
+    "sessions": [],
+    "sessions --tree": [],
+    "sessions --verify": [],
+    "sessions --state dead": [],
+    "fork": ["s", "forked"],
+    "show": ["s"],
+    "dead show": ["s", "turn-7"],
+    "export": ["s", "file"],
+    "export --kv": ["s", "with-kv"],
+    "dead drop": ["s", "turn-9"],
+    "dead retry": ["s", "turn-7"],
+    "replay": ["s", "--speed", "max"],
+    "import": ["file", "--as", "copy"],
+    "rewind": ["s"],
+    "close": ["s"],
+    "close --forget": ["s"],
+}
+
+
+def rows() -> list[tuple[list[str], list[str]]]:
+    found = re.findall(r"^\| (`[a-z].*?) \| (.*) \|$", PAGE, re.MULTILINE)
+    return [
+        (re.findall("`(.*?)`", commands), re.findall("`(.*?)`", subjects)) for commands, subjects in found
+    ]
+
+
+@pytest.mark.packaging
+async def test_each_command_succeeds_with_only_the_permissions_that_docs_log_lists_for_it(
+    foreign_server: Callable[..., Any],
+    local_worker: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert [one for commands, _ in rows() for one in commands] == list(ARGUMENTS)
+    users: list[dict[str, Any]] = [{"user": "worker", "password": "w"}]
+    for number, (_, subjects) in enumerate(rows()):
+        allowed = {"publish": subjects, "subscribe": ["_INBOX.>", "turnkeep.*.*.out"]}
+        users.append({"user": f"u{number}", "password": "p", "permissions": allowed})
+    url = await foreign_server(
+        jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60}, authorization={"users": users}
+    )
+    monkeypatch.setattr(Doubt, "attempt", venomous)
+    worker = await local_worker(nats=url.replace("//", "//worker:w@"), prefix="turnkeep", max_attempts=1)
+    await worker.client.session("s").generate(text="x" * 99, max_tokens=4)
+    for dead in ("turn-7", "turn-9"):
+        with pytest.raises(RequestFailedError):
+            await worker.client.session("s").append(text="VENOM", request_id=dead)
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    for number, (commands, _) in enumerate(rows()):
+        for one in commands:
+            here = ("--data-dir", worker.settings.data_dir) if one.startswith("export") else ()
+            words = (*one.split(), *ARGUMENTS[one], *here, "--nats", url.replace("//", f"//u{number}:p@"))
+            done = await command(*words)
+            assert done.returncode == 0, (one, done.stdout, done.stderr)
+    endless = Generate(id="last", text="x", max_tokens=50_000, ignore_eos=True)
+    await worker.client.submit(SessionKey("default", "t"), endless)
+    listed = await command("sessions", "--nats", url.replace("//", "//u0:p@"))
+    assert "waiting (1)" in listed.stdout, "for who may not ask whether it runs"
+    refused = await command("sessions", "--nats", url.replace("//", "//u1:p@"))
+    assert refused.returncode == 1
+    assert "this user may not publish on $JS.API.STREAM.INFO.turnkeep_log" in refused.stderr

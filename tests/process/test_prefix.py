@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import nats
 import pytest
 
+from tests.parts import until
 from turnkeep_client.client import connect
 from turnkeep_client.log import BUILD_HEADER, words
 from worker.cluster.owners import Owners
@@ -69,15 +70,12 @@ class Flood:
         self.noted.append(message)
 
     async def end(self) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while len(self.results) < len(SESSIONS):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: len(self.results) >= len(SESSIONS))
 
     async def stored(self) -> None:
         """Wait for all results stored until now: a worker may hear of them before this connection does."""
         await self.nc.flush()
-        while self._answers.pending_msgs:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: not self._answers.pending_msgs)
 
     @property
     def makers(self) -> Counter[str]:
@@ -94,9 +92,7 @@ async def flood(nats_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
 
 async def returned(worker: Any, num: int) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while worker.app._parts.intake.num_returned < num:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.app._parts.intake.num_returned >= num)
 
 
 async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in_the_log(
@@ -138,9 +134,7 @@ async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_
     monkeypatch.setattr(Owners, "owner", slow)
     loud = flood(first.settings.prefix)
     await loud.begin(3)
-    async with asyncio.timeout(PATIENCE_S):
-        while not loud.results:  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(lambda: loud.results)
     await second.stop()
     await asyncio.sleep(2.0)
     is_over.set()
@@ -173,9 +167,7 @@ async def test_a_drained_worker_answers_no_requests_although_the_other_worker_is
     await loud.begin(300)
     await returned(first, 8)
     await second.app._members.drain(on=True)
-    async with asyncio.timeout(PATIENCE_S):
-        while second.app._parts.intake.num_sessions:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: not second.app._parts.intake.num_sessions)
     await loud.stored()
     num_before = loud.makers["second"]
     assert len(loud.results) < len(SESSIONS) - 2 * PLACES, "the flood goes on"
@@ -260,6 +252,4 @@ async def test_only_one_of_two_workers_runs_retention_and_the_other_one_does_onc
     await asyncio.sleep(0.5)
     assert set(swept) == {first.app._parts.retention}
     await first.stop()
-    async with asyncio.timeout(PATIENCE_S):
-        while second.app._parts.retention not in swept:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: second.app._parts.retention in swept)

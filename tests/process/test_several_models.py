@@ -14,7 +14,7 @@ import httpx2
 import nats
 import psutil
 import pytest
-from parts import WorkerProcess, free_port, make_tiny_model
+from parts import WorkerProcess, free_port, make_tiny_model, until
 
 from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
 from turnkeep_client.subjects import Subjects
@@ -58,12 +58,6 @@ class House:
 
 async def never(_request: object) -> str:
     raise AssertionError
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(120):
-        while not holds():  # noqa: ASYNC110  # processes tell nobody
-            await asyncio.sleep(0.05)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A machine that sleeps stops worker and NATS server together, for longer than either may be silent."""
+"""A machine stays awake while requests are at work; one that sleeps stops worker and server together."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
+from pathlib import Path
 
+import anyio
+import psutil
 import pytest
 
 from tests.parts import WorkerProcess
-
-pytestmark = pytest.mark.process
+from worker.process import wakefulness
 
 #: Longer than a worker's record lives without it, and than requests stay with a silent worker.
 SLEEP_S = 13.0
 
 
+@pytest.mark.process
 async def test_an_answer_goes_on_after_a_sleep_longer_than_a_worker_may_be_silent(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
@@ -41,3 +44,33 @@ async def test_an_answer_goes_on_after_a_sleep_longer_than_a_worker_may_be_silen
         assert [*result.tokens] == [*whole.tokens]
         assert tokens == [*whole.tokens]
         assert "attempt" not in {entry.kind for entry in await client.log("asleep")}
+
+
+async def test_macos_is_kept_awake_only_while_requests_are_at_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "caffeinate"
+    script.write_text('#!/bin/sh\necho "$*" >> "$0.log"\nexec sleep 1000\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(wakefulness, "_LOOK_S", 0.01)
+    busy = False
+
+    def is_awake() -> bool:
+        return any("sleep" in one.name() or "caffeinate" in one.name() for one in psutil.Process().children())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wakefulness.keep_awake, lambda: busy)
+        for busy in (False, True, False, True):
+            await anyio.sleep(0.2)
+            assert is_awake() == busy
+        tasks.cancel_scope.cancel()
+    assert not is_awake()
+    assert (tmp_path / "caffeinate.log").read_text() == 2 * f"-i -w {os.getpid()}\n"
+
+
+async def test_without_the_program_the_worker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with anyio.move_on_after(0.1) as scope:
+        await wakefulness.keep_awake(lambda: True)
+    assert scope.cancelled_caught

@@ -28,6 +28,7 @@ from scripted_worker import (
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
+from tests.parts import until
 from turnkeep_client.calls import Call
 from turnkeep_client.client import Client
 from turnkeep_client.errors import (
@@ -437,9 +438,7 @@ async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_an
     if is_first:
         await client.submit(KEY, other)
     reading = asyncio.create_task(read_all(client.session("s1").generate(text="hi", request_id="g1")))
-    async with asyncio.timeout(5):
-        while "hi" not in [getattr(one, "text", "") for _, one in worker.requests]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: "hi" in [getattr(one, "text", "") for _, one in worker.requests])
     if not is_first:
         await client.submit(KEY, other)
     assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]

@@ -32,6 +32,7 @@ from scripted_worker import (
     session_info,
 )
 
+from tests.parts import until
 from turnkeep_client import retry, retrying, session
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
@@ -70,12 +71,6 @@ from turnkeep_client.subjects import SessionKey
 
 async def silent(worker: FakeWorker, seq: int, request: Request) -> None:
     """Never answer."""
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110  # nobody tells
-            await asyncio.sleep(0.01)
 
 
 async def test_every_request_of_a_session_gets_its_own_result(client: Client, worker: FakeWorker) -> None:

@@ -1,8 +1,11 @@
-"""Messages survive encoding, and invalid ones are refused with a sentence that helps."""
+"""Messages and subjects survive encoding, and invalid ones are refused with a sentence that helps."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,6 +14,7 @@ from hypothesis import strategies as st
 from scripted_worker import generated, metrics, session_info
 
 from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
+from turnkeep_client.images import files_of, image
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -30,6 +34,7 @@ from turnkeep_client.messages import (
     Opened,
     Rewind,
     Rewound,
+    SessionCache,
     ToolCall,
     decode_ask,
     decode_chunk,
@@ -40,9 +45,10 @@ from turnkeep_client.messages import (
     decode_result,
     encode,
 )
+from turnkeep_client.session import build
+from turnkeep_client.subjects import Subjects, check_id, session_key
 
 UNTIMED = settings(deadline=None)
-
 DECODERS = (
     decode_request,
     decode_result,
@@ -52,7 +58,6 @@ DECODERS = (
     decode_metrics,
     lambda body: decode_ask(body, "a1"),
 )
-
 ids = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True)
 positions = st.integers(0, 2**53)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=50)
@@ -349,3 +354,376 @@ def test_a_request_may_not_set_template_variables_that_the_worker_sets(name: str
     body = b'{"type":"generate","id":"a","text":"x","chat_template_kwargs":{"%s":1}}' % name.encode()
     with pytest.raises(InvalidMessageError, match=f"has {name} in chat_template_kwargs"):
         decode_request(body)
+
+
+def opening(cache: bytes) -> CachePolicy:
+    request = decode_request(b'{"type":"open","id":"a","cache":%s}' % cache)
+    assert isinstance(request, Open)
+    assert decode_request(encode(request)) == request
+    return request.cache
+
+
+@pytest.mark.parametrize(
+    ("cache", "meant"),
+    [
+        (b"{}", CachePolicy()),
+        (b'{"policy":"full"}', CachePolicy(policy="full")),
+        (b'{"policy":"sink_window"}', CachePolicy(policy="sink_window")),
+        (
+            b'{"policy":"sink_window","sink":1,"window":32}',
+            CachePolicy(policy="sink_window", sink=1, window=32),
+        ),
+        (b'{"policy":"paged"}', CachePolicy(policy="paged")),
+        (
+            b'{"policy":"paged","resident":2048,"pin":[[0,200]]}',
+            CachePolicy(policy="paged", resident=2048, pin=((0, 200),)),
+        ),
+    ],
+)
+def test_an_open_request_can_choose_a_cache_policy_and_its_sizes(cache: bytes, meant: CachePolicy) -> None:
+    assert opening(cache) == meant
+
+
+@pytest.mark.parametrize(
+    ("cache", "refusal"),
+    [
+        (b'{"policy":"lru"}', "cache.policy must be full, paged or sink_window, not 'lru'"),
+        (b'{"policy":7}', "cache.policy must be `str | null`, not `int`"),
+        (b'{"policy":"full","sink":4}', "cache takes sink with the policy sink_window only"),
+        (b'{"sink":4,"window":64}', "cache takes sink and window with the policy sink_window only"),
+        (
+            b'{"policy":"sink_window","sink":0}',
+            (
+                "cache needs a sink of 1 to 2147483647 tokens, not 0: attention rests on the first tokens,"
+                " and without them in sight answers fall apart"
+            ),
+        ),
+        (b'{"policy":"sink_window","sink":-4}', "cache needs a sink of 1 to 2147483647 tokens, not -4: "),
+        (
+            b'{"policy":"sink_window","window":0}',
+            "cache needs a window of 1 to 2147483647 tokens, not 0",
+        ),
+        (b'{"policy":"sink_window","window":-1}', "cache needs a window of 1 to 2147483647 tokens, not -1"),
+        (b'{"policy":"full","pin":[[0,9]]}', "cache takes pin with the policy paged only"),
+        (
+            b'{"policy":"paged","prefill":"exact"}',
+            ("cache has no field 'prefill'; it takes policy, sink, window, resident, pin"),
+        ),
+        (b'{"policy":"paged","window":64}', "cache takes window with the policy sink_window only"),
+        (b'{"policy":"paged","resident":0}', "cache needs a resident of 1 to 2147483647 tokens, not 0"),
+        (
+            b'{"policy":"paged","pin":[[9,9]]}',
+            "cache needs pins of a start and a larger end, from 0, not [9, 9]",
+        ),
+        (
+            b'{"policy":"paged","pin":[[-1,9]]}',
+            "cache needs pins of a start and a larger end, from 0, not [-1, 9]",
+        ),
+        (b'{"policy":"sink_window","window":1e30}', "cache.window must be `int | null`"),
+        (b'{"policy":"sink_window","window":1.5}', "cache.window must be `int | null`, not `float`"),
+        (b'{"policy":"sink_window","window":"64"}', "cache.window must be `int | null`, not `str`"),
+        (b'{"policy":"sink_window","sink":true}', "cache.sink must be `int | null`, not `bool`"),
+        (
+            b'{"policy":"sink_window","sinks":4}',
+            (
+                "cache has no field 'sinks' (did you mean 'sink'?); it takes policy, sink, window, resident,"
+                " pin"
+            ),
+        ),
+    ],
+)
+def test_an_invalid_cache_policy_is_refused_in_one_line(cache: bytes, refusal: str) -> None:
+    with pytest.raises(InvalidMessageError) as caught:
+        opening(cache)
+    assert str(caught.value).startswith(refusal)
+    assert "\n" not in str(caught.value)
+
+
+def test_messages_of_sessions_under_the_policy_full_are_encoded_without_cache_fields() -> None:
+    """The bytes are those of versions without cache policies, which old clients and recorded results need."""
+    assert encode(Open(id="a")) == b'{"type":"open","id":"a"}'
+    assert encode(Opened(id="a", seq=1, position=0)) == b'{"type":"opened","id":"a","seq":1,"position":0}'
+    assert encode(generated(4, Generate(id="g"))) == (
+        b'{"type":"generated","text":"Hello, w\xc3\xb6rld!","tokens":[11,12,13,14,15,16],'
+        b'"finish_reason":"stop","usage":{"prompt_tokens":3,"cached_tokens":1,"prefilled_tokens":2,"completion_tokens":6},'
+        b'"seconds":{"queued":0.0,"prefill":0.1,"first_token":0.2,"total":0.5},"kv_live_bytes":1024,'
+        b'"id":"g","seq":4,"position":9}'
+    )
+    info = encode(session_info())
+    assert b'"kv_live_bytes":1024,"policy":"full","model":"tiny","worker":' in info
+    assert decode_control_reply(info) == session_info()
+
+
+def test_an_opened_result_has_the_policy_sink_window_and_the_first_visible_position() -> None:
+    cache = SessionCache(policy="sink_window", sink=4, window=64)
+    body = encode(Opened(id="a", seq=1, position=0, cache=cache, visible_from=0))
+    assert body == (
+        b'{"type":"opened","id":"a","seq":1,"position":0,'
+        b'"cache":{"policy":"sink_window","sink":4,"window":64},"visible_from":0}'
+    )
+    assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=cache, visible_from=0)
+
+
+def test_decoding_a_result_keeps_a_cache_policy_that_the_client_does_not_know() -> None:
+    body = b'{"type":"opened","id":"a","seq":1,"position":0,"cache":{"policy":"lru","most":4096}}'
+    assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=SessionCache(policy="lru"))
+
+
+prefixes = st.sampled_from(["turnkeep", "a.b", "x-1._y"])
+
+
+@given(prefixes, ids, ids, st.sampled_from(["in", "out", "ctl", "ask"]), ids)
+def test_every_subject_that_is_built_is_parsed_back_to_its_parts(
+    prefix: str, tenant: str, session: str, kind, request_id: str
+) -> None:
+    subjects, key = Subjects(prefix), session_key(tenant, session)
+    assert subjects.parse(subjects.of(key, kind)) == (key, kind, None)
+    assert subjects.parse(subjects.tokens(key, request_id)) == (key, "tok", request_id)
+    assert subjects.parse(subjects.tokens(key, request_id, "chunk")) == (key, "chunk", request_id)
+
+
+@given(st.text())
+def test_a_valid_id_has_at_most_64_characters_and_none_that_is_special_in_nats_subjects(text: str) -> None:
+    try:
+        check_id("session", text)
+    except InvalidMessageError:
+        return
+    assert len(text) <= 64
+    assert not set(text) & set(". *>\n\t\0/\\")
+
+
+@pytest.mark.parametrize("bad", ["", "a.b", "a b", "*", ">", "-a", "_a", "a\n", "ä", "x" * 65, "a\0"])
+def test_an_invalid_tenant_or_session_id_is_refused_and_named(bad: str) -> None:
+    with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
+        session_key(bad, "s1")
+    with pytest.raises(InvalidMessageError, match=r"session .* is not valid"):
+        session_key("t1", bad)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "turnkeep.t.s",
+        "turnkeep.t.s.in.x",
+        "turnkeep.t.s.tok",
+        "turnkeep.t.s.tok.a.b",
+        "turnkeep.t.s.other",
+        "turnkeep._metrics.w",
+        "turnkeep._t.s.in",
+        "turnkeep.t.s\n.in",
+        "other.t.s.in",
+        "turnkeepx.t.s.in",
+        "",
+    ],
+)
+def test_parsing_a_subject_of_another_form_or_prefix_is_refused(subject: str) -> None:
+    with pytest.raises(InvalidMessageError):
+        Subjects().parse(subject)
+
+
+@pytest.mark.parametrize("prefix", ["", ".", "a.", ".a", "a..b", "a b", "*", "a.>", "ä", "a\n"])
+def test_a_prefix_that_cannot_start_a_subject_is_refused(prefix: str) -> None:
+    with pytest.raises(InvalidMessageError, match="subject prefix"):
+        Subjects(prefix)
+
+
+def test_wildcard_subjects_and_stream_names_are_derived_from_the_prefix() -> None:
+    subjects = Subjects("a.b")
+    assert subjects.every("in") == "a.b.*.*.in"
+    assert subjects.every_token() == "a.b.*.*.tok.*"
+    assert subjects.every_token("chunk") == "a.b.*.*.chunk.*"
+    assert subjects.metrics("*") == "a.b._metrics.*"
+    assert (subjects.log_stream, subjects.token_stream) == ("a_b_log", "a_b_tok")
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Rome"}'}}
+
+
+def append(*messages: dict[str, Any]) -> Append:
+    body = json.dumps({"type": "append", "id": "a", "messages": messages}).encode()
+    request = decode_request(body)
+    assert isinstance(request, Append)
+    assert decode_request(encode(request)) == request
+    return request
+
+
+def refusal(*messages: dict[str, Any]) -> str:
+    with pytest.raises(InvalidMessageError) as caught:
+        append(*messages)
+    return str(caught.value)
+
+
+def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> None:
+    request = append(
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "How is Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        {"role": "assistant", "content": "Sunny.", "tool_calls": None},
+    )
+    assert request.messages is not None
+    called, told, said = request.messages[2:]
+    assert (called.content, called.tool_calls[0].function.name) == (None, "weather")
+    assert (told.tool_call_id, told.content) == ("c1", "sunny")
+    assert said.tool_calls == ()
+
+
+def test_content_given_as_text_parts_equals_their_joined_text() -> None:
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    assert append({"role": "user", "content": parts}) == append({"role": "user", "content": "one two"})
+    assert append({"role": "user", "content": []}) == append({"role": "user", "content": ""})
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("image_url", {"file_id": "i"}),
+        ("input_audio", {"data": "AA", "format": "wav"}),
+        ("file", {"file_id": "f"}),
+    ],
+)
+def test_an_image_audio_or_file_part_becomes_a_placeholder_text_and_is_still_sent(
+    kind: str, value: object
+) -> None:
+    parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]
+    request = append({"role": "user", "content": parts})
+    assert request.messages is not None
+    sense = {"image_url": "image: this model cannot see images", "file": "file: this model cannot read files"}
+    what = sense.get(kind, "audio: this model cannot hear audio")
+    assert request.messages[0].content == f"what is this?[{what}]"
+    assert json.loads(encode(request))["messages"][0]["content"] == parts
+
+
+PNG = b"\x89PNG and more"
+DIGEST = hashlib.sha256(PNG).hexdigest()
+DATA = base64.b64encode(PNG).decode()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        image(PNG),
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{DATA}"}},
+        {"type": "input_image", "image_url": f"data:image/png;base64,{DATA}"},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
+    ],
+)
+def test_an_image_is_named_by_its_digest_however_its_file_was_sent(part: dict[str, Any]) -> None:
+    named = {"type": "image", "digest": DIGEST}
+    text = {"type": "text", "text": "what is this?"}
+    audio = {"type": "input_audio", "input_audio": {}}
+    (message,) = append({"role": "user", "content": [text, part, audio]}).messages or ()
+    heard = "[audio: this model cannot hear audio]"
+    assert message.content == (text, named, {"type": "text", "text": heard})
+    assert message.files == {DIGEST: PNG}
+    again = build(Append, "b", messages=[message])
+    assert json.loads(encode(again))["messages"][0]["content"] == [text, named, audio]
+    assert again.messages == append({"role": "user", "content": [text, named, audio]}).messages
+    assert files_of(again) == {DIGEST: PNG}
+
+
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"type": "image", "data": "no base64!"}, "an image's data must be base64"),
+        ({"type": "image", "data": "QUJD"}, "the image is of no known format; send a PNG"),
+        ({"type": "image", "digest": "12"}, "must be the SHA-256 of its file, as 64 hex digits"),
+        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, "images are not fetched; send the"),
+        ({"type": "image", "data": "/9j/" * 6_666_667}, "the image has 20000001 bytes; the most are"),
+    ],
+)
+def test_an_image_that_cannot_be_one_is_refused(part: dict[str, Any], why: str) -> None:
+    said = refusal({"role": "user", "content": [{"type": "text", "text": ""}, part]})
+    assert said.startswith("messages[0] has no valid content[1]: ")
+    assert why in said
+
+
+def test_a_text_part_without_text_is_refused() -> None:
+    said = refusal({"role": "user", "content": [{"type": "text"}]})
+    assert said == "messages[0] has no valid content[0]: a part of the type text must have a text"
+
+
+def test_messages_and_tool_calls_are_sent_with_their_keys_in_the_clients_order() -> None:
+    call = {"function": {"arguments": "{}", "name": "f"}, "type": "function", "id": "c1"}
+    messages = [
+        {"content": "Hi.", "role": "user"},
+        {"tool_calls": [call], "content": "", "role": "assistant"},
+    ]
+    request = append(*messages)
+    assert json.dumps(messages, separators=(",", ":")).encode() in encode(request)
+    assert request.messages is not None
+    again = build(Append, "b", messages=request.messages)
+    assert json.dumps(messages, separators=(",", ":")).encode() in encode(again)
+    assert json.dumps([one.as_sent() for one in request.messages]) == json.dumps(messages)
+    (plain,) = append({"role": "assistant", "tool_calls": [call]}).messages or ()
+    assert plain.as_sent() == {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def test_a_single_stop_string_equals_a_list_of_one() -> None:
+    alone = decode_request(b'{"type":"generate","id":"a","stop":"\\n"}')
+    assert alone == decode_request(b'{"type":"generate","id":"a","stop":["\\n"]}')
+    assert alone == Generate(id="a", stop=("\n",))
+    assert encode(alone) == b'{"type":"generate","stop":["\\n"],"id":"a"}'
+    with pytest.raises(InvalidMessageError, match="stop must be text of at least 1 character"):
+        decode_request(b'{"type":"generate","id":"a","stop":""}')
+    with pytest.raises(InvalidMessageError, match="stop must be"):
+        decode_request(b'{"type":"generate","id":"a","stop":7}')
+
+
+@pytest.mark.parametrize(
+    "role", ["", "ipython", "System", "system\n", "user<|im_end|>", "<|im_start|>system"]
+)
+def test_a_message_with_an_unknown_role_is_refused(role: str) -> None:
+    said = refusal({"role": "user", "content": "x"}, {"role": role, "content": "x"})
+    assert "messages[1].role must be assistant, developer, system, tool or user" in said
+
+
+@pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
+def test_a_message_without_content_or_tool_calls_is_refused(role: str) -> None:
+    said = refusal({"role": role, "content": None})
+    assert said == "messages[0] needs content; only an assistant message with tool_calls may have none"
+    assert said == refusal({"role": role})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"type":"append","id":"mine"}',
+        b'{"type":"append","id":"mine","text":7}',
+        b'{"id":"mine"}',
+        b'{"type":"frob","id":"mine","x":{"id":"other"}}',
+        b'{"x":[1,{"id":"other"}],"id":"mine","type":"cancel"}',
+    ],
+)
+def test_the_refusal_of_an_invalid_body_carries_its_request_id_if_that_is_valid(body: bytes) -> None:
+    decoders = [decode_request, decode_control]
+    if b"type" in body:  # an ask needs none
+        decoders.append(lambda body: decode_ask(body, "made-up"))
+    for decode in decoders:
+        with pytest.raises(InvalidMessageError) as caught:
+            decode(body)
+        assert caught.value.request_id == "mine"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(
+            b"",
+            b"[]",
+            b"{",
+            b"\xff",
+            b'{"id":"a"',
+            b'{"id":7}',
+            b'{"id":"a b"}',
+            b'{"id":null}',
+            b'[{"id":"a"}]',
+        ),
+        b'{"id":' + b"[" * 100_000,
+    ],
+)
+def test_the_refusal_of_a_body_without_a_valid_id_carries_no_request_id(body: bytes) -> None:
+    for decode in (decode_request, lambda body: decode_ask(body, "made-up")):
+        with pytest.raises(InvalidMessageError) as caught:
+            decode(body)
+        assert caught.value.request_id is None

@@ -1,4 +1,4 @@
-"""docs/protocol.md matches the code, and the examples in the documentation run."""
+"""The protocol page and the AsyncAPI document match the code, and the examples run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ import asyncio
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+import jsonschema
 import pytest
+import yaml
+from scripted_worker import generated, metrics, plain_result, session_info
 
-from tests.parts import WorkerProcess, free_port
-from turnkeep_client import log
+import turnkeep_client
+from tests.parts import WorkerProcess, free_port, until
+from turnkeep_client import asyncapi, log, typescript
 from turnkeep_client.errors import ERROR_CODES, RETRYABLE, InvalidMessageError
 from turnkeep_client.messages import (
     OPTIONS,
     Append,
     Appended,
+    CachePolicy,
     Called,
     CallPart,
     Cancelled,
     CancelRequest,
+    ChoiceFormat,
     Chunk,
     Close,
     Closed,
@@ -33,12 +40,17 @@ from turnkeep_client.messages import (
     EmbedRequest,
     Failed,
     FinishReason,
+    Function,
     GatewayMetrics,
     Generate,
     Generated,
     Histogram,
     InfoRequest,
+    JsonSchema,
+    JsonSchemaFormat,
+    LoadRequest,
     Message,
+    MetricsRequest,
     Open,
     Opened,
     Parent,
@@ -48,11 +60,15 @@ from turnkeep_client.messages import (
     Rewind,
     Rewound,
     Seconds,
+    Serving,
     SessionCache,
     SessionInfo,
     TokenLogprob,
+    ToolCall,
+    UnloadRequest,
     Usage,
     decode_request,
+    encode,
 )
 from turnkeep_client.subjects import ChunkKind, SessionKind
 
@@ -61,11 +77,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
     from msgspec import Struct
-
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "protocol.md").read_text()
 README = (ROOT / "README.md").read_text()
-
 RESULTS = (Opened, Appended, Generated, Rewound, Closed, Failed)
 PARTS = (SessionCache, Parent, Usage, Seconds, TokenLogprob, Called, CallPart, Progress)
 CONTROL = (InfoRequest, CancelRequest, CountRequest, EmbedRequest, RerankRequest)
@@ -88,8 +102,7 @@ async def shell(
     """Run commands in a shell that gets the URL of a worker's own NATS server as the page says."""
     worker = worker_process(port=(port := free_port()))
     worker.start()
-    while '"ready"' not in worker.log:  # noqa: ASYNC110  # a process tells nobody
-        await asyncio.sleep(0.05)
+    await until(lambda: '"ready"' in worker.log)
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     monkeypatch.setenv("TURNKEEP_DATA_DIR", str(worker.data_dir))
     monkeypatch.setenv("TURNKEEP_NATS_PORT", str(port))
@@ -190,3 +203,201 @@ def test_openai_fields_are_refused_or_accepted_as_the_protocol_page_says() -> No
             said = str(error)
         in_message = name in Message.__struct_fields__
         assert (f"has no field {name!r}" in said) == (refused or in_message), name
+
+
+if TYPE_CHECKING:
+    import msgspec
+WRITTEN = Path(__file__).parents[2] / "docs" / "asyncapi.yaml"
+CALL = ToolCall(id="c1", function=Function(name="f", arguments="{}"))
+SINK_WINDOW = SessionCache(policy="sink_window", sink=4, window=1024)
+CALLING = Message(role="assistant", tool_calls=(CALL,))
+REQUESTS = [
+    Open(id="r1"),
+    Open(id="r1", cache=CachePolicy(policy="sink_window", sink=4, window=1024)),
+    Append(
+        id="r2", messages=(Message(role="user", content="Hi"), Message(role="assistant", tool_calls=(CALL,)))
+    ),
+    Append(id="r3", tokens=(1, 2, 3), expect_position=4),
+    Generate(id="r4", text="Hi", temperature=0.5, stop=("\n",), seed=7),
+    Generate(
+        id="r7", text="Hi", response_format=JsonSchemaFormat(JsonSchema({"type": "array"}, strict=True))
+    ),
+    Generate(id="r8", response_format=ChoiceFormat(("yes", "no"))),
+    Rewind(id="r5", position=3),
+    Close(id="r6"),
+]
+EXAMPLES = [
+    *REQUESTS,
+    *(plain_result(n, request) for n, request in enumerate(REQUESTS, 1)),
+    generated(9, REQUESTS[4], rewritten_from=2, repeat_of=4),
+    generated(9, REQUESTS[4], cache=SINK_WINDOW, visible_from=3),
+    Opened(id="r1", seq=1, position=0, cache=SINK_WINDOW, visible_from=0),
+    Failed(id=None, code="invalid_request", message="not a request", retryable=False, seq=3),
+    Chunk(i=0, tokens=(1, 2), text="Hi", seq=4),
+    DeadLetter(
+        seq=4, id="r4", request="append", position=0, attempts=3, reason="it ends", worker="w", model="m"
+    ),
+    InfoRequest(),
+    MetricsRequest(),
+    CancelRequest(id="r4"),
+    Cancelled(id="r4", was="running"),
+    LoadRequest(model="other"),
+    UnloadRequest(),
+    Serving(said="other is loaded"),
+    Counted(tokens=3, position=12),
+    CountRequest(text="abc"),
+    RerankRequest("a?", ("b", "c"), document_tokens=9),
+    Reranked(scores=(0.5, 1.0), tokens=(8, 9), model="m"),
+    EmbedRequest(inputs=("abc", (1, 2)), dimensions=4),
+    Embedded(vectors=(bytes(16), bytes(16)), tokens=(1, 2), model="m"),
+    Close(id="r7", forget=True),
+    Closed(id="r7", seq=7, position=9, forgotten=3, settled=False),
+    session_info(),
+    session_info(
+        policy="sink_window", cache=SINK_WINDOW, capacity_tokens=1028, visible_tokens=9, visible_from=0
+    ),
+    metrics("w1"),
+    GatewayMetrics(
+        gateway="g1",
+        version="1",
+        uptime_s=1.0,
+        running=1,
+        conversations=2,
+        requests={"200": 3},
+        answers={"begun": 2},
+        tokens={"prefilled": 9},
+        resumed=0,
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def document() -> dict[str, Any]:
+    return yaml.safe_load(asyncapi.render())
+
+
+def schema_of(document: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**document["components"]["schemas"][name], "components": document["components"]}
+
+
+def test_the_asyncapi_document_matches_the_code() -> None:
+    assert asyncapi.main(["--check", str(WRITTEN)]) == 0
+
+
+def test_an_outdated_or_missing_document_fails_the_check_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "old.yaml"
+    old.write_text("asyncapi: 3.0.0\n")
+    assert asyncapi.main(["--check", str(old)]) == 1
+    assert asyncapi.main(["--check", str(tmp_path / "none.yaml")]) == 1
+    out = capsys.readouterr()
+    assert out.out == ""
+    assert len(out.err.splitlines()) == 2
+
+
+def test_the_printed_document_equals_the_written_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert asyncapi.main([]) == 0
+    assert capsys.readouterr().out == WRITTEN.read_text()
+
+
+def test_every_reference_in_the_document_resolves(document: dict[str, Any]) -> None:
+    references = re.findall(r'"\$ref": "#/([^"]+)"', json.dumps(document))
+    assert len(references) > 50
+    for reference in references:
+        at: Any = document
+        for step in reference.split("/"):
+            at = at[step]
+
+
+def test_every_schema_of_the_document_is_valid_json_schema(document: dict[str, Any]) -> None:
+    """Valid under draft 7 and 2020-12: AsyncAPI 3 accepts what both drafts accept."""
+    for name in document["components"]["schemas"]:
+        for draft in (jsonschema.Draft7Validator, jsonschema.Draft202012Validator):
+            draft.check_schema(schema_of(document, name))
+
+
+def test_channels_operations_and_messages_of_the_document_are_consistent(document: dict[str, Any]) -> None:
+    used = set()
+    for name, channel in document["channels"].items():
+        assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {}))
+        assert channel["messages"], name
+        used |= set(channel["messages"])
+    assert used == set(document["components"]["messages"])
+    reached = set()
+    for operation in document["operations"].values():
+        for side in filter(None, (operation, operation.get("reply"))):
+            channel = side["channel"]["$ref"]
+            reached.add(channel.removeprefix("#/channels/"))
+            assert all(message["$ref"].startswith(f"{channel}/messages/") for message in side["messages"])
+    assert reached == set(document["channels"])
+
+
+def test_every_message_of_the_document_has_an_example_in_these_tests(document: dict[str, Any]) -> None:
+    assert {type(each).__name__ for each in EXAMPLES} | {"EndOfTokens", "Image"} == set(
+        document["components"]["messages"]
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: type(each).__name__)
+def test_each_encoded_message_is_valid_under_its_schema(
+    document: dict[str, Any], example: msgspec.Struct
+) -> None:
+    schema = schema_of(document, type(example).__name__)
+    jsonschema.Draft202012Validator(schema).validate(json.loads(encode(example)))
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda each: type(each).__name__)
+def test_requests_that_a_worker_refuses_are_invalid_under_their_schema(
+    document: dict[str, Any], request_: msgspec.Struct
+) -> None:
+    validator = jsonschema.Draft202012Validator(schema_of(document, type(request_).__name__))
+    right = json.loads(encode(request_))
+    for wrong in (
+        right | {"unknown": 1},
+        right | {"id": "a.b"},
+        right | {"id": "a\n"},
+        right | {"type": "x"},
+    ):
+        assert not validator.is_valid(wrong)
+
+
+@pytest.mark.packaging
+@pytest.mark.registry("npm")
+def test_the_official_asyncapi_parser_accepts_the_document(tmp_path: Path) -> None:
+    """AsyncAPI's own parser, which other tools use, reports no error."""
+    install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts"]
+    subprocess.run([*install, "@asyncapi/parser@3.6.6"], cwd=tmp_path, check=True, timeout=120)
+    script = """
+        const { Parser } = require('@asyncapi/parser');
+        new Parser().parse(require('fs').readFileSync(process.argv[1], 'utf8')).then(({ diagnostics }) =>
+            console.log(JSON.stringify(diagnostics.filter(each => each.severity < 2))));
+    """
+    command = ["node", "-e", script, str(WRITTEN)]
+    parsed = subprocess.run(command, cwd=tmp_path, capture_output=True, check=True, timeout=60)
+    assert json.loads(parsed.stdout) == []
+
+
+TYPES = Path(__file__).parents[2] / "protocol" / "typescript" / "src" / "messages.ts"
+
+
+def test_the_typescript_types_match_the_asyncapi_document() -> None:
+    assert typescript.main(["--check", str(TYPES)]) == 0
+
+
+def test_the_typescript_package_has_the_python_clients_version_and_pins_its_dependencies() -> None:
+    package = json.loads((TYPES.parents[1] / "package.json").read_text())
+    assert package["version"] == turnkeep_client.__version__
+    versions = {**package["dependencies"], **package["devDependencies"]}.values()
+    assert all(version[0].isdigit() for version in versions), "there is no lock file"
+
+
+def test_outdated_typescript_types_fail_the_check_with_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = tmp_path / "messages.ts"
+    old.write_text(TYPES.read_text().replace("tool_calls?:", "calls?:"))
+    assert typescript.main(["--check", str(old)]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert typescript.main([]) == 0
+    assert capsys.readouterr().out == TYPES.read_text()

@@ -1,17 +1,24 @@
-"""A session's log as clients read it: requests with their results, in the order of the results."""
+"""A log as clients read it: requests with their results, in the order of the results."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import nats.errors
 import pytest
 
 from turnkeep_client import session_log
+from turnkeep_client.client import connect
+from turnkeep_client.direct import DirectGets
+from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.history import read_history
-from turnkeep_client.log import Stored
+from turnkeep_client.log import Stored, derived_seed
 from turnkeep_client.session_log import (
     SessionLog,
     find_request,
@@ -23,7 +30,7 @@ from turnkeep_client.session_log import (
     tails,
 )
 from turnkeep_client.stream import LogStream
-from turnkeep_client.subjects import SessionKey, Subjects
+from turnkeep_client.subjects import SessionKey, Subjects, session_key
 
 RECORDED: Any = json.loads(
     (Path(__file__).parents[2] / "protocol" / "typescript" / "tests" / "logs.json").read_text()
@@ -155,3 +162,81 @@ async def test_a_log_is_the_same_without_the_requests_that_have_left_the_queue()
     last = last_change(await read(stream(), GARDEN, end=13))
     assert last is not None
     assert last.entry.seq == 12, "the result at 11 is of a request that was cancelled before its first token"
+
+
+async def test_a_client_reads_back_the_whole_log_of_its_tenant_and_nobody_elses(local_worker):
+    """The log is longer than one batch of a read."""
+    worker = await local_worker()
+    assert await worker.client.log() == []
+    session = worker.client.session("many")
+    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(150)))
+    await worker.client.session("one").append(tokens=[5])
+    async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
+        await other.session("many").append(tokens=[5])
+        assert len(await other.log()) == 2
+    found = await worker.client.log()
+    assert len(found) == 302
+    assert [one.seq for one in found] == sorted(one.seq for one in found)
+    assert {one.key.session for one in found} == {"many", "one"}
+    assert all((one.model, bool(one.history)) == ("tiny", True) for one in found if one.kind == "out")
+    build = found[-1].build
+    assert (build["worker"], build["dtype"], build["device"], build["kv"]) == (
+        "test",
+        "float32",
+        "cpu",
+        "full",
+    )
+    assert found[0].build == {}
+    assert abs((datetime.now(UTC) - found[-1].stored).total_seconds()) < 60
+    assert len(await worker.client.log("one")) == 2
+
+
+def test_the_seed_derived_for_a_request_is_the_same_in_every_version() -> None:
+    """A worker continues answers that an older version began with this seed, and replays logs with it."""
+    assert derived_seed(session_key("t1", "s1"), 1) == 10658773766922296
+    assert derived_seed(session_key("default", "garden"), 2**40) == 44001429195367002
+
+
+async def test_reading_the_log_with_a_closed_client_raises_an_error(local_worker):
+    worker = await local_worker()
+    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
+    await client.close()
+    with pytest.raises(NoWorkerError, match="the client is closed"):
+        await client.log()
+
+
+def sent(seq: int, before: int) -> Any:
+    return SimpleNamespace(headers={"Nats-Sequence": str(seq), "Nats-Last-Sequence": str(before)})
+
+
+WHOLE = [sent(5, 0), sent(7, 5), sent(9, 7)]
+END = SimpleNamespace(headers={"Status": "204", "Nats-Num-Pending": "3", "Nats-Last-Sequence": "9"})
+
+
+class Connection:
+    """Answers each direct get with these messages."""
+
+    def __init__(self, messages: list[Any]) -> None:
+        self._messages = messages
+
+    def new_inbox(self) -> str:
+        return "_INBOX.x"
+
+    async def subscribe(self, _: str, cb: Any) -> None:
+        self._arrived = cb
+
+    async def publish(self, _subject: str, _body: bytes, reply: str) -> None:
+        for one in self._messages:
+            one.subject = reply
+            await self._arrived(one)
+
+
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+async def test_a_batch_that_lost_a_message_with_the_connection_raises_a_timeout(missing: int | None) -> None:
+    messages = [one for n, one in enumerate(WHOLE) if n != missing]
+    gets = DirectGets(Connection([*messages, END]), timeout_s=1)  # type: ignore[arg-type]
+    if missing is None:
+        assert await gets.read("log", {}) == (WHOLE, 3)
+        return
+    with pytest.raises(nats.errors.TimeoutError):
+        await gets.read("log", {})

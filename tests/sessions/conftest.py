@@ -6,7 +6,6 @@ time, with a NATS server in memory, and a device whose next token is a hash of t
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextvars import Context
 from pathlib import Path
@@ -16,7 +15,7 @@ import pytest
 from raw_wire import Start, Wire
 
 import turnkeep_client.wire
-from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker, split
+from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker, split, until
 from tests.simulation import device, loop
 from tests.simulation.history import Outcome, world
 from tests.simulation.world import Server
@@ -96,8 +95,7 @@ async def simulated_worker(
         process = loop.Process(found, f"worker {len(started)}")
         app = device.Worker(settings, found, process, constants=constants, directory="d", disk=disk)
         task = process.start(app.run())
-        while not (app.ready.is_set() or task.done() or process.is_dead):  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+        await until(lambda: app.ready.is_set() or task.done() or process.is_dead)
         if task.done():
             await task
         started.append(SimulatedWorker(app, task, settings, await connect(URL, prefix=settings.prefix)))

@@ -23,7 +23,9 @@ from nats.js import JetStreamContext
 from commands.cli import main
 from tests.commands.command_runs import turnkeep
 from tests.parts import WorkerProcess, free_port
+from turnkeep_client.client import Client
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import SnapshotCounters
 
 NOBODY = "nats://127.0.0.1:1"
 
@@ -46,9 +48,6 @@ def taken_port() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
         yield listener.getsockname()[1]
-
-
-# Starting
 
 
 @pytest.mark.process
@@ -113,9 +112,6 @@ def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
     assert says in done.output
 
 
-# Without a disk for KV
-
-
 async def test_a_worker_with_snapshots_off_writes_none_and_prefills_everything_after_a_restart(
     local_worker: Callable[..., Any],
 ) -> None:
@@ -129,9 +125,6 @@ async def test_a_worker_with_snapshots_off_writes_none_and_prefills_everything_a
     worker = await local_worker(snapshots="off")
     appended = await worker.client.session("s").append(tokens=[100])
     assert (appended.position, appended.cached_tokens, appended.prefilled_tokens) == (129, 0, 128)
-
-
-# Running out of disk
 
 
 @pytest.mark.process
@@ -214,9 +207,6 @@ async def log_of(js: JetStreamContext) -> tuple[list[int], list[int]]:
     return requests, answered
 
 
-# Commands
-
-
 def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
     """So `--help` is fast."""
     commands = [
@@ -293,3 +283,67 @@ async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_t
     nothing = await asyncio.to_thread(turnkeep, "chat", *options)
     assert (nothing.returncode, nothing.stdout) == (0, "")
     assert (await worker.client.session("chat").info()).requests == 4
+
+
+async def until(client: Client, reached: Callable[[SnapshotCounters], bool]) -> None:
+    """Wait until `reached` is true of the snapshot counters, and no snapshot is being written."""
+    async with asyncio.timeout(20):
+        async for metrics in client.metrics():
+            counts = metrics.snapshots
+            settled = counts.durable + sum(counts.dropped.values()) + counts.failed + counts.cancelled
+            assert counts.accepted == settled + counts.in_flight
+            if counts.in_flight == 0 and reached(counts):
+                return
+
+
+async def talk(client: Client, name: str, first: int, end: int) -> list[Any]:
+    """Run a session's turns from `first` to before `end`; turn 0 has more than four blocks."""
+    texts = [f"{name} says " * 15, " and then?", " and then?"]
+    return [await client.session(name).generate(text=text, max_tokens=8) for text in texts[first:end]]
+
+
+@pytest.mark.process
+async def test_remounting_the_disk_read_only_and_back_costs_no_turn_and_no_stored_snapshot(
+    mounted: Callable[[str], Path],
+    read_only: Callable[[Path, bool], None],
+    worker_process: Callable[..., WorkerProcess],
+) -> None:
+    data = mounted("size=64m") / "data"
+    process = worker_process("--data-dir", str(data), "--min-free-disk", "0")
+    process.start()
+    async with await process.client() as client:
+        before = await talk(client, "before", 0, 1)
+        await until(client, lambda counts: counts.durable > 0)
+
+        read_only(data / "snapshots", True)
+        during = await talk(client, "during", 0, 1)
+        await until(client, lambda counts: counts.failed > 0)
+        before += await talk(client, "before", 1, 2)
+        assert before[1].usage.cached_tokens == before[0].position - 1
+
+        read_only(data / "snapshots", False)
+        durable = (await client.session("before").info()).worker.snapshots.durable
+        async with asyncio.timeout(20):
+            number = 0
+            while (await client.session("before").info()).worker.snapshots.durable == durable:
+                number += 1
+                after = await talk(client, f"after{number}", 0, 1)
+        await until(client, lambda counts: True)
+    process.kill()
+    said = [json.loads(line) for line in process.log.splitlines() if line.startswith("{")]
+    assert [line["code"] for line in said if line["event"] == "snapshot_writes_failing"] == ["EROFS"]
+    assert [line["event"] for line in said].count("snapshot_writes_recovered") == 1
+
+    process.start()
+    # Another tenant shares no KV, so nothing of its answer is restored.
+    async with await process.client() as client, await process.client(tenant="other") as other:
+        before += await talk(client, "before", 2, 3)
+        during += await talk(client, "during", 1, 2)
+        after += await talk(client, f"after{number}", 1, 2)
+        assert before[2].usage.cached_tokens >= before[0].position - 1, "at least what was stored by then"
+        assert during[1].usage.cached_tokens < during[0].position, "perhaps all: it is written later"
+        assert after[1].usage.cached_tokens == after[0].position - 1
+        for name, turns in (("before", before), ("during", during), (f"after{number}", after)):
+            alone = await talk(other, name, 0, len(turns))
+            assert [turn.tokens for turn in turns] == [turn.tokens for turn in alone]
+    assert process.stop() == 0

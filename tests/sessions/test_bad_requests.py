@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from raw_wire import Start, Wire, append, generate
+from structlog.testing import capture_logs
 
 from ops.log.conversation import conversation
 from turnkeep_client.client import connect
@@ -18,6 +20,7 @@ from turnkeep_client.session_log import read
 from turnkeep_client.subjects import SessionKey
 
 pytestmark = pytest.mark.simulated
+
 
 #: What `tests/protocol/test_messages.py` has in full: a sample of each kind, as a worker gets it.
 NO_JSON = [
@@ -614,3 +617,31 @@ async def test_an_ask_beyond_the_message_limit_of_the_log_is_refused_and_not_sto
     assert reply["type"] == "failed"
     assert await w.entries() == []
     await check_goes_on(w)
+
+
+SECRET = "xylophone-7431"
+
+
+@pytest.mark.real
+async def test_a_workers_log_lines_contain_no_text_of_answered_or_refused_requests(
+    wire: Start, strict_model: Path
+) -> None:
+    said = {"role": "user", "content": SECRET}
+    requests: list[dict[str, Any] | bytes] = [
+        append("a1", SECRET),
+        generate("g1", messages=[said], stop=[SECRET], temperature=1.0),
+        generate("g2", messages=[said | {"role": "stranger"}]),
+        append("a2", SECRET, unknown=SECRET),
+        append("a3", SECRET * 1000),
+        append("a1", SECRET + " and more"),
+        {"type": SECRET, "id": "x1"},
+        SECRET.encode(),
+        json.dumps(append("a4", SECRET)).encode()[:-3],
+    ]
+    with capture_logs() as lines:
+        one = await wire(model=str(strict_model))
+        results = [await one.send("s1", request) for request in requests]
+        await one.worker.stop()
+    assert [result["type"] for result in results] == ["appended", "generated", *["failed"] * 7]
+    assert [line["event"] for line in lines].count("answered") >= 2
+    assert [line for line in lines if SECRET in repr(line)] == []

@@ -1,4 +1,4 @@
-"""One tenant's flood of requests: other tenants are answered meanwhile, and memory stays bounded."""
+"""One tenant's flood, or answers that exceed the memory: others are answered, and memory stays bounded."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from typing import Any
 
 import nats
 import pytest
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from raw_wire import LONG, Start, Wire, append, generate
 
+from tests.matrices import first
+from tests.parts import until
 from worker.cluster import endpoints
 from worker.process.setting_kinds import TenantLimits
 from worker.sessions.fold import Fold
@@ -25,6 +28,7 @@ from worker.sessions.session_log import FencedLog
 from worker.wire import consistent_reads, intake
 
 pytestmark = pytest.mark.simulated
+
 
 #: Ten times as many sessions as the worker has in memory at a time.
 MAX_SESSIONS = 8
@@ -120,8 +124,7 @@ async def test_a_worker_that_stops_reads_no_further_waiting_sessions_from_the_lo
     one = await wire(max_batch=1)
     for n in range(NUM_FLOOD):
         await one.publish(f"s{n}", generate("r", **LONG))
-    while folded < 4:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: folded >= 4)
     await one.worker.stop()
     assert folded == 4
     two = await wire(max_batch=4)
@@ -152,8 +155,7 @@ async def test_a_request_that_waits_for_its_tenants_room_does_not_wait_for_anoth
 async def test_a_request_that_a_worker_returned_before_it_stopped_counts_no_attempt(wire: Start) -> None:
     one = await wire(max_waiting=1, tenants=TenantLimits(sessions=1), max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(3)]
-    while one.worker.app._parts.intake.num_returned < 2:  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
+    await until(lambda: one.worker.app._parts.intake.num_returned >= 2)
     await one.worker.stop()
     two = await wire(max_attempts=1)
     assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * 3
@@ -165,8 +167,7 @@ async def test_a_request_that_waits_for_its_tenants_share_when_the_worker_stops_
 ) -> None:
     one = await wire(max_batch=1, max_attempts=1)
     seqs = [await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200)) for n in range(8)]
-    while one.worker.app._parts.intake.num_sessions < len(seqs):  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
+    await until(lambda: one.worker.app._parts.intake.num_sessions >= len(seqs))
     await one.worker.stop()
     two = await wire(max_attempts=1)
     assert [(await two.result(seq))["type"] for seq in seqs] == ["generated"] * len(seqs)
@@ -186,8 +187,7 @@ async def test_a_request_behind_one_that_is_cancelled_while_the_worker_stops_cou
     for n in range(8):
         await one.publish(f"s{n}", generate("r", text="eee", max_tokens=200))
     behind = await one.publish("s7", generate("r2", text="eee", max_tokens=20))
-    while one.worker.app._parts.intake.num_sessions < 8:  # noqa: ASYNC110 - nothing tells
-        await asyncio.sleep(0.05)
+    await until(lambda: one.worker.app._parts.intake.num_sessions >= 8)
     with monkeypatch.context() as patch:
         patch.setattr(endpoints.Endpoints, "close", cancelling)
         await one.worker.stop()
@@ -289,8 +289,7 @@ async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     one = await wire()
     info = {"type": "info"}
     asked = [asyncio.create_task(one.control(f"s{n}", info, tenant="loud")) for n in range(4)]
-    while waiting < 4:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: waiting >= 4)
     assert (await one.control("s", info, tenant="loud"))["code"] == "overloaded"
     assert (await one.control("s", info, tenant="quiet"))["code"] == "unknown_session"
     go_on.set()
@@ -341,8 +340,7 @@ async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tena
     monkeypatch.setattr(Fold, "extend", slow)
     said = {"type": "append", "messages": [{"role": "user", "content": "e"}]}
     flood = [await one.publish(f"s{n}", {**said, "id": f"r{n}"}, tenant="loud") for n in range(24)]
-    while len(tokenised) < 2:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: len(tokenised) >= 2)
     mine = await one.publish("s", {**said, "id": "mine"}, tenant="quiet")
     for seq in (mine, *flood):
         assert (await one.result(seq))["type"] == "appended"
@@ -364,9 +362,7 @@ async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40
     """When the worker starts, 120 requests of 1 MB wait; it reads them in pages."""
     worker = worker_process()
     worker.start()
-    async with asyncio.timeout(60):
-        while '"ready"' not in worker.log:  # noqa: ASYNC110 - another process writes it
-            await asyncio.sleep(0.1)
+    await until(lambda: '"ready"' in worker.log)
     nc = await nats.connect(worker.url)
     js = nc.jetstream()
     body = json.dumps(append("r0", "x" * 1_000_000, no_such_field=1)).encode()
@@ -391,3 +387,55 @@ async def results(js: JetStreamContext, num: int) -> None:
             if sum((info.state.subjects or {}).values()) >= num:
                 return
             await asyncio.sleep(0.2)
+
+
+LENGTH = 700
+#: The bytes of KV per token of the tiny model.
+TOKEN_BYTES = 512
+
+
+@pytest.mark.real
+@pytest.mark.parametrize("snapshots", first(["keep", "off"]))
+async def test_concurrent_answers_that_exceed_the_memory_equal_those_generated_one_at_a_time(
+    wire: Start, snapshots: str
+) -> None:
+    """There are four answers of 700 tokens and an idle session, and memory for 1,100 tokens."""
+    w = await wire(kv_bytes=1100 * TOKEN_BYTES, snapshots=snapshots)
+    chunks: dict[str, list[dict]] = {}
+    furthest: list[int] = []  # tokens of the longest answer as each one began
+
+    async def heard(message: Msg) -> None:
+        if message.data:
+            name = message.subject.split(".")[-1]
+            if name not in chunks:
+                furthest.append(max((some[-1]["i"] for some in chunks.values()), default=0))
+            chunks.setdefault(name, []).append(json.loads(message.data))
+
+    await w.nc.subscribe(f"{w.prefix}.*.*.tok.*", cb=heard)
+    await w.send("idle", append("a", "y" * 200))
+    most_waiting = 0
+
+    def body(i: int, name: str) -> dict:
+        text = "once upon a time"[: 4 * (i + 1)]
+        return generate(f"{name}{i}", text=text, max_tokens=LENGTH, temperature=1.0, seed=i)
+
+    seqs = [await w.publish(f"s{i}", body(i, "together")) for i in range(4)]
+    results = asyncio.gather(*(w.result(seq) for seq in seqs))
+    while not results.done():
+        info = await w.control("s0", {"type": "info"})
+        most_waiting = max(most_waiting, info["worker"]["waiting_for_memory"])
+        assert info["worker"]["resident_kv_bytes"] <= 1100 * TOKEN_BYTES
+        await asyncio.sleep(0.01)
+    assert most_waiting, "they did not fit together"
+    assert furthest[1] < LENGTH // 2, "nor did one wait for all that another might need"
+    for i, result in enumerate(await results):
+        alone = await w.send(f"alone{i}", body(i, "alone"))
+        assert (result["type"], result["finish_reason"]) == ("generated", alone["finish_reason"])
+        assert result["tokens"] == alone["tokens"]
+        assert result["usage"] == alone["usage"] | {
+            name: result["usage"][name] for name in ("cached_tokens", "prefilled_tokens")
+        }
+        assert result["usage"]["cached_tokens"] + result["usage"]["prefilled_tokens"] == 4 * (i + 1)
+        heard_tokens = [token for chunk in chunks[f"together{i}"] for token in chunk["tokens"]]
+        assert heard_tokens == result["tokens"], "no token twice, none left out"
+        assert "".join(chunk["text"] for chunk in chunks[f"together{i}"]) == result["text"]

@@ -19,8 +19,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_tool_templates import KINDS
-from test_tools import STRICT, WITH_TOOLS, text_of, world_of
+from test_tools import KINDS, STRICT, WITH_TOOLS, text_of, world_of
 
 from tests.model.test_templates import TEMPLATES
 from tests.parts import CHAT_TEMPLATE

@@ -1,19 +1,28 @@
-"""A session's conversation and a tenant's list of sessions, as a client reads them from a worker's log."""
+"""A session's log as workers and clients read it: its conversation, lists of sessions, its size."""
 
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
+import nats
 import pytest
+from nats.js.api import StreamConfig
+from raw_wire import Start, generate
 
+from tests.simulation import device
+from tests.simulation.world import Server
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
 from turnkeep_client.messages import Generate, Generated, Message
-
-pytestmark = pytest.mark.simulated
+from turnkeep_client.subjects import SessionKey, Subjects
+from worker.wire.consistent_reads import StoredMessage
+from worker.wire.journal import Journal
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -24,6 +33,7 @@ def said(history: History) -> list[tuple[str, object]]:
     return [(one.role, one.content) for one in history.messages]
 
 
+@pytest.mark.simulated
 async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_positions(
     client: Client,
 ) -> None:
@@ -53,6 +63,7 @@ async def test_a_history_has_the_messages_and_answers_of_a_session_with_their_po
     assert history.position == (await session.info()).position
 
 
+@pytest.mark.simulated
 async def test_a_history_has_no_message_of_a_request_that_was_cancelled_before_its_first_token(
     client: Client,
 ) -> None:
@@ -69,6 +80,7 @@ async def test_a_history_has_no_message_of_a_request_that_was_cancelled_before_i
     assert said(await session.history()) == [("user", "a?"), ("assistant", first.text)]
 
 
+@pytest.mark.simulated
 async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(client: Client) -> None:
     session = client.session("s")
     first = await session.generate(messages=user("a?"), max_tokens=3)
@@ -88,6 +100,7 @@ async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(cl
     assert (await session.history()).turns == ()
 
 
+@pytest.mark.simulated
 async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Client) -> None:
     """They are those at the time of the fork. After a forget of the parent, the history is not whole."""
     parent = client.session("parent")
@@ -115,6 +128,7 @@ async def test_the_history_of_a_fork_begins_with_its_parents_turns(client: Clien
     assert rest.position == history.position
 
 
+@pytest.mark.simulated
 async def test_a_history_keeps_the_turns_whose_tokens_a_later_turn_has_replaced(client: Client) -> None:
     """Here the tools at the beginning were removed, so the session is shorter than its first turn was."""
     session = client.session("s")
@@ -131,6 +145,7 @@ async def test_a_history_keeps_the_turns_whose_tokens_a_later_turn_has_replaced(
     assert [turn.is_cut for turn in cut.turns] == [False, True]
 
 
+@pytest.mark.simulated
 async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each_of_them_once(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +170,7 @@ async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each
     assert history.is_whole
 
 
+@pytest.mark.simulated
 async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.session(name).append(text="ab")
@@ -169,6 +185,7 @@ async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(c
     await pending
 
 
+@pytest.mark.simulated
 async def test_a_closed_session_stays_listed_as_closed_whatever_is_sent_to_it(client: Client) -> None:
     session = client.session("s")
     answer = await session.generate(text="ab", max_tokens=3, request_id="g")
@@ -189,6 +206,7 @@ async def test_a_closed_session_stays_listed_as_closed_whatever_is_sent_to_it(cl
     assert (await client.sessions())[0].is_closed is False
 
 
+@pytest.mark.simulated
 async def test_a_session_is_not_listed_as_waiting_after_its_last_request_was_cancelled(
     client: Client,
 ) -> None:
@@ -200,3 +218,87 @@ async def test_a_session_is_not_listed_as_waiting_after_its_last_request_was_can
     await running
     (one,) = await client.sessions()
     assert (one.is_waiting, one.position) == (False, (await session.info()).position)
+
+
+NUM_SESSIONS = 12
+#: More entries per session than one read returns.
+NUM_ENTRIES = 300
+
+
+@pytest.fixture
+async def journal(nats_url: str) -> AsyncIterator[Journal]:
+    """Make a log in which entries of several sessions alternate; each body names its session and number."""
+    nc = await nats.connect(nats_url)
+    js, subjects = nc.jetstream(), Subjects(f"r{time.monotonic_ns()}")
+    await js.add_stream(
+        StreamConfig(name=subjects.log_stream, subjects=[subjects.every("in")], allow_direct=True)
+    )
+    for number in range(NUM_ENTRIES):
+        for session in range(NUM_SESSIONS):
+            await nc.publish(subjects.of(key(session), "in"), f"{session}:{number}".encode())
+    while (await js.stream_info(subjects.log_stream)).state.messages < NUM_ENTRIES * NUM_SESSIONS:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    yield Journal(nc, js, subjects)
+    await js.delete_stream(subjects.log_stream)
+    await nc.close()
+
+
+def key(session: int) -> SessionKey:
+    return SessionKey("default", f"s{session}")
+
+
+async def bodies(journal: Journal, session: int) -> list[str]:
+    found: list[StoredMessage] = []
+    more = 1
+    while more:
+        entries, more = await journal.page(key(session), "in", found[-1].seq if found else 0)
+        found += entries
+    return [entry.body.decode() for entry in found]
+
+
+async def test_sessions_that_read_the_log_at_the_same_time_get_their_own_entries_in_order(
+    journal: Journal,
+) -> None:
+    found = await asyncio.gather(*(bodies(journal, session) for session in range(NUM_SESSIONS)))
+    for session, entries in enumerate(found):
+        assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]
+
+
+async def test_a_cancelled_read_of_the_log_does_not_disturb_other_reads(journal: Journal) -> None:
+    for pause_s in (0.0, 0.001, 0.003):
+        given_up = [asyncio.create_task(bodies(journal, session)) for session in range(4)]
+        others = [asyncio.create_task(bodies(journal, session)) for session in range(4, 8)]
+        await asyncio.sleep(pause_s)
+        for task in given_up:
+            task.cancel()
+        for session, entries in zip(range(4, 8), await asyncio.gather(*others), strict=True):
+            assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]
+        await asyncio.gather(*given_up, return_exceptions=True)
+    assert await bodies(journal, 0) == [f"0:{number}" for number in range(NUM_ENTRIES)]
+
+
+TURNS = 100
+MAX_TOKENS = 32
+
+
+@pytest.mark.simulated
+async def test_the_log_of_100_turns_has_a_request_and_a_result_each_and_at_most_191_kilobytes(
+    wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device, "CONTEXT", 100_000)
+    w = await wire()
+    question = {"role": "user", "content": "And what would you say about the second point of it?"}
+    for number in range(TURNS):
+        result = await w.send("s", generate(f"g{number}", messages=[question], max_tokens=MAX_TOKENS))
+        assert len(result["tokens"]) == MAX_TOKENS
+    log, chunks = (server.jetstream.streams[f"turnkeep_{name}"] for name in ("log", "tok"))
+    kinds, sizes = Counter[str](), Counter[str]()
+    for one in log.matching("turnkeep.default.s.>"):
+        kind = one.subject.rpartition(".")[2]
+        kinds[kind] += 1
+        sizes[kind] += one.size_bytes
+    assert kinds == {"in": TURNS, "out": TURNS}
+    assert sizes.total() <= 191_000, sizes
+    assert len(chunks.matching("turnkeep.default.s.tok.>")) <= TURNS * (MAX_TOKENS + 1), (
+        "the last one ends it"
+    )

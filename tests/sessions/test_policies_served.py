@@ -1,7 +1,9 @@
-"""Cache policies from end to end, with a worker, a real NATS server and the client: restarts, defaults."""
+"""Cache policies from end to end, with a worker, a real NATS server and the client: restarts, refusals."""
 
 from __future__ import annotations
 
+import asyncio
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 
 from cache.names.policy import Policy
-from tests.parts import BLOCK
+from tests.parts import BLOCK, TINY_CONTEXT, TINY_KV_BYTES, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
+from worker.app import WorkerError
 from worker.sessions import record
 
 CACHE = {"policy": "sink_window", "sink": 2, "window": 32}
@@ -169,3 +172,120 @@ async def test_a_restart_after_any_turn_finds_the_kv_of_a_session_under_a_window
         answer = await session.generate(tokens=[5 + turn % 9] * (19 if turn % 3 else 9), max_tokens=6)
         assert answer.usage.prefilled_tokens <= answer.usage.prompt_tokens - answer.usage.cached_tokens
         assert answer.usage.cached_tokens > answer.position - 60, turn
+
+
+PAGED_CACHE = {"policy": "paged", "resident": 516, "pin": [[70, 90]]}
+PAGED_SAID = SessionCache(policy="paged", resident=516, pin=((70, 90),))
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory) -> Path:
+    """A tiny model with heads of 32 dimensions, so that its keys can be stored as sketches."""
+    return make_tiny_model(tmp_path_factory.mktemp("models") / "wide", hidden_size=128)
+
+
+def _words(num_tokens: int) -> list[int]:
+    return [3 + (7 * i + i // 11) % 90 for i in range(num_tokens)]
+
+
+async def test_a_paged_session_reports_its_policy_and_restores_its_kv_after_a_restart(
+    local_worker: Callable, wide_model: Path
+) -> None:
+    worker = await local_worker(model=str(wide_model))
+    session = worker.client.session("s", cache=PAGED_CACHE)
+    first = await session.append(tokens=_words(1200))
+    assert (first.cache, first.visible_from) == (PAGED_SAID, 1200 - 256)
+    answer = await session.generate(max_tokens=40)
+    info = await session.info()
+    assert (info.policy, info.cache, info.capacity_tokens) == ("paged", PAGED_SAID, 516)
+    assert 0 < info.kv_live_bytes < 1200 * 2 * 2 * 32 * 4 * 2 * 0.6
+    await worker.stop()
+    worker = await local_worker(model=str(wide_model), cache_policy=Policy(4, 64))
+    session = worker.client.session("s", cache=PAGED_CACHE)
+    again = await session.generate(tokens=_words(30), max_tokens=20)
+    assert again.position == answer.position + 30 + len(again.tokens)
+    assert again.usage.prefilled_tokens == 30 + 1, "the prompt, and the token before it"
+    assert again.usage.cached_tokens >= answer.position - 1
+    metrics = (await session.info()).worker
+    assert metrics.recalled_tokens > 0, "slots are empty after a restart"
+
+
+@pytest.mark.parametrize(
+    ("cache", "refusal"),
+    [
+        (
+            {"policy": "paged", "resident": 200},
+            "0 pinned tokens .* leave 196 of 200 resident tokens; 256 or more",
+        ),
+        ({"policy": "paged", "resident": 600, "pin": [[0, 400]]}, "448 pinned tokens .* leave 148 of 600"),
+        ({"policy": "paged", "resident": 900, "pin": [[0, 90], [80, 200]]}, "pins overlap; make one"),
+        ({"policy": "paged", "resident": 4096}, "4096 resident tokens exceed the context: there may be 2048"),
+        (
+            {"policy": "paged", "resident": 900, "pin": [[3000, 3010]]},
+            "pins end at 3010; the context ends at 2048",
+        ),
+    ],
+)
+async def test_an_open_with_an_invalid_paged_policy_is_refused_and_the_name_can_still_be_opened(
+    local_worker: Callable, wide_model: Path, cache: dict[str, object], refusal: str
+) -> None:
+    worker = await local_worker(model=str(wide_model))
+    with pytest.raises(RequestFailedError, match=refusal) as caught:
+        await worker.client.session("s").open(cache)
+    assert caught.value.code == "invalid_request"
+    assert (await worker.client.session("s").open(PAGED_CACHE)).cache == PAGED_SAID
+    with pytest.raises(RequestFailedError, match="is open under paged"):
+        await worker.client.session("s", cache={"policy": "paged", "resident": 700}).append(tokens=[5])
+    with pytest.raises(RequestFailedError, match="context_exceeded"):
+        await worker.client.session("s").append(tokens=_words(TINY_CONTEXT + 10))
+
+
+async def test_workers_that_cannot_serve_paged_sessions_refuse_them_with_the_reason(
+    local_worker: Callable, wide_model: Path
+) -> None:
+    narrow = await local_worker()
+    with pytest.raises(RequestFailedError, match="this model's keys cannot be sketched"):
+        await narrow.client.session("s").open({"policy": "paged", "resident": 600})
+    await narrow.stop()
+    diskless = await local_worker(model=str(wide_model), snapshots="off")
+    with pytest.raises(RequestFailedError, match="stores no KV on disk"):
+        await diskless.client.session("s").open({"policy": "paged", "resident": 600})
+    await diskless.stop()
+    with pytest.raises(WorkerError, match="cannot be the default here: this worker stores no KV on disk"):
+        await local_worker(model=str(wide_model), snapshots="off", cache_policy=Policy.paged(600, sink=4))
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+async def test_32_long_paged_sessions_share_a_device_that_has_memory_for_the_full_kv_of_two(
+    local_worker: Callable, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Each has two more turns at the same time, and MLX stays within the memory limit."""
+    num_tokens = 50_000
+    folder = tmp_path_factory.mktemp("models") / "long"
+    limit = 2 * num_tokens * 2 * TINY_KV_BYTES  # heads of twice as many dimensions
+    worker = await local_worker(
+        model=str(make_tiny_model(folder, hidden_size=128, max_position_embeddings=1 << 16)),
+        device_memory=limit,
+        cache_policy=Policy.paged(1024, sink=4),
+        block_tokens=128,
+        max_message_bytes=1 << 20,
+        log_max_bytes=1 << 28,
+    )
+
+    def words(number: int, num: int) -> list[int]:
+        return random.Random(number).choices(range(3, 93), k=num)
+
+    sessions = [worker.client.session(f"s{i}") for i in range(32)]
+    said = await asyncio.gather(*(one.append(tokens=words(i, num_tokens)) for i, one in enumerate(sessions)))
+    assert {one.prefilled_tokens for one in said} == {num_tokens - 1}
+    for turn in range(2):
+        answers = await asyncio.gather(
+            *(one.generate(tokens=words(100 + turn, 20), max_tokens=8) for one in sessions)
+        )
+        assert all(1 <= one.usage.completion_tokens <= 8 for one in answers)
+        assert all(one.usage.prefilled_tokens <= 20 + 1 for one in answers)
+    metrics = (await sessions[0].info()).worker
+    assert metrics.mlx_peak_bytes <= limit
+    assert metrics.kv_limit_bytes > 0.25 * limit, "a step runs eight blocks, which see parts of 1,024 tokens"
+    assert metrics.recalled_tokens > 0

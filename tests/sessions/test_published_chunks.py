@@ -13,7 +13,7 @@ from nats.js.api import StreamConfig
 from raw_wire import Start, Wire, append, generate
 from structlog.testing import capture_logs
 
-from tests.parts import fall_asleep
+from tests.parts import fall_asleep, until
 from turnkeep_client.chunks import Assembly
 from turnkeep_client.log import SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk
@@ -107,9 +107,7 @@ async def test_after_a_chunk_that_the_token_stream_refused_clients_get_no_furthe
     heard = await listen(w)
     running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
     await w.until("s", "running")
-    async with asyncio.timeout(10):
-        while not heard.chunks:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: heard.chunks)
     before = await limited(w, 64)  # room for the empty message that ends a stream
     await asyncio.sleep(0.1)
     await w.js.update_stream(before)
@@ -166,13 +164,9 @@ async def test_chunks_that_became_old_while_the_machine_slept_are_published_agai
     w = await wire(token_ttl_s=600.0)
     heard = await listen(w)
     await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    async with asyncio.timeout(10):
-        while len(heard.chunks) < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(heard.chunks) >= 20)
     fall_asleep(monkeypatch, 400)
-    async with asyncio.timeout(20):
-        while [chunk["i"] for chunk in heard.chunks].count(0) < 2:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: [chunk["i"] for chunk in heard.chunks].count(0) >= 2)
 
 
 @pytest.mark.simulated
@@ -184,9 +178,7 @@ async def test_a_running_answer_publishes_its_chunks_once_more_if_others_take_th
     w = await wire()
     heard = await listen(w)
     seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    async with asyncio.timeout(10):
-        while len(heard.chunks) < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(heard.chunks) >= 20)
     kept = (await w.js.stream_info(f"{w.prefix}_tok")).state.last_seq
     await w.js.purge_stream(f"{w.prefix}_tok", seq=kept)
     await asyncio.sleep(0.5)
@@ -216,9 +208,7 @@ async def test_an_answer_that_pauses_for_longer_than_the_token_stream_keeps_chun
     await w.js.update_stream(config.evolve(max_age=1.5, duplicate_window=1.0))
     heard = await listen(w)
     seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    async with asyncio.timeout(10):
-        while len(heard.text) < 20:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: len(heard.text) >= 20)
     goes_on.clear()
     await asyncio.sleep(3)
     cancelling = asyncio.create_task(w.control("s", {"type": "cancel", "id": "g"}))

@@ -18,6 +18,7 @@ from raw_wire import LONG, Start, Wire, append, generate
 
 import turnkeep_client.wire
 from cache.names.marks import ErasureProgress
+from tests.parts import until
 from tests.simulation import device
 from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encode_answer, failure
@@ -604,9 +605,7 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     asked = asyncio.create_task(w.control("s", {"type": "info"}))
     await there.wait()
     await w.send("other", append("a"))
-    async with asyncio.timeout(20):
-        while SessionKey("default", "other") in held._sessions:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: SessionKey("default", "other") not in held._sessions)
     assert list(held._sessions) == [SessionKey("default", "s")]
     go_on.set()
     assert (await asked)["position"] == 5

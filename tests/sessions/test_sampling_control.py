@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interruptions import heard_over_a_kill
+from raw_wire import heard_over_a_kill
 
 from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError

@@ -1,4 +1,4 @@
-"""Tools and reasoning in a session: rendered once, separate from the text, and the same after a crash."""
+"""Tools and reasoning in a session: templates, choice of tools, results in the order of calls."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 from test_checkpoints import opened, resumed_at, stored
@@ -15,8 +16,11 @@ from test_checkpoints import tokenizer as tokenizer  # noqa: PLC0414  # a fixtur
 from test_fold import STORED, Formula, World
 
 from turnkeep_client.messages import (
+    Append,
+    Appended,
     Chunk,
     Failed,
+    Function,
     Generate,
     Generated,
     Message,
@@ -24,6 +28,7 @@ from turnkeep_client.messages import (
     Reasoning,
     Rewind,
     Tool,
+    ToolCall,
     ToolFunction,
 )
 from turnkeep_client.requests import _ChosenFunction
@@ -39,7 +44,6 @@ WEATHER = Tool(
 )
 CLOCK = Tool(function=ToolFunction(name="clock"))
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
-
 #: A ChatML template with tools, calls and tool results in the style of Hermes and Qwen.
 WITH_TOOLS = """
 {%- if tools %}{{ '<|im_start|>system\n' }}
@@ -428,3 +432,316 @@ async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony:
     assert (result.text, result.prefix_tokens) == (" or not.", 2)
     result = await generated(world, ask(3, user("Well?"), reasoning=none))
     assert result.text == "Yes."
+
+
+OTHER = CALL.replace("Rome", "Oslo")
+UNKNOWN = CALL.replace("weather", "whether")
+
+
+async def test_a_tool_named_in_tool_choice_is_called_once(with_tools: Tokenizer) -> None:
+    world = world_of(with_tools, CALL + OTHER + OTHER)
+    named = NamedTool(function=_ChosenFunction(name="weather"))
+    one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
+    assert [call.function.arguments for call in one.tool_calls] == ['{"city": "Rome"}']
+    assert (one.text, one.finish_reason) == ("", "tool_calls")
+
+
+async def test_a_call_of_a_tool_that_tool_choice_does_not_name_stays_text_and_counts_as_malformed(
+    with_tools: Tokenizer,
+) -> None:
+    named = NamedTool(function=_ChosenFunction(name="clock"))
+    world = world_of(with_tools, CALL)
+    one = await generated(world, ask(1, user("a"), tools=(WEATHER, CLOCK), tool_choice=named))
+    assert (one.text, one.tool_calls, one.finish_reason) == (CALL, (), "tool_calls_malformed")
+
+
+async def test_an_answer_under_tool_choice_required_ends_when_it_repeats_a_call(
+    with_tools: Tokenizer,
+) -> None:
+    text = f"{CALL}\n{OTHER}\n{OTHER}\n{OTHER}\n{CALL}"
+    for choice, cities in (
+        ("required", ["Rome", "Oslo"]),
+        ("auto", ["Rome", "Oslo", "Oslo", "Oslo", "Rome"]),
+    ):
+        world = world_of(with_tools, text)
+        one = await generated(world, ask(1, user("a"), tools=(WEATHER,), tool_choice=choice, max_tokens=900))
+        arguments = [call.function.arguments for call in one.tool_calls]
+        assert arguments == [f'{{"city": "{city}"}}' for city in cities]
+        assert (one.text, one.finish_reason) == ("", "tool_calls")
+
+
+async def test_an_answer_with_a_valid_call_beside_an_invalid_one_is_not_malformed(
+    with_tools: Tokenizer,
+) -> None:
+    world = world_of(with_tools, f"{CALL}\n{UNKNOWN}\n{OTHER}", UNKNOWN)
+    first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))
+    assert [call.function.name for call in first.tool_calls] == ["weather", "weather"]
+    assert (first.text, first.finish_reason) == (UNKNOWN, "tool_calls")
+    second = await generated(world, ask(2, user("b")))
+    assert (second.text, second.tool_calls) == (UNKNOWN, ())
+    assert second.finish_reason == "tool_calls_malformed"
+
+
+async def test_an_answer_that_is_a_tool_call_in_json_without_markers_counts_as_a_tool_call(
+    with_tools: Tokenizer,
+) -> None:
+    bare = CALL.removeprefix("<tool_call>").removesuffix("</tool_call>")
+    world = world_of(with_tools, f"```json{bare}```", '{"name": "Ada", "age": 36}')
+    first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))
+    assert (first.text, len(first.tool_calls), first.finish_reason) == ("", 1, "tool_calls")
+    second = await generated(world, ask(2, user("b")))
+    assert (second.text, second.finish_reason) == ('{"name": "Ada", "age": 36}', "stop")
+
+
+CALLS = "\n".join(
+    f'<tool_call>\n{{"name": "weather", "arguments": {{"city": "{city}"}}}}\n</tool_call>'
+    for city in ("Aachen", "Bonn", "Celle")
+)
+
+
+@pytest.fixture(scope="module", params=["with-tools", "strict"])
+def templated(request: pytest.FixtureRequest, model_with_template: Callable[[str, str], Path]) -> Tokenizer:
+    """One template that shows results as such, and one that has no tools and joins messages."""
+    template = {"with-tools": WITH_TOOLS, "strict": STRICT}[request.param]
+    return Tokenizer.from_folder(model_with_template(request.param, template))
+
+
+def result(call_id: str, text: str) -> Message:
+    return Message(role="tool", content=text, tool_call_id=call_id)
+
+
+def said(*ids: str) -> Message:
+    """An answer with a call of each of these ids."""
+    calls = tuple(ToolCall(id=one, function=Function(name="weather", arguments="{}")) for one in ids)
+    return Message(role="assistant", tool_calls=calls)
+
+
+def last_context(world: World) -> list[int]:
+    engine = world.engine
+    assert isinstance(engine, Script)
+    return engine.contexts[-1]
+
+
+async def context_after(templated: Tokenizer, num_turns: int, groups: str) -> list[int]:
+    """Return the prompt after three calls, whose results come in groups, each in a request of its own."""
+    world = world_of(templated, *["Yes."] * num_turns, CALLS, "Fine.")
+    for number in range(num_turns):
+        await generated(world, ask(number, user("So?")))
+    called = await generated(world, ask(100, user("Weather?"), tools=(WEATHER,)))
+    results = {
+        name: result(one.id, f"it is {name}") for name, one in zip("abc", called.tool_calls, strict=True)
+    }
+    *before, last = groups.split()
+    for number, group in enumerate(before):
+        appended = await world.ask(Append(id=f"a{number}", messages=[results[one] for one in group]))
+        assert isinstance(appended, Appended)
+    await generated(world, ask(101, *(results[one] for one in last)))
+    await world.assert_fold_is_life()
+    return last_context(world)
+
+
+@pytest.mark.parametrize("num_turns", [0, 30], ids=["short", "long"])
+@pytest.mark.parametrize("came", ["cab", "b a c", "c b a", "bc a", "ca", "c a"])
+async def test_results_are_read_in_the_order_of_their_calls(
+    templated: Tokenizer, came: str, num_turns: int
+) -> None:
+    in_order = "".join(sorted(came.replace(" ", "")))
+    assert await context_after(templated, num_turns, came) == await context_after(
+        templated, num_turns, in_order
+    )
+
+
+async def test_an_id_of_a_call_names_the_last_call_with_this_id(templated: Tokenizer) -> None:
+    """In the second answer the ids are in another order; in the third both calls have the same id."""
+
+    async def context(*told: Message) -> list[int]:
+        world = world_of(templated, "Fine.")
+        await generated(world, ask(1, *told))
+        return last_context(world)
+
+    first, again = [result("x", "1"), result("y", "2")], [result("y", "3"), result("x", "4")]
+    twice = [result("z", "5"), result("z", "6")]
+    rows = [user("So?"), said("x", "y"), first, user("And?"), said("y", "x"), again, said("z", "z"), twice]
+
+    def flat(*, backwards: bool) -> list[Message]:
+        found = list[Message]()
+        for row in rows:
+            one = row if isinstance(row, list) else [row]
+            found += reversed(one) if backwards and one is not twice else one
+        return found
+
+    assert await context(*flat(backwards=True)) == await context(*flat(backwards=False))
+
+
+async def test_a_result_that_answers_no_call_of_the_last_answer_stays_where_it_came(
+    templated: Tokenizer,
+) -> None:
+    world = world_of(templated, "Fine.")
+    told = [user("So?"), said("x", "y"), result("y", "late"), user("Wait."), result("x", "early")]
+    await generated(world, ask(1, *told))
+    text = templated.decode(last_context(world))
+    assert text.index("late") < text.index("Wait.") < text.index("early")
+
+
+@pytest.mark.parametrize("came", ["c b a", "bc a", "c a"])
+async def test_results_of_calls_that_a_client_tells_are_read_in_the_order_of_the_calls(
+    templated: Tokenizer, came: str
+) -> None:
+    async def context(groups: str) -> list[int]:
+        world = world_of(templated, "Fine.")
+        told = [
+            [user("So?"), said(*"abc")],
+            *([result(one, one) for one in group] for group in groups.split()),
+        ]
+        for number, messages in enumerate(told):
+            assert isinstance(await world.ask(Append(id=f"a{number}", messages=messages)), Appended)
+        await generated(world, ask(1, user("Well?")))
+        await world.assert_fold_is_life()
+        return last_context(world)
+
+    in_order = "".join(sorted(came.replace(" ", "")))
+    assert await context(came) == await context(in_order)
+
+
+#: Drops reasoning before the last user message; puts consecutive tool results into one turn.
+QWEN3 = """
+{%- if tools %}{{ '<|im_start|>system\n' }}
+{%- if messages[0].role == 'system' %}{{ messages[0].content + '\n\n' }}{% endif %}
+{{- '# Tools in <tool_call> with tool_call.name\n' }}
+{%- for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}{{ '<|im_end|>\n' }}
+{%- elif messages[0].role == 'system' %}{{ '<|im_start|>system\n' + messages[0].content + '<|im_end|>\n' }}
+{%- endif %}
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}
+{%- elif message.role == 'assistant' %}
+{%- set content = message.content %}
+{%- if '</think>' in content and loop.index0 < ns.last %}
+{%- set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}
+{{- '<|im_start|>assistant\n' + content + '<|im_end|>\n' }}
+{%- elif message.role == 'tool' %}
+{%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
+{{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+#: Puts the tools into the first user message; tool results have a role of their own.
+LLAMA3 = """
+{%- set ns = namespace(told=false) %}
+{%- for message in messages %}
+{%- if message.role == 'user' and tools and not ns.told %}
+{%- set ns.told = true %}
+{{- '<|im_start|>user\n' }}{% for tool in tools %}{{ tool | tojson + '\n' }}{% endfor %}
+{{- message.content | trim + '<|im_end|>' }}
+{%- elif message.role == 'tool' %}{{ '<|im_start|>ipython\n' + message.content + '<|im_end|>' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\n' + message.content | trim + '<|im_end|>' }}
+{%- endif %}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+#: Knows no tools, puts a first system message into the first user message, and needs alternating roles, so
+#: that tool results are joined.
+GEMMA3 = """
+{%- set first = '' %}
+{%- if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}
+{%- set rest = messages[1:] %}{% else %}{% set rest = messages %}{% endif %}
+{%- for message in rest %}
+{%- if (message.role in ('user', 'tool')) != (loop.index0 % 2 == 0) %}
+{{- raise_exception('roles must alternate') }}{% endif %}
+{{- '<|im_start|>' + ('model' if message.role == 'assistant' else 'user') + '\n' }}
+{{- (first if loop.first else '') + message.content | trim + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}
+"""
+#: Puts the tools before the last user message, so that they move with each user message.
+MISTRAL = """
+{%- set ns = namespace(last=0) %}
+{%- for message in messages %}{% if message.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS]' + tools | tojson }}{% endif %}
+{{- '[INST]' + message.content + '[/INST]' }}
+{%- elif message.role == 'tool' %}{{ '[TOOL_RESULTS]' + message.content + '[/TOOL_RESULTS]' }}
+{%- elif message.role == 'assistant' %}{{ message.content + '<|im_end|>' }}{# [TOOL_CALLS] #}
+{%- else %}{{ message.content }}{% endif %}{% endfor %}
+"""
+ONE = '{"name": "weather", "arguments": {"city": "Rome"}}'
+KINDS_CALLS = {"mistral": (f"[TOOL_CALLS][{ONE}]", f"[TOOL_CALLS][{ONE}, {ONE}]")}
+KINDS = {"qwen3": QWEN3, "llama3": LLAMA3, "gemma3": GEMMA3, "mistral": MISTRAL}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def of_kind(kind: str, model_with_template: Callable[[str, str], Path]) -> Tokenizer:
+    return Tokenizer.from_folder(model_with_template(f"kind-{kind}", KINDS[kind]))
+
+
+def told(messages: list[Message]) -> list[dict[str, Any]]:
+    return [{"content": "", **msgspec.to_builtins(message)} for message in messages]
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept", "dropped"])
+async def test_each_prompt_is_the_whole_conversation_as_rendered_and_keeps_the_tokens_before_a_change(
+    kind: str, of_kind: Tokenizer, *, keep: bool
+) -> None:
+    thought = "" if kind == "gemma3" else "<think>\nHm.\n</think>\n\n"
+    call, twice = KINDS_CALLS.get(kind, (CALL, CALL + CALL))
+    answers = [thought + call, "Sunny.", "Fine.", thought + "Well.", thought + twice, "Two.", "So."]
+    answers += [thought + call, "Rain.", "End."]
+    rounds: list[list[Message]] = [
+        [Message(role="system", content="Be brief."), user("Weather?")],
+        [Message(role="tool", content="sunny", tool_call_id="abcdefghi")],
+        [user("Thanks.")],
+        [user("And now?")],
+        [user("Twice?")],
+        [Message(role="tool", content=text, tool_call_id="abcdefghi") for text in ("a", "b")],
+        [user("So?")],
+        [user("Tomorrow?")],
+        [Message(role="tool", content="rain", tool_call_id="abcdefghi")],
+        [user("Bye.")],
+    ]
+    world = world_of(of_kind, *answers)
+    messages: list[Message] = []
+    for number, (new, answer) in enumerate(zip(rounds, answers, strict=True)):
+        result = await generated(
+            world, ask(number, *new, tools=(WEATHER, CLOCK), reasoning=Reasoning(keep=keep))
+        )
+        assert len(result.tool_calls) == answer.count("weather"), result
+        messages += new
+        wanted = reference(of_kind, messages)
+        context = of_kind.decode(world.engine.contexts[-1])  # type: ignore[attr-defined]
+        assert context == wanted, "the text that the template gives the whole conversation"
+        messages.append(Message(role="assistant", content=answer))
+    contexts: list[list[int]] = world.engine.contexts  # type: ignore[attr-defined]
+    for number, (before, after) in enumerate(pairwise(contexts), 1):
+        kept = len(common(of_kind.decode(before), of_kind.decode(after)))
+        texts = [reference(of_kind, messages[: index(messages, turn)]) for turn in (number - 1, number)]
+        assert kept >= len(common(*texts)) - 1, "no less is kept than the template leaves as it was"
+    await world.assert_fold_is_life()
+    assert text_of(world).endswith("End.<|im_end|>")
+
+
+def reference(of_kind: Tokenizer, messages: list[Message]) -> str:
+    """Render the whole conversation at once, with the header of an answer."""
+    tools = [msgspec.to_builtins(tool) for tool in (WEATHER, CLOCK)]
+    return of_kind.render(told(messages), add_generation_prompt=True, started=STORED, tools=tools)
+
+
+def index(messages: list[Message], turn: int) -> int:
+    """Return the index in `messages` of answer number `turn`, counted from 0."""
+    ends = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    return ends[turn]
+
+
+def common(one: str, other: str) -> str:
+    size = next((i for i, pair in enumerate(zip(one, other, strict=False)) if pair[0] != pair[1]), None)
+    return one[: size if size is not None else min(len(one), len(other))]

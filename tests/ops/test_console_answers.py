@@ -1,9 +1,16 @@
-"""Markdown in answers: the parsed tree, what stays plain text, and answers that still grow."""
+"""Answers in the console: their Markdown, images, and other answers to the same question."""
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import zipfile
+from base64 import b64encode
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +19,13 @@ from hypothesis import strategies as st
 
 from ops.console import markdown
 from ops.console.markdown import GrowingText, highlighted, rendered
+from ops.console.variants import VARIANT, joined, variants
+from ops.log.sessions import SessionRow
+from tests.device import tiny_seeing
+from tests.ops.test_console import opened
+from tests.parts import LocalWorker, png
+from turnkeep_client import image
+from turnkeep_client.messages import Parent
 
 PIECES = (
     *(
@@ -249,3 +263,172 @@ def test_highlighting_loses_no_code_and_colours_only_supported_languages(languag
     code = "def f():\n\treturn 'a'\n\n\n"
     assert "".join(map(plain, highlighted(code, language))) == code
     assert (len(highlighted(code, language)) > 1) == (language == "PYTHON")
+
+
+Start = Callable[..., Awaitable[LocalWorker]]
+PNG = png(1)
+DIGEST = sha256(PNG).hexdigest()
+
+
+async def test_a_question_with_images_is_shown_with_the_digests_by_which_their_files_are_served(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    async with opened(worker.client) as page:
+        data = b64encode(PNG).decode()
+        await page.post("a/ask", {"id": "one", "text": "Which colour?", "images": [data, data]})
+        await page.post("a/ask", {"id": "two", "text": "", "images": [data]})
+        await worker.client.session("a").generate(max_tokens=1)
+        asked = [turn["said"][0] for turn in (await page.get("sessions/a"))["turns"][:2]]
+        assert [(one.get("text", ""), one["images"]) for one in asked] == [
+            ("Which colour?", [DIGEST, DIGEST]),
+            ("", [DIGEST]),
+        ]
+        file = await page.http.get(f"/api/sessions/a/images/{DIGEST}")
+        assert (file.status_code, file.content) == (200, PNG)
+        assert file.headers["content-type"] == "image/png"
+        assert file.headers["x-content-type-options"] == "nosniff"
+        assert "default-src 'none'" in file.headers["content-security-policy"]
+        for name in ("0" * 64, "x", "*"):
+            assert (await page.http.get(f"/api/sessions/a/images/{name}")).status_code == 400
+        listed = (await page.get("sessions"))["rows"]
+        assert [one["begins"] for one in listed] == ["Which colour?"]
+
+
+async def test_the_console_refuses_a_bad_image_and_stores_nothing(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client) as page:
+        for wrong in ("", "not base64!", b64encode(b"a text").decode()):
+            said = await page.post("a/ask", {"id": "one", "text": "See.", "images": [wrong]}, 400)
+            assert "image" in said["error"]
+        assert not await worker.client.log("a")
+
+
+async def test_an_export_has_the_files_of_images_beside_its_markdown_and_as_urls_in_its_json(
+    local_worker: Start,
+) -> None:
+    worker = await local_worker()
+    content = [image(PNG), {"type": "text", "text": "Which colour?"}]
+    await worker.client.session("a").generate(messages=[{"role": "user", "content": content}], max_tokens=1)
+    async with opened(worker.client) as page:
+        answer = await page.http.get("/api/sessions/a/export?form=md")
+        assert answer.headers["content-disposition"] == 'attachment; filename="a.zip"'
+        with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+            name = f"a-images/{DIGEST[:16]}.png"
+            assert archive.namelist() == ["a.md", name]
+            assert archive.read(name) == PNG
+            assert f"## You\n\n![]({name})\n\nWhich colour?\n" in archive.read("a.md").decode()
+        (asked, _) = (await page.http.get("/api/sessions/a/export?form=json")).json()
+        url = {"url": f"data:image/png;base64,{b64encode(PNG).decode()}"}
+        assert asked["content"] == [{"type": "image_url", "image_url": url}, content[1]]
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"),
+    [
+        (b"\xff\xd8\xff\xe0 <script>", "image/jpeg"),
+        (b"GIF89a <script>", "image/gif"),
+        (b"RIFF\0\0\0\0WEBP<script>", "image/webp"),
+    ],
+)
+async def test_the_console_serves_each_image_as_an_image_whatever_else_is_in_its_file(
+    local_worker: Start, file: bytes, kind: str
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("a").append(messages=[{"role": "user", "content": [image(file)]}])
+    async with opened(worker.client) as page:
+        answer = await page.http.get(f"/api/sessions/a/images/{sha256(file).hexdigest()}")
+        assert (answer.headers["content-type"], answer.content) == (kind, file)
+
+
+async def test_a_turns_figures_have_the_tokens_of_its_images(local_worker: Start, tmp_path: Path) -> None:
+    tiny_seeing.write("smolvlm", tmp_path / "model")
+    template = (
+        "{% for one in messages %}{% if one.content is string %}{{ one.content }}{% else %}<image>{% endif %}"
+    )
+    (tmp_path / "model" / "chat_template.jinja").write_text(template + "{% endfor %}")
+    worker = await local_worker(model=str(tmp_path / "model"))
+    said = [{"role": "user", "content": [image(tiny_seeing.picture(1))]}]
+    made = await worker.client.session("a").generate(messages=said, max_tokens=2)
+    await worker.client.session("a").generate(messages=[{"role": "user", "content": "So?"}], max_tokens=2)
+    async with opened(worker.client) as page:
+        first, second = (turn["spent"] for turn in (await page.get("sessions/a"))["turns"])
+    assert 0 < first["images"] <= first["prefilled"] == made.usage.prompt_tokens
+    assert "images" not in second
+
+
+#: Sessions, the last used one last: parent, position, and whether it is a variant.
+Forks = dict[str, tuple[str, int, bool] | None]
+
+
+def rows(forks: Forks) -> list[SessionRow]:
+    """Return the rows of sessions, the last used one first."""
+    found = [
+        SessionRow(
+            tenant="default",
+            session=name,
+            state="idle",
+            waiting=0,
+            position=9,
+            last=datetime.fromtimestamp(number, UTC),
+            entries=1,
+            dead=0,
+            model=None,
+            worker=None,
+            begins=f"words of {name}",
+            parent=Parent(session=fork[0], position=fork[1]) if fork else None,
+            tags=(VARIANT,) if fork and fork[2] else (),
+        )
+        for number, (name, fork) in enumerate(forks.items())
+    ]
+    return found[::-1]
+
+
+@pytest.mark.parametrize(
+    ("forks", "name", "at"),
+    [
+        ({"a": None}, "a", {}),
+        ({"a": None, "a-v2": ("a", 0, True)}, "a", {0: ("a", "a-v2")}),
+        ({"a": None, "a-v2": ("a", 0, True)}, "a-v2", {0: ("a", "a-v2")}),
+        # a fork of a fork at the place where that one begins is a third variant
+        ({"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 7, True)}, "a", {7: ("a", "a-v2", "a-v3")}),
+        ({"a": None, "a-v2": ("a", 7, True), "a-v10": ("a", 7, True)}, "a-v2", {7: ("a", "a-v2", "a-v10")}),
+        # later in a variant: the switch at 7 leads to where it was last
+        ({"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 9, True)}, "a", {7: ("a", "a-v3")}),
+        (
+            {"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 9, True)},
+            "a-v3",
+            {7: ("a", "a-v3"), 9: ("a-v2", "a-v3")},
+        ),
+        # before the place where a variant begins
+        (
+            {"a": None, "a-v2": ("a", 7, True), "a-v3": ("a-v2", 3, True)},
+            "a-v2",
+            {3: ("a-v2", "a-v3"), 7: ("a", "a-v2")},
+        ),
+        # a fork that somebody has named is a conversation of its own, and so are its variants
+        ({"a": None, "b": ("a", 7, False), "b-v2": ("b", 8, True)}, "a", {}),
+        ({"a": None, "b": ("a", 7, False), "b-v2": ("b", 8, True)}, "b", {8: ("b", "b-v2")}),
+        # the first one is gone
+        ({"a-v2": ("a", 7, True), "a-v3": ("a", 7, True)}, "a-v2", {7: ("a-v2", "a-v3")}),
+        # names that lead in a circle
+        ({"a": ("b", 7, True), "b": ("a", 7, True)}, "a", {}),
+    ],
+)
+def test_a_message_has_a_switch_where_variants_part(
+    forks: Forks, name: str, at: dict[int, tuple[str, ...]]
+) -> None:
+    assert variants(name, rows(forks)).at == at
+
+
+def test_variants_are_one_row_with_the_first_words_of_the_conversation() -> None:
+    there = rows({"a": None, "b": None, "a-v2": ("a", 7, True), "c": ("a", 7, False), "b-v2": None})
+    shown = [(row.session, row.begins) for row in joined(there, there)]
+    assert shown == [
+        ("b-v2", "words of b-v2"),
+        ("c", "words of c"),
+        ("a-v2", "words of a"),
+        ("b", "words of b"),
+    ]
+    found = variants("a-v2", there)
+    assert (found.root, found.begins, found.members) == ("a", "words of a", ("a", "a-v2"))

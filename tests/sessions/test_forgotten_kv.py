@@ -1,0 +1,403 @@
+"""`forget` erases the KV of a session's tokens, also of earlier ones, except what others share."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from parts import BLOCK
+from test_forks import conversation, said, settled
+
+from cache.names.tokens import as_tokens, pack
+from ops.log.ending import end
+from turnkeep_client.client import Client
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import Closed
+from turnkeep_client.session import Session
+from turnkeep_client.subjects import SessionKey
+from worker.sessions import record
+from worker.sessions.record import Record
+from worker.sessions.session_log import FencedLog
+from worker.wire import erasures
+
+Start = Any  # of `local_worker`
+#: Tokens with which no other session begins.
+SECRET = [50 + i * i % 150 for i in range(100)]
+
+
+async def cached(session: Session) -> int:
+    """Run a turn of the session; return how many of its tokens were cached."""
+    return (await session.generate(messages=said("Go on."), max_tokens=2)).usage.cached_tokens
+
+
+def traces(tmp_path: Path) -> list[Path]:
+    """Return the worker's files that contain tokens of `SECRET`."""
+    packed = pack(SECRET[:4])
+    files = [one for one in (tmp_path / "data").rglob("*") if one.is_file()]
+    return [one for one in files if packed in (held := one.read_bytes()) or packed.hex().encode() in held]
+
+
+async def all_gone(client: Client, tmp_path: Path) -> bool:
+    """Say whether no snapshot is left. Asserts that files have tokens of `SECRET` exactly if one is left."""
+    left = (await settled(client.session("other"))).snapshots.stored
+    assert bool(left) == bool(traces(tmp_path))
+    return not left
+
+
+async def forget(*sessions: Session) -> list[Closed]:
+    closed = await asyncio.gather(*(one.close(forget=True) for one in sessions))
+    assert all(one.settled for one in closed)
+    return list(closed)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("used", [False, True])
+async def test_forgetting_a_fork_keeps_its_parents_snapshots(
+    local_worker: Start, endless_model: Path, *, restarted: bool, used: bool
+) -> None:
+    """Also if the parent is not in the worker's memory, since the fork's log names the parent."""
+    worker = await local_worker(model=str(endless_model))
+    parent = await conversation(worker.client, turns=3)
+    position = (await parent.info()).position
+    before = (await settled(parent)).snapshots.stored
+    fork = await parent.fork("fork")
+    if used:
+        await fork.append(text="on and on" * 20)
+        assert (await settled(parent)).snapshots.stored > before
+    if restarted:
+        await worker.stop()
+        worker = await local_worker(model=str(endless_model))
+    (closed,) = await forget(worker.client.session("fork"))
+    assert bool(closed.forgotten) == used
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    # A fork with additional tokens has stored the block that begins with the parent's last tokens. The worker
+    # saves these anew if it still has their KV.
+    assert await cached(worker.client.session("parent")) == (
+        position - position % BLOCK if used and restarted else position - 1
+    )
+
+
+@pytest.mark.parametrize("order", ["together", "fork first", "parent first"])
+async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten(
+    local_worker: Start, endless_model: Path, tmp_path: Path, order: str
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=SECRET)
+    forks = [await parent.fork(f"fork-{i}") for i in range(3)]
+    await forks[0].append(tokens=SECRET)
+    chance = worker.client.session("chance")
+    await chance.append(tokens=SECRET[:70])
+    assert (await settled(parent)).snapshots.stored
+    sessions = [parent, *forks, chance]
+    if order == "together":
+        await forget(*sessions)
+    else:
+        for one in sessions if order == "parent first" else reversed(sessions):
+            assert not await all_gone(worker.client, tmp_path)
+            await forget(one)
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_forgetting_a_parent_keeps_the_snapshots_of_the_tokens_that_its_fork_shares(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=[*range(60, 124), *SECRET])
+    fork = await parent.fork("fork", 64)
+    await settled(parent)
+    (closed,) = await forget(parent)
+    assert closed.forgotten == 4, "of its 6 snapshots: 5 blocks and a tail"
+    assert not traces(tmp_path)
+    assert await cached(fork) == 64
+
+
+async def test_forgetting_a_session_keeps_snapshots_that_an_unrelated_session_shares_by_chance(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    one, other = worker.client.session("one"), worker.client.session("another")
+    await other.append(tokens=SECRET[:70])
+    await settled(other)
+    await one.append(tokens=SECRET)  # its third block replaces the other's tail
+    await settled(one)
+    (closed,) = await forget(one)
+    assert closed.forgotten == 2, "its third block, which has tokens of its own, and its tail"
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    assert await cached(worker.client.session("another")) == 69, "all but its last token"
+
+
+async def test_forgetting_a_fork_erases_snapshots_that_only_its_closed_parent_shares(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("other").open()
+    parent = worker.client.session("parent")
+    await parent.append(tokens=SECRET)
+    fork = await parent.fork("fork")
+    await settled(parent)
+    await parent.close()
+    await forget(fork)
+    assert await all_gone(worker.client, tmp_path)
+
+
+SOME, OTHER = [*range(60, 160)], [*range(160, 60, -1)]
+
+
+async def started(start: Start, model: Path) -> Any:
+    """Start a worker with a session `s` that has the tokens `SECRET`; `other` is for its figures."""
+    worker = await start(model=str(model))
+    await worker.client.session("other").open()
+    await worker.client.session("s").append(tokens=SECRET)
+    return worker
+
+
+async def withdrawn(worker: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
+    """Append to the session `s` what is cancelled once it is prefilled."""
+    engine, run = worker.app._parts.engine, worker.app._parts.engine.run
+
+    async def cancelled_late(*asked: Any, **more: Any) -> Any:
+        return replace(await run(*asked, **more), complete=False)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "run", cancelled_late)
+        with pytest.raises(RequestFailedError, match="nothing was added"):
+            await worker.client.session("s").append(**given)
+
+
+@pytest.mark.parametrize("opened", ["", "from the whole log", "from a checkpoint"])
+async def test_forgetting_a_rewound_session_leaves_no_snapshot_of_it(
+    local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str
+) -> None:
+    """The tokens that the rewind cut off continue those that the session still has.
+
+    A worker that opens the session from a checkpoint does not read of them.
+    """
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 7 if opened == "from a checkpoint" else 512)
+    worker = await started(local_worker, endless_model)
+    session = worker.client.session("s")
+    for tokens in (SOME, OTHER, SOME):
+        await session.append(tokens=tokens)
+        await session.rewind(len(SECRET))
+    await session.append(tokens=OTHER)
+    await settled(session)
+    if opened:
+        await worker.stop()
+        worker = await local_worker(model=str(endless_model))
+    await forget(worker.client.session("s"))
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_forgetting_a_session_leaves_no_snapshot_of_text_that_the_template_replaced(
+    local_worker: Start, model_with_template: Any
+) -> None:
+    last_only = "{{ messages[0]['content'] }}{% for m in messages[1:][-1:] %}{{ m['content'] }}{% endfor %}"
+    worker = await local_worker(model=str(model_with_template("last-only", last_only)))
+    session = worker.client.session("s")
+    await worker.client.session("other").open()
+    await session.append(messages=[{"role": "system", "content": "x" * 70}])
+    for word in ("one", "two", "three"):
+        said = await session.generate(messages=[{"role": "user", "content": word * 40}], max_tokens=4)
+    assert said.rewritten_from is not None
+    await settled(session)
+    await forget(session)
+    assert not (await settled(worker.client.session("other"))).snapshots.stored
+
+
+async def test_forgetting_a_session_leaves_no_snapshot_of_a_withdrawn_requests_input(
+    local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await started(local_worker, endless_model)
+    session = worker.client.session("s")
+    await withdrawn(worker, monkeypatch, tokens=SOME)
+    await session.append(tokens=OTHER)
+    await settled(session)
+    await forget(session)
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_forgetting_a_session_leaves_no_snapshot_of_an_input_that_an_earlier_template_rendered(
+    local_worker: Start, model_with_template: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    worker = await started(local_worker, model_with_template("plain", plain))
+    session = worker.client.session("s")
+    await withdrawn(worker, monkeypatch, messages=[{"role": "user", "content": "secret " * 30}])
+    await session.append(tokens=OTHER)
+    await settled(session)
+    await worker.stop()
+    worker = await local_worker(model=str(model_with_template("marked", "> " + plain)))
+    await forget(worker.client.session("s"))
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_removing_a_closed_session_leaves_no_snapshot_of_it(
+    local_worker: Start, endless_model: Path, tmp_path: Path
+) -> None:
+    worker = await started(local_worker, endless_model)
+    session = worker.client.session("s")
+    await settled(session)
+    await session.close()
+    assert (await end(worker.client, "s", 20, forget=True)).settled
+    assert await all_gone(worker.client, tmp_path)
+
+
+async def test_a_session_is_erased_although_its_log_changes_while_it_is_read_from_the_beginning(
+    local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another worker forgets the session; meanwhile the server is restarted, for example."""
+    worker = await started(local_worker, endless_model)
+    session = worker.client.session("s")
+    await session.append(tokens=SOME)
+    await session.rewind(len(SECRET))
+    await settled(session)
+    await worker.stop()
+    worker = await local_worker(model=str(endless_model))
+    await worker.client.session("s").append(tokens=OTHER)
+    add, forgotten = FencedLog._add_results, list[Record]()
+
+    async def interrupted(log: FencedLog, read: Record, *until: Any) -> bool:
+        if read is not log.record and not forgotten:
+            forgotten.append(log.record)
+            worker.app._parts.sessions._sessions[log.key].forget()
+        return await add(log, read, *until)
+
+    monkeypatch.setattr(FencedLog, "_add_results", interrupted)
+    await worker.app._parts.sessions.erase(SessionKey("default", "s"))
+    assert forgotten
+    assert await all_gone(worker.client, tmp_path)
+
+
+#: As in production: a mark is of the tokens up to the end of a block.
+LONG_BLOCK = 128
+FORGOTTEN = [20 + (7 * number) % 41 for number in range(3 * LONG_BLOCK)]
+KEPT = [61 - (5 * number) % 41 for number in range(3 * LONG_BLOCK)]
+
+
+def num_stored(worker: Any, tokens: list[int]) -> int:
+    kv = worker.app._store.kv
+    found = as_tokens(tokens)
+    return kv.find(kv.chain("default", of=found), found).num_tokens
+
+
+def num_files(worker: Any) -> int:
+    """Count the files with any block of the forgotten session, in whichever folder."""
+    folder = worker.settings.data_dir / "snapshots"
+    blocks = [
+        as_tokens(FORGOTTEN).packed(at, at + LONG_BLOCK).hex().encode()
+        for at in range(0, 3 * LONG_BLOCK, LONG_BLOCK)
+    ]
+    files = [one.read_bytes() for one in folder.rglob("*") if one.is_file()]
+    return sum(any(block in file for block in blocks) for file in files)
+
+
+def whole(backup: Path, data: Path) -> None:
+    shutil.rmtree(data / "snapshots")
+    shutil.copytree(backup / "snapshots", data / "snapshots")
+
+
+def over(backup: Path, data: Path) -> None:
+    """As `cp -a` does: into the same files, with the earlier times; what is newer stays."""
+    shutil.copytree(backup / "snapshots", data / "snapshots", dirs_exist_ok=True)
+    (data / "worker.lock").write_bytes((backup / "worker.lock").read_bytes())
+
+
+def files_only(backup: Path, data: Path) -> None:
+    shutil.copytree(backup / "snapshots/snapshots", data / "snapshots/snapshots", dirs_exist_ok=True)
+
+
+def quarantined(backup: Path, data: Path) -> None:
+    shutil.copytree(backup / "snapshots/snapshots", data / "snapshots/quarantine", dirs_exist_ok=True)
+    shutil.copy2(backup / "snapshots/lock", data / "snapshots/lock")
+
+
+@pytest.mark.parametrize("put_back", [whole, over, files_only, quarantined])
+async def test_a_backup_that_is_put_back_brings_no_forgotten_kv_to_life(
+    local_worker: Callable,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    put_back: Callable[[Path, Path], None],
+) -> None:
+    """Its blocks are out of the index before the worker is ready, although it has forgotten them itself."""
+    data, backup = tmp_path / "data", tmp_path / "backup"
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    await worker.client.session("kept").append(tokens=[*KEPT, 5])
+    await worker.client.session("gone").append(tokens=[*FORGOTTEN, 5])
+    await worker.stop()
+    shutil.copytree(data, backup)
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    assert num_stored(worker, FORGOTTEN) == 3 * LONG_BLOCK
+    assert (await worker.client.session("gone").close(forget=True)).settled
+    await worker.app._parts.erasures._look(lambda _: set())
+    assert num_files(worker) == 0
+    await worker.stop()
+    put_back(backup, data)
+    assert num_files(worker) == 3
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(erasures.Erasures, "run", never)  # it would be too late
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 3 * LONG_BLOCK)
+    assert await worker.app._store.queue.drained(10)
+    assert num_files(worker) == 0
+    await worker.stop()
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    assert worker.app._store.eraser.doubtful == frozenset()
+
+
+async def test_a_copy_of_a_data_directory_has_no_forgotten_kv(local_worker: Callable, tmp_path: Path) -> None:
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    await worker.client.session("kept").append(tokens=[*KEPT, 5])
+    await worker.client.session("gone").append(tokens=[*FORGOTTEN, 5])
+    await worker.stop()
+    shutil.copytree(tmp_path / "data", tmp_path / "copy")
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    assert (await worker.client.session("gone").close(forget=True)).settled
+    await worker.stop()
+    worker = await local_worker(block_tokens=LONG_BLOCK, data_dir=tmp_path / "copy")
+    assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 3 * LONG_BLOCK)
+    assert await worker.app._store.queue.drained(10)
+    assert num_files(worker) == 0
+
+
+async def test_a_backup_from_before_the_oldest_notes_is_dropped(
+    local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    await worker.client.session("kept").append(tokens=[*KEPT, 5])
+    await worker.client.session("gone").append(tokens=[*FORGOTTEN, 5])
+    await worker.stop()
+    shutil.copytree(tmp_path / "data", tmp_path / "backup")
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    assert (await worker.client.session("gone").close(forget=True)).settled
+    await worker.stop()
+    whole(tmp_path / "backup", tmp_path / "data")
+    monkeypatch.setattr(erasures, "time", lambda: time.time() + erasures._KEPT_S + 60)
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 0)
+
+
+async def test_a_directory_that_nobody_has_copied_reads_no_note_twice(local_worker: Callable) -> None:
+    """Neither after a stop nor after the worker's own forget."""
+    worker = await local_worker(block_tokens=LONG_BLOCK)
+    await worker.client.session("kept").append(tokens=[*KEPT, 5])
+    await worker.stop()
+    for name in ("one", "two"):
+        worker = await local_worker(block_tokens=LONG_BLOCK)
+        assert worker.app._store.eraser.doubtful == frozenset()
+        await worker.client.session(name).append(tokens=[*FORGOTTEN, 5])
+        assert (await worker.client.session(name).close(forget=True)).settled
+        await worker.stop()
