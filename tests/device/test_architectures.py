@@ -1,4 +1,4 @@
-"""Each architecture uses the rotary settings of its config.json, or is refused; the table of them is right."""
+"""Each architecture uses the rotary settings of its config.json, or is refused; their table is right."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import BLOCK, CONFIGS, alone, append, batched, generate, key, prompt
+from tiny_models import BLOCK, alone, append, batched, generate, key, prompt
 
 from cache.kv.size import KvSize
 from cache.names.policy import Policy
@@ -346,7 +346,7 @@ def test_a_prefill_step_takes_no_more_memory_than_estimated(
     batch, caches = batched(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
         batch.step([PrefillPiece(caches, start, prompt(256))])
-    estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)
+    estimator = Estimator(shape_of(vars(model.args)), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)
     expected = estimator.scratch_bytes(0, [(num_new, num_cached + num_new)])
     batch.step([PrefillPiece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
     before = mx.get_active_memory()
