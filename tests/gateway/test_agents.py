@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import anthropic
 import pytest
 from anthropic import AsyncAnthropic, beta_async_tool
+from crafted import LETTERS
 from steering import Steering
 
 from tests.parts import TINY_CONTEXT
@@ -216,7 +217,6 @@ async def test_an_agent_does_a_task_and_continues_after_the_worker_is_restarted_
     await client.close()
 
 
-Start = Any
 SKY = {
     "type": "object",
     "properties": {"sky": {"enum": ["blue", "grey"]}},
@@ -224,16 +224,14 @@ SKY = {
     "additionalProperties": False,
 }
 TOOL = {"name": "look", "description": "Look at the sky.", "input_schema": SKY}
-LETTERS = {"extra_body": {"logit_bias": {str(token): 100 for token in range(68, 90)}}}
+BIASED = {"extra_body": {"logit_bias": LETTERS}}
 #: The only tool must be called, and its argument is short.
 FORCED: Any = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 
 @pytest.fixture
-async def client(local_worker: Start, door: Start) -> AsyncIterator[AsyncAnthropic]:
-    worker = await local_worker()
-    started = await door(worker.settings.nats, worker.settings.prefix)
-    async with AsyncAnthropic(base_url=started.url, api_key="none", max_retries=0) as client:
+async def client(served: Any) -> AsyncIterator[AsyncAnthropic]:
+    async with AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -252,7 +250,7 @@ async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_t
         {"role": "assistant", "content": called.content},
         {"role": "user", "content": [result]},
     ]
-    async with client.messages.stream(**given | {"max_tokens": 8}, messages=messages, **LETTERS) as stream:
+    async with client.messages.stream(**given | {"max_tokens": 8}, messages=messages, **BIASED) as stream:
         texts = [text async for text in stream.text_stream]
         answer = await stream.get_final_message()
     assert "".join(texts) == answer.content[0].text != ""
@@ -320,7 +318,7 @@ async def test_anthropics_tool_runner_continues_the_conversation_without_a_threa
 async def test_a_continued_thread_of_anthropics_api_is_not_found_as_the_library_expects(
     client: AsyncAnthropic,
 ) -> None:
-    given: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi."}], **LETTERS}
+    given: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi."}], **BIASED}
     begun = await client.beta.messages.with_raw_response.create(**given, thread={"type": "create"})
     answer = await begun.parse()
     assert "x-turnkeep-warnings" not in begun.headers

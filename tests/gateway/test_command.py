@@ -103,9 +103,8 @@ Said = tuple[int, str, str]
 
 
 @pytest.fixture
-async def url(local_worker: Any, door: Any) -> str:
-    worker = await local_worker()
-    started = await door(worker.settings.nats, worker.settings.prefix)
+async def url(gateway: Any) -> str:
+    started = await gateway()
     return str(started.url)
 
 

@@ -12,13 +12,15 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from crafted import user
 
 from gateway.keys import Keys
 from turnkeep_client import connect
 from turnkeep_client.messages import Close, Failed
 from turnkeep_client.subjects import session_key
 
-Start = Any
+pytestmark = pytest.mark.serves("calling_model")
+
 #: The ids of the tokens that are a call and the end of a turn.
 CALL, END = 259, 2
 #: So that answers are text that comes back as it was.
@@ -29,20 +31,6 @@ TOOL = {
     "description": "The weather in a city",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-@pytest.fixture
-async def worker(local_worker: Start, calling_model: Path) -> Any:
-    return await local_worker(model=str(calling_model))
-
-
-@pytest.fixture
-async def served(worker: Any, door: Start) -> Any:
-    return await door(worker.settings.nats, worker.settings.prefix)
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -115,7 +103,7 @@ async def test_a_tool_call_of_the_responses_api_and_its_result_continue_the_conv
 
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_a_conversation_continues_from_a_previous_response_id(
-    worker: Any, door: Start, served: Any, *, restarts: bool
+    worker: Any, door: Any, served: Any, *, restarts: bool
 ) -> None:
     """Instructions apply to one request only; two conversations may continue from the same answer."""
     first, _ = await ask(served, "One?", instructions="Rhyme.")
@@ -235,13 +223,13 @@ async def test_an_answer_that_is_returned_twice_has_two_ids_and_can_be_retrieved
     await ask(served, "Two?", previous_response_id=again.id)
 
 
+@pytest.mark.serves("endless_model", max_batch=1)
 async def test_a_stream_that_moves_to_another_session_after_its_start_begins_anew_with_the_new_id(
-    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another gateway has continued the conversation's session, and that answer runs for long."""
     monkeypatch.setattr("gateway.http.answer_response._PATIENCE_S", 0.1)
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    one, other = [await door(worker.settings.nats, worker.settings.prefix) for _ in range(2)]
+    one, other = [await gateway() for _ in range(2)]
     more = {"extra_body": {"logit_bias": {"70": 100}}}
     first, _ = await ask(one, "One?", **more)
     await ask(other, "Else?", **more)  # it knows the session from the log now

@@ -19,6 +19,7 @@ from tiny_gguf import TinyLlama
 from cache.kv.size import KvSize
 from worker.models import catalog, gguf_model, model
 from worker.models.model import ModelError
+from worker.models.own_sampling import own_sampling
 
 
 @pytest.fixture(scope="module")
@@ -476,3 +477,20 @@ def test_a_folder_without_weights_that_can_be_read_is_refused_with_the_reason(
     change(tiny_copy)
     with pytest.raises(ModelError, match=why):
         model.load(model.resolve(str(tiny_copy), tmp_path, dtype="float32"), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        ({"eos_token_id": 2}, {}),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": None}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 40}, {"temperature": 0.0, "top_k": 40}),
+        ({"temperature": -1, "top_p": "x", "top_k": 1.5, "min_p": [], "repetition_penalty": 0}, {}),
+    ],
+)
+def test_sampling_options_of_a_model_folder_are_read_and_invalid_ones_left_out(
+    tmp_path: Path, config: dict[str, object], own: dict[str, float]
+) -> None:
+    assert own_sampling(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert own_sampling(tmp_path) == own
