@@ -20,7 +20,7 @@ from pathlib import Path
 
 import structlog
 from made_kv import BLOCK, LAYOUT, assert_sum_rule, identity, num_restored, save_all
-from test_cache_reach import POLICY, save
+from test_cache_windows import POLICY, save
 
 from cache.index import stored_kv
 from cache.names.errors import CacheError

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, save_all, uploaded
-from test_cache_reach import assert_restored, save
+from test_cache_windows import assert_restored, save
 
 from cache.disk import tier as tier_module
 from cache.disk.codec import PLAIN

@@ -1,11 +1,14 @@
-"""Ring caches: their KV is copied by tokens, rebuilt from sinks and a window, and measured."""
+"""Ring caches and chunked attention: their KV is copied by tokens, rebuilt, trimmed and measured."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -16,6 +19,7 @@ from mlx_lm.models.cache import (
 )
 
 from cache.kv import layers
+from cache.kv.chunk import ChunkCache
 from cache.kv.ring import SLACK, RingCache
 from cache.kv.size import KvSize, Window
 from cache.names.policy import FULL, Policy
@@ -176,3 +180,218 @@ def test_a_short_ring_cache_shrinks_to_its_tokens_and_grows_again() -> None:
     assert not layers.grows(caches, 200)
     layers.shrink(caches)
     assert layers.allocated_bytes(caches) == 360 * TOKEN_BYTES
+
+
+def _run(ring: RingCache, edges: list[int]) -> None:
+    """Write tokens whose keys are their positions, and whose values are the positions plus 0.5."""
+    for start, end in pairwise(edges):
+        keys = mx.arange(start, end).astype(mx.float32).reshape(1, 1, -1, 1)
+        ring.write([keys], [keys + 0.5])
+
+
+def _edges(end: int, cuts: list[int]) -> list[int]:
+    edges = sorted({0, end, *(cut % end for cut in cuts)})
+    return sorted({*edges, *(at for a, b in pairwise(edges) for at in range(a, b, SLACK))})
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sink=st.integers(0, 9),
+    window=st.integers(1, 700),
+    end=st.integers(1, 3000),
+    cuts=st.lists(st.integers(0, 3000), max_size=9),
+)
+def test_a_ring_cache_has_the_same_contents_however_its_tokens_are_split_into_writes(
+    sink: int, window: int, end: int, cuts: list[int]
+) -> None:
+    whole, pieces, rebuilt = (RingCache(sink, window) for _ in range(3))
+    _run(whole, _edges(end, []))
+    _run(pieces, _edges(end, cuts))
+    assert whole.offset == pieces.offset == end
+    assert all(
+        mx.array_equal(one, other).item() for one, other in zip(whole.state, pieces.state, strict=True)
+    )
+    num_sinks, first = min(sink, end), max(min(sink, end), end - window)
+    spans = [span for span in ((0, num_sinks), (first, end)) if span[0] < span[1]]
+    keys, values = (mx.concatenate([whole.tokens(*span)[i][0] for span in spans], axis=2) for i in (0, 1))
+    assert keys.reshape(-1).tolist() == [*range(num_sinks), *range(first, end)]
+    rebuilt.fill([keys], [values], end)
+    for span in spans:
+        one, other = rebuilt.tokens(*span), whole.tokens(*span)
+        assert all(mx.array_equal(a[0], b[0]).item() for a, b in zip(one, other, strict=True))
+
+
+def test_a_full_ring_cache_can_be_trimmed_at_most_by_its_spare_slots_and_a_short_one_to_0() -> None:
+    ring = RingCache(4, 100)
+    _run(ring, _edges(1000, []))
+    assert ring.can_trim(1000 - SLACK)
+    assert not ring.can_trim(1000 - SLACK - 1)
+    assert not ring.can_trim(1001)
+    young = RingCache(4, 100)
+    _run(young, _edges(4 + 100 + SLACK, []))
+    assert young.can_trim(0)
+
+
+def test_a_ring_cache_refuses_a_trim_to_tokens_that_were_overwritten_or_never_written() -> None:
+    """Attention must never read tokens that were overwritten or never written."""
+    ring = RingCache(4, 100)
+    _run(ring, _edges(1000, []))
+    ring.trim(200)
+    assert ring.offset == 800
+    assert ring.can_trim(1000 - SLACK)
+    assert not ring.can_trim(1000 - SLACK - 1)
+    with pytest.raises(ValueError, match="not held"):
+        ring.tokens(600, 650)
+    with pytest.raises(ValueError, match="cannot go back to 740"):
+        ring.trim(60)
+    _run(ring, [800, 900])
+    assert ring.can_trim(1000 - SLACK)
+    filled = RingCache(4, 100)
+    filled.fill([mx.ones((1, 1, 104, 1))], [mx.ones((1, 1, 104, 1))], 1000)
+    assert filled.can_trim(1000)
+    assert not filled.can_trim(999)
+    _run(filled, [1000, 1200])
+    assert filled.can_trim(1000)
+    assert not filled.can_trim(999)
+    young = RingCache(4, 100)
+    young.fill([mx.ones((1, 1, 50, 1))], [mx.ones((1, 1, 50, 1))], 50)
+    assert young.can_trim(0)
+
+
+def test_a_copy_of_a_ring_cache_is_independent_of_the_original() -> None:
+    ring = RingCache(4, 100)
+    _run(ring, _edges(400, []))
+    copy = RingCache(4, 100)
+    copy.copy_from(ring)
+    _run(ring, [400, 600])
+    copy.trim(100)
+    assert copy.tokens(200, 300)[0][0].reshape(-1).tolist() == list(range(200, 300))
+    assert ring.tokens(500, 600)[0][0].reshape(-1).tolist() == list(range(500, 600))
+    assert (ring.offset, copy.offset) == (600, 300)
+
+
+def test_reading_overwritten_or_future_tokens_of_a_ring_cache_raises_an_error() -> None:
+    ring = RingCache(4, 100)
+    _run(ring, _edges(1000, []))
+    with pytest.raises(ValueError, match="not held"):
+        ring.tokens(600, 700)
+    with pytest.raises(ValueError, match="not held"):
+        ring.tokens(990, 1001)
+    with pytest.raises(ValueError, match="not the keys and values of 104 tokens"):
+        RingCache(4, 100).fill([mx.zeros((1, 1, 103, 1))], [mx.zeros((1, 1, 103, 1))], 1000)
+
+
+CHUNK, HALF = 32, 16
+CHUNK_TOKEN_BYTES = 2 * 2 * 8 * 4  # keys and values, heads, dim, bytes
+
+
+def make_chunks(block_tokens: int | None = HALF) -> list:
+    made = SimpleNamespace(make_cache=lambda: [ChunkedKVCache(CHUNK), KVCache()])
+    return layers.make(made, block_tokens=block_tokens)
+
+
+def run_chunks(caches, start: int, end: int, piece: int = HALF) -> list:
+    """Write the tokens `[start, end)` to the caches in pieces, as llama4 does; keys encode the positions."""
+    for at in range(start, end, piece):
+        positions = mx.arange(at, min(end, at + piece)).astype(mx.float32)[None, None, :, None]
+        keys = positions + mx.arange(16).astype(mx.float32).reshape(1, 2, 1, 8) / 64
+        for cache in caches:
+            if isinstance(cache, ChunkedKVCache):
+                cache.maybe_trim_front()
+            cache.update_and_fetch(keys, keys + 0.5)
+    return caches
+
+
+def chunk_keys_of(cache, start: int, end: int) -> list[float]:
+    return cache.tokens(start, end)[0][0][0, 0, :, 0].tolist()
+
+
+def counted(start: int, end: int) -> list[float]:
+    return [float(at) for at in range(start, end)]
+
+
+def test_layers_with_attention_chunks_of_two_blocks_are_stored_by_tokens_and_others_as_states() -> None:
+    """The class names differ, and are part of the model's identity, so the two kinds are never confused."""
+    assert layers.describe(make_chunks(HALF)) == "ChunkCache(32) KVCache"
+    assert layers.trimmable(make_chunks(HALF))
+    for block_tokens in (HALF + 1, None):
+        assert layers.describe(make_chunks(block_tokens)) == "ChunkedKVCache(32) KVCache"
+        assert not layers.trimmable(make_chunks(block_tokens))
+
+
+def test_a_chunked_attention_layers_kv_sizes_are_reported_and_each_tokens_kv_is_copied_once() -> None:
+    caches = run_chunks(make_chunks(), 0, 100)
+    assert layers.unsupported(caches) is None
+    described = layers.layout(caches, make_chunks)
+    assert (described.states, set(described.reaches)) == ((), {Policy(0, CHUNK), FULL})
+    assert layers.sizes(caches) == KvSize(
+        CHUNK_TOKEN_BYTES, (Window(CHUNK, CHUNK_TOKEN_BYTES, is_chunk=True),)
+    )
+    assert layers.sizes(caches).snapshot(7, at=5000) == 7 * 2 * CHUNK_TOKEN_BYTES
+    assert layers.sizes(caches).held(5000, ahead=9) == (5000 + CHUNK + 9) * CHUNK_TOKEN_BYTES
+    cut = layers.cut(caches, 80, 96, at_end=False)
+    assert sum(len(tensor.data) for tensor in cut) == 16 * 2 * CHUNK_TOKEN_BYTES
+
+
+@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 100])
+def test_a_chunked_attention_layer_rebuilt_from_copied_blocks_holds_all_visible_tokens(num_tokens) -> None:
+    caches, pieces = make_chunks(), []
+    for at in range(0, num_tokens, HALF):
+        run_chunks(caches, at, min(at + HALF, num_tokens))
+        pieces.append(layers.cut(caches, at, min(at + HALF, num_tokens)))
+    tensors = {
+        one[0].name: mx.concatenate(
+            [mx.array(memoryview(t.data).cast("f"), mx.float32).reshape(t.shape) for t in one], axis=2
+        )
+        for one in zip(*pieces, strict=True)
+    }
+    first = max(num_tokens - CHUNK, 0)
+    tensors |= {name: tensors[name][..., first:, :] for name in ("0.keys", "0.values")}
+    again = layers.rebuild(tensors, make_chunks(), num_tokens)
+    layers.shrink(caches)
+    assert layers.live_bytes(again) == layers.live_bytes(caches)
+    for one in (caches, again):
+        run_chunks(one, num_tokens, num_tokens + 9)
+        assert chunk_keys_of(one[0], first, num_tokens + 9) == counted(first, num_tokens + 9)
+        assert one[0].start_position == first
+    with pytest.raises(ValueError, match="not the keys and values"):
+        layers.rebuild({**tensors, "0.keys": tensors["0.keys"][..., 1:, :]}, make_chunks(), num_tokens)
+
+
+def test_a_chunked_attention_layer_can_be_copied_only_for_tokens_that_it_still_has() -> None:
+    caches = run_chunks(make_chunks(), 0, 96)
+    assert layers.holds(caches, 48, 96)
+    assert not layers.holds(caches, 47, 96)
+    for span in ((47, 96), (90, 97)):
+        with pytest.raises(ValueError, match="not held"):
+            layers.cut(caches, *span)
+
+
+def test_a_chunked_attention_layer_rewinds_only_into_chunks_whose_beginning_it_still_has() -> None:
+    caches = run_chunks(make_chunks(), 0, 90)
+    layers.shrink(caches)
+    assert (caches[0].start_position, layers.earliest(caches)) == (58, 64)
+    with pytest.raises(ValueError, match="cannot go back to 63"):
+        layers.fork(caches, make_chunks(), 63)
+    other = layers.fork(caches, make_chunks(), 64)
+    layers.trim(caches, 70)
+    run_chunks(caches, 70, 110)
+    run_chunks(other, 64, 80)
+    assert chunk_keys_of(caches[0], 96, 110) == counted(96, 110)
+    assert chunk_keys_of(other[0], 64, 80) == counted(64, 80)
+    with pytest.raises(ValueError, match="cannot go back to 80"):
+        layers.trim(caches, 80)
+    assert layers.earliest(run_chunks(make_chunks(), 0, CHUNK)) == 0
+
+
+def test_a_chunked_attention_layer_trimmed_to_the_start_of_a_chunk_can_continue() -> None:
+    caches = run_chunks(make_chunks(), 0, 96)
+    layers.shrink(caches)
+    assert layers.earliest(caches) == 64
+    layers.trim(caches, 64)
+    other = layers.fork(caches, make_chunks(), 64)
+    assert layers.live_bytes(other) == 64 * CHUNK_TOKEN_BYTES
+    for one in (caches, other):
+        run_chunks(one, 64, 70)
+        assert chunk_keys_of(one[0], 64, 70) == counted(64, 70)
+    assert isinstance(other[0], ChunkCache)

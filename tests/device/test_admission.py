@@ -297,43 +297,6 @@ async def make_engine(make_model, trials):
         assert device.stop()
 
 
-async def test_a_large_waiting_turn_ends_before_small_turns_that_came_later(make_engine) -> None:
-    """Small turns that come later do not overtake a large one that waits."""
-    engine = await make_engine(600)
-    order: list[str] = []
-
-    async def run(name: str, num_tokens: int) -> None:
-        await engine.run(TurnRequest(key(name), as_tokens(prompt(num_tokens))), lambda: False)
-        order.append(name)
-
-    tasks = [asyncio.create_task(run("first", 400))]
-    await asyncio.sleep(0)
-    tasks.append(asyncio.create_task(run("large", 500)))
-    await asyncio.sleep(0)
-    tasks += [asyncio.create_task(run(f"small{i}", 110)) for i in range(5)]
-    await asyncio.sleep(0)
-    assert (engine.num_running, engine.num_waiting) == (1, 6)
-    await asyncio.gather(*tasks)
-    assert order[:2] == ["first", "large"]
-    assert engine.num_waiting == 0
-
-
-async def test_a_tenant_with_many_turns_that_wait_for_memory_does_not_block_another_tenant(
-    make_engine,
-) -> None:
-    engine = await make_engine(300)
-    order: list[str] = []
-
-    async def run(tenant: str, index: int) -> None:
-        await engine.run(TurnRequest(SessionKey(tenant, f"s{index}"), as_tokens(prompt(250))), lambda: False)
-        order.append(tenant)
-
-    tasks = [asyncio.create_task(run("many", index)) for index in range(8)]
-    tasks += [asyncio.create_task(run("one", index)) for index in range(2)]
-    await asyncio.gather(*tasks)
-    assert order == ["many", "many", "one", "many", "one", *["many"] * 5]
-
-
 def test_a_tenants_turns_start_within_its_share_of_memory_and_a_single_turn_may_exceed_it() -> None:
     ledger = Ledger(1000)
     admission = Admission(ledger, 300)

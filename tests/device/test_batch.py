@@ -199,18 +199,6 @@ def test_speculation_changes_only_the_number_of_steps(make_model, sampling, num_
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
-def test_speculation_does_not_make_an_answer_longer_than_its_limit(make_model) -> None:
-    model = make_model("llama")
-    batch = drafting(model, 8)
-    piece = begin(model, prompt(9))
-    piece.row.num_left = 30
-    batch.step([piece])
-    while piece.row.num_left > 0:
-        batch.step([])
-    assert piece.row.num_left == 0
-    assert piece.row.sampler.num_drawn == 30
-
-
 @pytest.mark.parametrize("kind", ["qwen3_next", "mamba2"])
 def test_models_whose_caches_cannot_be_trimmed_never_speculate(make_model, kind) -> None:
     model = make_model(kind)

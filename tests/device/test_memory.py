@@ -1,19 +1,262 @@
-"""Memory estimates agree with known values and with MLX's measurements."""
+"""Memory estimates agree with MLX's measurements, and what happens when memory is short.
+
+Idle sessions are dropped first; then prompts slow down, wait, and at last fail.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import gc
+import queue
+import random
+import time
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import CONFIGS, batched, prompt
+from tiny_models import BLOCK, alone, append, batched, generate, key, prompt
 
 from cache.kv.size import KvSize
 from cache.names.policy import Policy
+from tests.matrices import thinned
 from worker.batch.rows import PrefillPiece
 from worker.device.machine import _PROFILES
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
+from worker.device.turn import FaultedTurn, FinishedTurn, NoRoomError, Starvation
+
+#: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
+SESSION = 256 * 2 * 2 * 8 * 4 * 2
+
+
+@pytest.fixture
+def model(make_model) -> Any:
+    return make_model("llama")
+
+
+def limit_of(num_sessions: float, scratch: int = 2**20) -> int:
+    gc.collect()  # what other tests have left
+    return mx.get_active_memory() + round(num_sessions * SESSION) + scratch
+
+
+def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int:
+    """Return the least memory limit, in bytes, with room for the KV of `num_tokens` tokens."""
+    wanted = estimator.kv.held(num_tokens)
+    low, high = wanted, wanted + 2**26
+    while low < high:
+        middle = (low + high) // 2
+        of = dataclasses.replace(estimator, limit_bytes=middle, weight_bytes=0)
+        enough = of.room_for_kv(4, 32, 4096) >= wanted
+        low, high = (low, middle) if enough else (middle + 1, high)
+    return weight_bytes + low
+
+
+def test_when_memory_is_short_the_least_recently_used_idle_sessions_are_dropped_first(
+    make_rig, model
+) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
+    turns = [append(prompt(200), name=f"s{i}") for i in range(8)]
+    for turn in turns:
+        rig.run(turn)
+    assert rig.dropped == [f"s{i}" for i in range(len(rig.dropped))]
+    assert 2 <= len(rig.dropped) < 8
+    kept = generate(prompt(200), 3, name="s7", num_kept=200)
+    gone = generate(prompt(200), 3, name="s0", num_kept=200)
+    rig.run(kept)
+    rig.run(gone)
+    assert (kept.num_reused, gone.num_reused) == (199, 0)
+    assert rig.tokens(kept) == rig.tokens(gone) == alone(model, prompt(200), 3)[0]
+
+
+def test_a_fork_that_lacks_memory_drops_other_idle_sessions_before_the_forked_one(make_rig, model) -> None:
+    limit = limit_of(14)
+    rig = make_rig(model, limit_bytes=limit)
+    rig.run(append(prompt(1000), name="source"))
+    for i in range(90):
+        rig.run(append(prompt(100, salt=1 + i), name=f"s{i}"))
+        if mx.get_active_memory() + rig.device.estimator.kv.held(999) > limit:
+            break
+    assert not rig.dropped
+    turn = generate([*prompt(999), 1], 3, name="copy", source=key("source"))
+    rig.run(turn)
+    assert turn.num_reused == 999
+    assert rig.dropped[0] == "s0"
+    assert rig.tokens(turn) == alone(model, turn.request.context, 3)[0]
+
+
+def test_a_prompt_is_prefilled_in_smaller_pieces_when_memory_is_short(make_rig, model) -> None:
+    """The attention scores of 64 queries and 1,800 keys take 1.8 MB; those of 16 queries take a quarter."""
+    rig = make_rig(model, block_tokens=64, limit_bytes=limit_of(8, scratch=2**20))
+    turn = append(prompt(1800))
+    rig.run(turn)
+    ends = rig.chunk_ends(turn)
+    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    assert isinstance(rig.end(turn), FinishedTurn)
+    assert sizes[0] == 64
+    assert 16 <= min(sizes[:-1]) < 64
+
+
+def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intact(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**18))
+    rig.run(append(prompt(20), name="other"))
+    doomed = append(prompt(2000), name="doomed")
+    rig.run(doomed)
+    end = rig.end(doomed)
+    assert isinstance(end, FaultedTurn)
+    assert isinstance(end.error, NoRoomError)
+    assert "the limit of the device is" in str(end.error)
+    after = generate(prompt(20), 4, name="other")
+    rig.run(after)
+    assert rig.tokens(after) == alone(model, prompt(20), 4)[0]
+
+
+def test_a_prompt_that_lacks_memory_waits_and_continues_once_memory_is_freed(make_rig, model) -> None:
+    limit = limit_of(4, scratch=2**18)
+    held = [mx.ones((SESSION // 4,)) for _ in range(3)]
+    mx.eval(held)
+    rig = make_rig(model, limit_bytes=limit)
+    turn = append(prompt(500))
+    rig.device.submit(turn)
+    rig.wait(lambda events: any(isinstance(event, Starvation) for event in events))
+    assert rig.end(turn) is None
+    held.clear()
+    rig.finish(turn)
+    assert isinstance(rig.end(turn), FinishedTurn)
+
+
+def test_a_prompt_without_enough_memory_waits_until_running_answers_end(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**18))
+    running = generate(prompt(500), 300, name="running")
+    rig.device.submit(running)
+    rig.wait(lambda _: len(rig.tokens(running)) > 2)
+    waiting = append(prompt(700), name="waiting")
+    rig.device.submit(waiting)
+    rig.finish(running, waiting)
+    assert isinstance(rig.end(waiting), FinishedTurn)
+    assert rig.tokens(running) == alone(model, prompt(500), 300)[0]
+    order = [event for event in rig.events if event in (rig.end(running), rig.end(waiting))]
+    assert order == [rig.end(running), rig.end(waiting)]
+
+
+def test_memory_for_a_restore_is_freed_then_granted_and_reserved_until_it_is_released(
+    make_rig, model
+) -> None:
+    limit = limit_of(8, scratch=2**20)
+    rig = make_rig(model, block_tokens=64, limit_bytes=limit)
+    rig.run(*(append(prompt(250, salt=i), name=f"s{i}") for i in range(7)))
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    size_bytes = estimator.restore_bytes(3200, 64)
+    assert mx.get_active_memory() + size_bytes > limit
+    rig.device.reserve_room(key("restored"), 3200, answers.put)
+    assert answers.get(timeout=20)
+    assert mx.get_active_memory() + size_bytes <= limit
+    rig.wait(lambda _: bool(rig.dropped))
+    beside = append(prompt(1800), name="beside")
+    rig.device.submit(beside)
+    time.sleep(0.5)
+    assert mx.get_active_memory() + size_bytes <= limit, "what is promised is taken by nobody else"
+    rig.device.release_room(key("restored"))
+    rig.finish(beside)
+    assert isinstance(rig.end(beside), FinishedTurn)
+    assert rig.peak <= limit
+
+
+def test_a_restore_larger_than_the_device_is_refused(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(2))
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    rig.device.reserve_room(key("large"), 100_000, answers.put)
+    assert answers.get(timeout=20) is False
+
+
+def test_a_session_whose_restore_is_tried_again_does_not_wait_for_its_own_memory(make_rig, model) -> None:
+    """A damaged file ends the first try; the second one asks for memory although the first one has some."""
+    rig = make_rig(model, limit_bytes=limit_of(8))
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    left = estimator.limit_bytes - mx.get_active_memory()
+    num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left // 2 + 1)
+    for _ in range(2):
+        rig.device.reserve_room(key("restored"), num_tokens, answers.put)
+        assert answers.get(timeout=5)
+
+
+def test_a_restore_without_enough_memory_waits_until_running_answers_end(make_rig, model) -> None:
+    rig = make_rig(model, limit_bytes=limit_of(8))
+    running = generate(prompt(250), 1000, name="running")
+    rig.device.submit(running)
+    rig.wait(lambda _: len(rig.tokens(running)) > 2)
+    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    left = estimator.limit_bytes - mx.get_active_memory()
+    num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left + 2**14)
+    rig.device.reserve_room(key("large"), num_tokens, answers.put)
+    rig.wait(lambda _: len(rig.tokens(running)) > 20)
+    assert answers.empty()
+    rig.device.cancel(running)
+    rig.finish(running)
+    assert answers.get(timeout=20)
+
+
+@pytest.mark.parametrize(("num_turns", "num_new"), thinned([20, 80], [0, 10]))
+def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
+    make_rig, model, num_turns: int, num_new: int
+) -> None:
+    """Each prompt's caches allocate 256 tokens at first; the limit has room for only 30 tokens per prompt."""
+    estimator = make_rig(model, max_batch=4).device.estimator
+    gc.collect()
+    limit = least_limit(estimator, num_turns * 30, weight_bytes=mx.get_active_memory())
+    rig = make_rig(model, max_batch=4, limit_bytes=limit)
+    turns = [
+        generate(prompt(20, salt=i), num_new, name=f"s{i}")
+        if num_new
+        else append(prompt(30, salt=i), name=f"s{i}")
+        for i in range(num_turns)
+    ]
+    rig.run(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {FinishedTurn}
+    for turn in turns:
+        assert turn.num_reused + turn.num_prefilled == turn.request.num_prompt - (num_new == 0)
+    if num_new:
+        for turn in turns[::7]:
+            assert rig.tokens(turn) == alone(model, turn.request.context, num_new)[0]
+
+
+def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_restart(make_rig, model) -> None:
+    """Prompts of several tenants start even if they do not fit together, so some lose their progress."""
+    estimator = make_rig(model, max_batch=4).device.estimator
+    gc.collect()
+    limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
+    rig = make_rig(model, max_batch=4, limit_bytes=limit)
+    turns = [append(prompt(1500, salt=i), tenant=f"t{i}") for i in range(6)]
+    rig.run(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {FinishedTurn}
+    assert any(ends != sorted(ends) for ends in map(rig.chunk_ends, turns))
+    last = [event for event in rig.events if isinstance(event, FinishedTurn)][-1].turn
+    again = generate(last.request.context, 3, num_kept=1900, tenant=last.request.tenant)
+    rig.run(again)
+    assert rig.tokens(again) == alone(model, again.request.context, 3)[0]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.soak) for i in range(1, 20))])
+def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model, seed: int) -> None:
+    """Short and long prompts arrive at random, and all are answered."""
+    dice, limit = random.Random(seed), limit_of(14)
+    rig = make_rig(model, block_tokens=64, max_batch=4, limit_bytes=limit)
+    turns = []
+    for i in range(60):
+        length = dice.choice((5, 30, 120, 600, 1200))
+        name = f"s{dice.randrange(20)}-{i}"
+        turn = generate(prompt(length, salt=i), dice.randint(1, 20), name=name)
+        turns.append(turn)
+        rig.device.submit(turn)
+        if dice.random() < 0.6:
+            rig.finish(*turns)
+    rig.finish(*turns)
+    assert rig.peak <= limit
+    assert {type(rig.end(turn)) for turn in turns} == {FinishedTurn}
+    for turn in turns[::7]:
+        assert rig.tokens(turn) == alone(model, turn.request.context, turn.request.answer.max_tokens)[0]
+
 
 GIB = 2**30
 
@@ -103,7 +346,7 @@ def test_a_prefill_step_takes_no_more_memory_than_estimated(
     batch, caches = batched(model), make_prompt_cache(model)
     for start in range(0, num_cached, 256):
         batch.step([PrefillPiece(caches, start, prompt(256))])
-    estimator = Estimator(shape_of(CONFIGS["llama"]), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)
+    estimator = Estimator(shape_of(vars(model.args)), GIB, 0, KvSize(2 * 2 * 8 * 4 * 2), 2, fused=False)
     expected = estimator.scratch_bytes(0, [(num_new, num_cached + num_new)])
     batch.step([PrefillPiece(make_prompt_cache(model), 0, prompt(num_new))])  # whatever is made once
     before = mx.get_active_memory()

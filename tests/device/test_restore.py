@@ -1,12 +1,17 @@
-"""A session restored from disk continues bit for bit; KV that is lost or does not fit is prefilled again."""
+"""A session restored from disk continues bit for bit; lost KV, and KV that does not fit, is prefilled again.
+
+Whether to read, fetch or prefill follows from measured speeds, and a slow disk is tried again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +31,8 @@ from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import RowSampling
 from worker.device.request import TurnRequest
+from worker.engine import restore_times as measured
+from worker.engine.restore_times import RestoreTimes
 
 HOT = RowSampling(0.9, top_p=0.95, seed=77)
 
@@ -65,34 +72,6 @@ async def test_a_restore_allocates_caches_with_space_for_the_turns_first_tokens(
     async with open_process() as after:
         await after.generate(tokens + prompt(num_new, salt=5), 2)
     assert capacities == [{256 if num_new == 4 else 512}]
-
-
-async def test_a_partial_last_block_stored_in_pieces_is_restored_without_another_prefill(
-    open_process,
-) -> None:
-    """Turns of two tokens, each in a new process, cross two block boundaries."""
-    begin = prompt(BLOCK + 5)
-    history = list(begin)
-    async with open_process(folder="whole") as whole:
-        expected = []
-        for turn in range(8):
-            history = history + prompt(1, salt=turn)
-            _, tokens, bits = await whole.generate(history, 1, HOT)
-            history = history + tokens
-            expected.append((tokens, bits))
-    history, num_pieces = list(begin), set()
-    for turn in range(8):
-        async with open_process() as process:
-            history = history + prompt(1, salt=turn)
-            outcome, tokens, bits = await process.generate(history, 1, HOT)
-            history = history + tokens
-            assert (tokens, bits) == expected[turn]
-            assert outcome.num_prefilled <= (2 if turn else len(history))
-            assert await process.store.queue.drained(10)
-            stats = process.store.stats()
-            assert stats.dropped == {}
-            num_pieces.add(stats.stored - (len(history) - 1) // BLOCK)
-    assert num_pieces >= {1, 2}
 
 
 async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device(open_process) -> None:
@@ -158,9 +137,12 @@ CHUNKED = "llama4_chunks"
 CUT = (WINDOWED, CHUNKED)
 
 
+#: Layers of other kinds: states and windows, short chunks, latent attention, several caches in a layer.
+OTHERS = ["gemma3_text", "rwkv7", "granitemoehybrid", "recurrent_gemma", "baichuan_m1", "llama4"]
+OTHERS += ["deepseek_v3", "longcat_flash"]
 #: Plain, recurrent, windowed and chunked layers, quantised KV, and a window of the policy.
 EXACT = [
-    *((kind, None, FULL) for kind in ("llama", *STATEFUL, *CUT)),
+    *((kind, None, FULL) for kind in ("llama", *STATEFUL, *CUT, *OTHERS)),
     *((kind, None, WINDOW) for kind in ("qwen3_next", "falcon_h1")),
     *((kind, bits, FULL) for kind, bits in (("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4))),
 ]
@@ -376,3 +358,53 @@ async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_is_re
     turn = generate(prompt(9), 4)
     rig.run(turn)
     assert rig.tokens(turn) == alone(make_model("llama"), prompt(9), 4)[0]
+
+
+MIB = 2**20
+
+
+def test_a_fetch_is_tried_again_after_refusals_whether_the_disk_or_the_tier_was_slow() -> None:
+    for tier_s, disk_s in ((60.0, 1.0), (1.0, 60.0), (1.0, None)):
+        rates = RestoreTimes()
+        rates.prefilled(1000, seconds=1.0)
+        rates.fetched(64 * MIB, tier_s)
+        if disk_s is not None:
+            rates.restored(64 * MIB, disk_s)
+        refused = next(n for n in count() if rates.should_fetch(64 * MIB, 1000))
+        assert refused <= 100
+        assert (refused > 50) == (disk_s is not None)
+
+
+def test_a_restore_is_tried_again_after_refusals() -> None:
+    rates = RestoreTimes()
+    rates.prefilled(1000, seconds=1.0)
+    rates.restored(64 * MIB, seconds=60.0)
+    assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50
+
+
+@pytest.mark.parametrize(
+    ("file_s", "token_s", "is_restored"),
+    [(0.0, 1000.0, True), (0.01, 1e-6, False)],
+    ids=["a fast disk", "a slow disk"],
+)
+async def test_a_session_is_prefilled_again_where_the_disk_was_seen_to_be_slower(
+    open_process, monkeypatch, file_s: float, token_s: float, is_restored: bool
+) -> None:
+    """The first session is restored from a disk of unknown speed, which that measures."""
+    monkeypatch.setattr(measured, "_LEAST_BYTES", 1)
+    texts = [prompt(8 * BLOCK, salt=salt) for salt in (3, 4)]
+    async with open_process() as before:
+        for i, tokens in enumerate(texts):
+            await before.append(tokens, name=f"s{i}")
+    read = snapshot_format.read
+
+    def slow(*args: Any, **options: Any) -> int:
+        time.sleep(file_s)
+        return read(*args, **options)
+
+    monkeypatch.setattr(snapshot_format, "read", slow)
+    async with open_process() as after:
+        after.engine._finder.rates.prefilled(1000, seconds=1000 * token_s)
+        first, second = [await after.append(tokens, name=f"s{i}") for i, tokens in enumerate(texts)]
+    assert (first.num_cached, first.num_prefilled) == (8 * BLOCK - 1, 0)
+    assert (second.num_prefilled == 0) == is_restored

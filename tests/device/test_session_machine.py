@@ -28,10 +28,15 @@ from worker.device.request import TurnRequest
 
 HOT = RowSampling(0.9, top_p=0.95, seed=77)
 WINDOW = Policy(sink=3, window=20)
+#: Another window, so that rows with different windows run together.
+WIDER = Policy(sink=3, window=28)
 #: Attention within chunks of four blocks.
 CHUNKED = "llama4_chunks"
 #: Models with windows of their own, hybrids, and plain ones, of which a plain reference can mask all layers.
-MASKED = ["llama", "exaone4", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"]
+MASKED = [
+    *("llama", "exaone4", "gemma3_text", "gpt_oss", "qwen3_next", "falcon_h1"),
+    *("granitemoehybrid", "baichuan_m1"),
+]
 MOST_TOKENS = 150
 
 
@@ -43,12 +48,12 @@ class FromScratch:
         self._model = model
         self._masked: dict[Policy, Naive] = {}
         if kind in MASKED and kv_bits is None:
-            kinds = {one: kinds_of(model, one) for one in (FULL, WINDOW)}
+            kinds = {one: kinds_of(model, one) for one in (FULL, WINDOW, WIDER)}
             self._masked = {one: Naive(model, build_model(kind), kinds[one]) for one in kinds}
 
     @property
     def policies(self) -> list[Policy]:
-        return [WINDOW, WINDOW, FULL, FULL] if self._masked else [FULL] * 4
+        return [WINDOW, WIDER, FULL, FULL] if self._masked else [FULL] * 4
 
     def check(self, context: list[int], drawn: list[int], sampling: RowSampling, policy: Policy) -> None:
         """Check that `drawn` is the answer to `context`. Nothing else may run: masks replace attention."""
@@ -91,7 +96,7 @@ class Machine:
     async def _turn(self, process: Process, name: str) -> tuple[list[int], list[int], RowSampling]:
         policy = self.policies[name]
         context = self.histories[name] + prompt(self._dice.choice((1, 3, 9, 30)), self._dice.randrange(99))
-        sampling = GREEDY if policy == WINDOW else self._dice.choice((GREEDY, HOT))
+        sampling = self._dice.choice((GREEDY, HOT)) if policy == FULL else GREEDY
         num = self._dice.randrange(1, 12)
         if self._dice.random() < 0.3:
             await process.append(context, name, policy)
@@ -104,7 +109,7 @@ class Machine:
         """Cancel an answer after some tokens, and resume it with these, as after a worker's crash."""
         name = self._dice.choice(sorted(self.histories))
         policy, context = self.policies[name], self.histories[name] + prompt(9)
-        sampling = GREEDY if policy == WINDOW else HOT
+        sampling = HOT if policy == FULL else GREEDY
         growing, most = answer(500), self._dice.randrange(1, 9)
 
         async def publish(_: Any) -> None:

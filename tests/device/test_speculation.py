@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
-from test_grammar_rows import grammar
-from test_logprobs import PENALISED
+from test_logprobs import PENALISED, grammar
 from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, loaded, prompt, tried
 
 from cache.kv import layers

@@ -1,4 +1,4 @@
-"""Sessions with sinks and a window have bounded KV and exact tokens, alone and beside full sessions."""
+"""Sessions with sinks and a window have bounded KV and exact tokens, at any position."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from naive_window import Naive, kinds_of
-from tiny_models import alone, append, generate, prompt
+from tiny_models import append, generate, prompt
 
 from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 from cache.names.policy import SLACK, Policy
 from worker.batch.forward import Forward
 from worker.batch.own_pass import run_alone
+from worker.batch.parts import OwnPart
 from worker.batch.slots import Pool
 
 POLICY = Policy(sink=3, window=20)
@@ -31,21 +35,6 @@ def _assert_greedy(naive: Naive, tokens: Sequence[int], drawn: Sequence[int], nu
     """Check with one pass that an answer has `num` tokens, each the likeliest after the tokens before it."""
     assert len(drawn) == num
     assert list(drawn) == naive.logits([*tokens, *drawn])[len(tokens) - 1 : -1].argmax(axis=-1).tolist()
-
-
-@pytest.mark.parametrize("kind", ["llama", "granitemoehybrid", "baichuan_m1"])
-def test_windowed_and_full_sessions_in_one_batch_get_the_same_tokens_as_alone(
-    make_model, build_model, make_rig, kind: str
-) -> None:
-    model = make_model(kind)
-    naive, rig = _naive(model, build_model(kind)), make_rig(model)
-    contexts = [prompt(num, salt) for salt, num in enumerate((5, 22, 23, 24, 61, 130), 2)]
-    windowed = [generate(context, 14, name=f"w{i}", policy=POLICY) for i, context in enumerate(contexts)]
-    full = [generate(context, 14, name=f"f{i}") for i, context in enumerate(contexts[3:])]
-    rig.run(*windowed, *full)
-    for turn, context in zip(windowed, contexts, strict=True):
-        _assert_greedy(naive, context, rig.tokens(turn), 14)
-    assert [rig.tokens(turn) for turn in full] == [alone(model, one, 14)[0] for one in contexts[3:]]
 
 
 def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
@@ -98,18 +87,6 @@ def test_windowed_rows_join_a_pool_once_and_never_move_to_another(make_model, ma
     rig.run(*turns)
     assert joined == [0] * 4
     assert all(rig.end(turn).cost.num_cached > SLACK + 23 for turn in turns)
-
-
-def test_rows_with_different_windows_get_the_same_tokens_in_one_batch_as_alone(make_model, make_rig) -> None:
-    model, policies = make_model("llama"), [POLICY, Policy(3, 28)]
-
-    def answers(*numbers: int) -> list[Sequence[int]]:
-        rig = make_rig(model)
-        turns = [generate(prompt(60, n), 40, name=f"s{n}", policy=policies[n % 2]) for n in numbers]
-        rig.run(*turns)
-        return [rig.tokens(turn) for turn in turns]
-
-    assert answers(*range(8)) == [answers(n)[0] for n in range(8)]
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
@@ -180,3 +157,64 @@ def test_the_kv_of_a_windowed_hybrid_session_is_limited_to_its_window_and_states
     short, long = (rig.end(turn) for turn in turns)
     assert short.live_bytes == long.live_bytes == rig.device.kv(POLICY).live(10**6)
     assert long.earliest == 899, "a state cannot go back"
+
+
+SINK, WINDOW = 3, 20
+TOKENS = [(i * i * 7 + i // 5) % 89 for i in range(160)]
+
+
+def _rings(model: Any, grid: int | None = 32) -> list[RingCache]:
+    """Make a ring for each layer: with `SINK` and `WINDOW` for plain caches, else with the model's window."""
+    return [
+        RingCache(SINK, WINDOW, grid=grid)
+        if type(cache) is KVCache
+        else RingCache(cache.keep, cache.max_size)
+        for cache in make_prompt_cache(model)
+    ]
+
+
+def _run(forward: Forward, rings: list[RingCache], tokens: Sequence[int], lengths: Sequence[int]) -> mx.array:
+    """Run tokens in pieces of these lengths behind the rings' tokens; return logits, (tokens, vocabulary)."""
+    found, at = [], 0
+    for length in lengths:
+        found.append(forward([OwnPart(rings, rings[0].offset, length)], list(tokens[at : at + length])))
+        mx.eval(found[-1])
+        at += length
+    return mx.concatenate(found)
+
+
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma3_text", "gpt_oss"])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cuts=st.lists(st.integers(1, 159), max_size=12, unique=True))
+def test_ring_attention_over_any_split_of_the_tokens_equals_attention_with_masks(
+    make_model, build_model, kind: str, cuts: list[int]
+) -> None:
+    model = make_model(kind)
+    naive = Naive(model, build_model(kind), [(ring.sink, ring.window) for ring in _rings(model)])
+    edges = [0, *sorted(cuts), len(TOKENS)]
+    found = _run(Forward(model), _rings(model), TOKENS, [b - a for a, b in pairwise(edges)])
+    expected = naive.logits(TOKENS)
+    assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
+
+
+def test_the_reference_model_has_other_logits_with_attention_sinks_than_without(
+    make_model, build_model
+) -> None:
+    model = make_model("llama")
+    with_sinks, without = (
+        Naive(model, build_model("llama"), [(sink, WINDOW)] * 2).logits(TOKENS) for sink in (SINK, 0)
+    )
+    assert mx.abs(with_sinks - without).max().item() > 1e-2 * mx.abs(without).max().item()
+
+
+@pytest.mark.parametrize("far", [10_000_000, 9_999_990, 2**31 // 4096 * 4096 - 100])
+def test_logits_at_position_ten_million_equal_those_at_ten_thousand(make_model, far: int) -> None:
+    model = make_model("llama")
+    logits = []
+    for start in (10_000, far):
+        rings = _rings(model, grid=None)
+        _run(Forward(model), rings, TOKENS, [SINK])
+        for ring in rings:
+            ring.offset = start
+        logits.append(_run(Forward(model), rings, TOKENS, [60, 1, 1, 98])[80:])  # the gap is out of sight
+    assert mx.abs(logits[0] - logits[1]).max().item() < 2e-3 * mx.abs(logits[0]).max().item()

@@ -32,6 +32,7 @@ class Door:
         self.server = server
         self.task = task
         self.url = url
+        self.worker: Any = None  # set for the fixture `worker`
         self.openai = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     @property
@@ -92,10 +93,28 @@ def calling_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-async def served(local_worker: Any, door: Any) -> Door:
-    """A gateway for a worker with the tiny model."""
-    worker = await local_worker()
-    return await door(worker.settings.nats, worker.settings.prefix)
+async def worker(request: pytest.FixtureRequest, local_worker: Any) -> Any:
+    """A worker with the tiny model, or with the model and the settings that the mark `serves` names."""
+    mark = request.node.get_closest_marker("serves") or pytest.mark.serves("tiny_model").mark
+    return await local_worker(model=str(request.getfixturevalue(mark.args[0])), **mark.kwargs)
+
+
+@pytest.fixture
+def gateway(worker: Any, door: Any) -> Callable[..., Awaitable[Door]]:
+    """Return a function that starts a gateway for the fixture `worker`, with these options."""
+
+    async def start(**options: Any) -> Door:
+        started: Door = await door(worker.settings.nats, worker.settings.prefix, **options)
+        started.worker = worker
+        return started
+
+    return start
+
+
+@pytest.fixture
+async def served(gateway: Any) -> Any:
+    """A gateway for the fixture `worker`."""
+    return await gateway()
 
 
 @pytest.fixture

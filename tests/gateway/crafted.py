@@ -20,6 +20,18 @@ CODERS = (
 )
 
 
+#: A bias of a request for which a tiny model's answer is letters, which come back as they were.
+LETTERS = {str(token): 100 for token in range(68, 90)}
+
+
+def user(content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def assistant(content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content}
+
+
 def generated(reason: str = "stop", *calls: tuple[str, str, str], **more: Any) -> Generated:
     """Return an answer with this finish reason, and with calls of these ids, names and arguments."""
     usage = Usage(

@@ -1,4 +1,4 @@
-"""`turnkeep serve --gateway`: a gateway that starts and ends with its worker."""
+"""A gateway beside a worker, and one for several models."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import psutil
 import pytest
 from parts import free_port
 
+from tests.gateway.test_command import launched
 from worker.process.datadir import starting_pid
 
-pytestmark = pytest.mark.process
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 
 
@@ -32,6 +32,7 @@ async def until_served(http: httpx2.AsyncClient, *, served: bool) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.process
 async def test_the_gateway_of_a_worker_starts_and_ends_with_the_worker(
     worker_process: Any, tiny_model: Path
 ) -> None:
@@ -53,6 +54,7 @@ async def test_the_gateway_of_a_worker_starts_and_ends_with_the_worker(
     assert process.log.count(f"the gateway is at http://127.0.0.1:{port}/v1") == 2
 
 
+@pytest.mark.process
 def test_launch_waits_for_the_gateway_of_a_worker_that_is_starting(
     worker_process: Any, tiny_model: Path
 ) -> None:
@@ -76,6 +78,7 @@ def test_launch_waits_for_the_gateway_of_a_worker_that_is_starting(
     assert process.stop() == 0
 
 
+@pytest.mark.process
 async def test_a_worker_s_gateway_removes_conversations_after_the_time_that_is_set(
     worker_process: Any,
 ) -> None:
@@ -90,6 +93,7 @@ async def test_a_worker_s_gateway_removes_conversations_after_the_time_that_is_s
             await asyncio.sleep(0.1)
 
 
+@pytest.mark.process
 async def test_a_worker_continues_after_its_gateway_is_killed(worker_process: Any) -> None:
     process = worker_process("--gateway", str(free_port()))
     process.start()
@@ -107,6 +111,7 @@ async def test_a_worker_continues_after_its_gateway_is_killed(worker_process: An
     await client.close()
 
 
+@pytest.mark.process
 def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
     worker_process: Any, nats_url: str
 ) -> None:
@@ -120,6 +125,7 @@ def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
     assert "loading weights" not in process.log
 
 
+@pytest.mark.process
 async def test_the_gateway_command_applies_keys_cors_explain_and_until_eof(
     local_worker: Any, tmp_path: Path
 ) -> None:
@@ -147,3 +153,51 @@ async def test_the_gateway_command_applies_keys_cors_explain_and_until_eof(
         gateway.kill()
         gateway.wait()
     assert "0 of a conversation's 3 messages were found" in (tmp_path / "log").read_text()
+
+
+@pytest.fixture
+async def served(local_worker: Any, door: Any, tmp_path: Path) -> Any:
+    """A gateway with the models `one` and `two`, which have workers, and `gone`, which has none."""
+    one = await local_worker()
+    prefixes = {"one": one.settings.prefix, "two": f"{one.settings.prefix}-two", "gone": "no-worker-here"}
+    await local_worker(prefix=prefixes["two"], data_dir=tmp_path / "two")
+    return await door(one.settings.nats, prefixes=prefixes)
+
+
+async def ask(served: Any, model: str, said: str, **more: Any) -> Any:
+    made = served.openai.responses.with_raw_response.create
+    return await made(model=model, input=said, max_output_tokens=2, **more)
+
+
+async def test_a_model_without_a_worker_is_listed_without_context_length_and_refuses_with_503(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    listed = (await http.get("/v1/models")).json()["data"]
+    contexts = [(one["id"], one.get("context_window")) for one in listed]
+    assert contexts == [("one", 2048), ("two", 2048), ("gone", None)]
+    refused = await http.post("/v1/responses", json={"model": "gone", "input": "Hello."})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_worker")
+    assert (await http.get("/v1/models/two")).json() == listed[1]
+    unknown = await http.post("/v1/responses", json={"model": "three", "input": "Hello."})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_models_share_no_sessions_but_a_model_can_continue_another_models_answer_by_id(
+    served: Any,
+) -> None:
+    first = await ask(served, "one", "Hello.")
+    answer = first.parse()
+    assert answer.model == "one"
+    same = await ask(served, "two", "Hello.")
+    assert same.headers["x-turnkeep-session"].endswith(" begun")
+    more = await ask(served, "two", "More.", previous_response_id=answer.id)
+    both = same.parse().usage.input_tokens + answer.usage.output_tokens
+    assert more.parse().usage.input_tokens > both, "the conversation goes on with another model"
+    assert await served.openai.responses.retrieve(answer.id) == answer
+    assert await served.openai.responses.cancel(more.parse().id) == more.parse()
+
+
+async def test_launch_names_the_model_that_has_no_worker(served: Any, tmp_path: Path) -> None:
+    code, said, complained = await launched(tmp_path, "--gateway", served.url, "--of", "gone", "other")
+    assert (code, said) == (1, "")
+    assert complained == f"turnkeep: no worker of the model gone answers the gateway at {served.url}\n"

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from crafted import user
 from msgspec.structs import replace
 
 from gateway import boundaries
@@ -22,10 +23,6 @@ from gateway.index import (
 from turnkeep_client.messages import Called, CalledFunction, Generated, Seconds, Usage
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def called(arguments: str, call_id: str = "c1", **more: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -11,7 +10,8 @@ import httpx2
 import pytest
 from crafted import CODERS, TEXT
 
-Start = Any
+pytestmark = pytest.mark.serves("calling_model")
+
 #: The ids of the tokens that are a call, half a call, and the end of a turn.
 CALL, HALF, END = 259, 260, 2
 TOOLS = [
@@ -25,12 +25,6 @@ TOOLS = [
     }
 ]
 QUESTION = {"role": "user", "content": "Weather in Rome?"}
-
-
-@pytest.fixture
-async def served(local_worker: Start, door: Start, calling_model: Path) -> Any:
-    worker = await local_worker(model=str(calling_model))
-    return await door(worker.settings.nats, worker.settings.prefix)
 
 
 def options(*tokens: int, **more: Any) -> dict[str, Any]:

@@ -5,41 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
+import httpx2
 import pytest
+from crafted import LETTERS, assistant, user
 from parts import CHAT_TEMPLATE
 
 from gateway.conversations import Conversations
 from gateway.dialects.openai import chat
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
+pytestmark = pytest.mark.serves("endless_model")
 
-Start = Any  # of `local_worker` and `door`
-#: So that the tiny model's answers are text that comes back as it was: no broken characters.
-LETTERS = {str(token): 100 for token in range(68, 90)}
 SYSTEM = {"role": "system", "content": "Answer in rhymes."}
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
-
-
-@pytest.fixture
-def begin(local_worker: Start, door: Start, endless_model: Path) -> Callable[..., Any]:
-    """Return a function that starts a worker and a gateway for it."""
-
-    async def start(**options: Any) -> tuple[Any, Any]:
-        worker = await local_worker(model=str(endless_model))
-        return worker, await door(worker.settings.nats, worker.settings.prefix, **options)
-
-    return start
 
 
 async def ask(door: Any, messages: list[dict[str, Any]], **options: Any) -> tuple[Any, str, str]:
@@ -58,7 +38,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_a_chat_sent_in_full_at_each_turn_prefills_only_its_new_messages(
-    local_worker: Start, door: Start, endless_model: Path, *, restarts: bool
+    local_worker: Any, door: Any, endless_model: Path, *, restarts: bool
 ) -> None:
     """For twenty turns; every second turn sends the contents as a list of parts instead of one string."""
     worker = await local_worker(model=str(endless_model))
@@ -95,29 +75,29 @@ def parts(content: Any) -> Any:
     return [{"type": "text", "text": text} for text in (content[:3], content[3:])]
 
 
-async def test_a_session_that_another_gateway_continued_is_forked(begin: Any, door: Start) -> None:
-    worker, one = await begin()
-    first, session, _ = await ask(one, [user("One?")])
+async def test_a_session_that_another_gateway_continued_is_forked(
+    worker: Any, served: Any, door: Any
+) -> None:
+    first, session, _ = await ask(served, [user("One?")])
     messages = [user("One?"), assistant(first.choices[0].message.content)]
     other = await door(worker.settings.nats, worker.settings.prefix)
     _, there, how = await ask(other, [*messages, user("Two?")])
     assert (there, how) == (session, "continued")
-    answer, here, how = await ask(one, [*messages, user("Too?")])
+    answer, here, how = await ask(served, [*messages, user("Too?")])
     assert how == "forked"
     assert here != session
     assert answer.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
 
 
 async def test_a_restarted_gateway_finds_forks_and_repeats_a_possibly_undelivered_answer_once(
-    begin: Any, door: Start
+    worker: Any, served: Any, door: Any
 ) -> None:
-    worker, one = await begin()
-    first, session, _ = await ask(one, [user("One?")])
+    first, session, _ = await ask(served, [user("One?")])
     messages = [user("One?"), assistant(first.choices[0].message.content)]
-    left, _, _ = await ask(one, [*messages, user("Two?")])
-    right, fork, how = await ask(one, [*messages, user("Too?")])
+    left, _, _ = await ask(served, [*messages, user("Two?")])
+    right, fork, how = await ask(served, [*messages, user("Too?")])
     assert how == "forked"
-    await one.stop()
+    await served.stop()
     other = await door(worker.settings.nats, worker.settings.prefix)
     for asked, answer, where in (("Two?", left, session), ("Too?", right, fork)):
         again, there, how = await ask(other, [*messages, user(asked)])
@@ -131,10 +111,10 @@ async def test_a_restarted_gateway_finds_forks_and_repeats_a_possibly_undelivere
 
 
 async def test_conversations_that_branch_concurrently_get_the_answers_to_their_own_messages(
-    begin: Any,
+    worker: Any,
+    served: Any,
 ) -> None:
     """Each answer equals that of a new session with the same messages."""
-    worker, door = await begin()
     options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 6}
     chance = random.Random(5)
     known: list[list[dict[str, Any]]] = [[]]
@@ -148,7 +128,7 @@ async def test_conversations_that_branch_concurrently_get_the_answers_to_their_o
             if len(messages) > 2 and own.random() < 0.2:
                 at = own.randrange(len(messages) - 1)
                 messages[at] = messages[at] | {"content": messages[at]["content"] + "!"}
-            answer, _, how = await ask(door, messages, **options)
+            answer, _, how = await ask(served, messages, **options)
             text = answer.choices[0].message.content
             hows.append(how)
             answers.append((messages, text))
@@ -163,7 +143,7 @@ async def test_conversations_that_branch_concurrently_get_the_answers_to_their_o
 
 
 async def test_no_fork_starts_at_a_stale_position_if_the_template_rewrites_earlier_text(
-    local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
+    local_worker: Any, door: Any, model_with_template: Callable[[str, str], Path]
 ) -> None:
     model = model_with_template("counting", "{{ messages | length }} said.\n" + CHAT_TEMPLATE)
     worker = await local_worker(model=str(model))
@@ -184,8 +164,8 @@ async def test_no_fork_starts_at_a_stale_position_if_the_template_rewrites_earli
 
 
 async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrites(
-    local_worker: Start,
-    door: Start,
+    local_worker: Any,
+    door: Any,
     model_with_template: Callable[[str, str], Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -219,16 +199,15 @@ async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrite
     assert (await fresh).text == answer.choices[0].message.content
 
 
-async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(begin: Any) -> None:
-    _, door = await begin()
-    answer, _, _ = await ask(door, [SYSTEM, user("Hello.")], n=3)
+async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(served: Any) -> None:
+    answer, _, _ = await ask(served, [SYSTEM, user("Hello.")], n=3)
     texts = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len(set(texts)) > 1
     assert answer.usage.completion_tokens == 24
-    _, _, how = await ask(door, [SYSTEM, user("Hello."), assistant(texts[1]), user("Go on.")])
+    _, _, how = await ask(served, [SYSTEM, user("Hello."), assistant(texts[1]), user("Go on.")])
     assert how == "continued"
-    stream = await door.openai.chat.completions.create(
+    stream = await served.openai.chat.completions.create(
         model="m", messages=[user("Hi.")], n=2, max_tokens=5, stream=True, logit_bias=LETTERS
     )
     ends = [one async for chunk in stream for one in chunk.choices if one.finish_reason]
@@ -236,58 +215,56 @@ async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued
 
 
 async def test_a_text_completion_adds_no_tokens_to_the_prompt_and_closes_its_session(
-    begin: Any,
+    worker: Any,
+    served: Any,
 ) -> None:
-    worker, door = await begin()
     options: dict[str, Any] = {"model": "m", "prompt": "Once upon", "max_tokens": 6, "temperature": 0}
-    answer = await door.openai.completions.create(**options, logprobs=2)
+    answer = await served.openai.completions.create(**options, logprobs=2)
     (choice,) = answer.choices
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len("Once upon"), 6)
     assert "".join(choice.logprobs.tokens) == choice.text
     direct = await worker.client.session("direct").generate(text="Once upon", max_tokens=6)
     assert direct.text == choice.text
-    stream = await door.openai.completions.create(**options, stream=True)
+    stream = await served.openai.completions.create(**options, stream=True)
     assert "".join([one.text async for chunk in stream for one in chunk.choices]) == choice.text
 
     async def all_are_closed() -> bool:
         found = await worker.client.stored.subjects("default")
         kinds = [kinds for key, kinds in found.items() if key.session.startswith("gw-")]
-        return all("closed" in one for one in kinds) and not door.index.sessions
+        return all("closed" in one for one in kinds) and not served.index.sessions
 
     await until(all_are_closed)
 
 
-async def test_a_repeated_request_is_sampled_again_unless_its_temperature_is_zero(begin: Any) -> None:
-    _, door = await begin()
-    first, session, _ = await ask(door, [user("One?")], temperature=0.0)
-    again, where, how = await ask(door, [user("One?")], temperature=0.0)
+async def test_a_repeated_request_is_sampled_again_unless_its_temperature_is_zero(served: Any) -> None:
+    first, session, _ = await ask(served, [user("One?")], temperature=0.0)
+    again, where, how = await ask(served, [user("One?")], temperature=0.0)
     assert (where, how) == (session, "repeated")
     assert again.choices[0].message.content == first.choices[0].message.content
     assert again.id != first.id
     texts = set()
     for _ in range(3):
-        answer, _, how = await ask(door, [user("Two?")])
+        answer, _, how = await ask(served, [user("Two?")])
         assert how != "repeated"
         texts.add(answer.choices[0].message.content)
     assert len(texts) > 1
 
 
-async def test_reasoning_effort_sets_a_token_budget_and_may_change_within_one_session(begin: Any) -> None:
+async def test_reasoning_effort_sets_a_token_budget_and_may_change_within_one_session(served: Any) -> None:
     """This model does not mark its reasoning, so the budget does not change its answers."""
     efforts = {"none": 0, "minimal": 64, "low": 512, "medium": 2048, "high": None, "xhigh": None}
     for effort, most in efforts.items():
         body = {"messages": [user("Hello.")], "reasoning_effort": effort}
         limit = chat.read(json.dumps(body).encode()).options.get("reasoning")
         assert limit == (None if most is None else {"budget": most})
-    _, door = await begin()
-    first, session, _ = await ask(door, [user("Hello.")], reasoning_effort="low", seed=3)
+    first, session, _ = await ask(served, [user("Hello.")], reasoning_effort="low", seed=3)
     said = [user("Hello."), assistant(first.choices[0].message.content), user("Go on.")]
-    _, again, how = await ask(door, said, reasoning_effort="high")
+    _, again, how = await ask(served, said, reasoning_effort="high")
     assert (again, how) == (session, "continued")
 
 
 async def test_template_variables_reach_the_template_and_other_values_begin_another_session(
-    local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
+    local_worker: Any, door: Any, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% if enable_thinking is false %}12345{% endif %}"
     worker = await local_worker(model=str(model_with_template("variables", template)))
@@ -307,7 +284,7 @@ async def test_template_variables_reach_the_template_and_other_values_begin_anot
 
 
 async def test_tools_and_messages_are_logged_with_their_json_keys_in_the_order_sent(
-    local_worker: Start, door: Start, model_with_template: Callable[[str, str], Path]
+    local_worker: Any, door: Any, model_with_template: Callable[[str, str], Path]
 ) -> None:
     template = CHAT_TEMPLATE + "{% for tool in tools or [] %}{{ (tool | tojson)[:40] }}{% endfor %}"
     worker = await local_worker(model=str(model_with_template("ordered", template)))
@@ -325,9 +302,8 @@ async def test_tools_and_messages_are_logged_with_their_json_keys_in_the_order_s
     assert b'"messages":' + json.dumps(told, separators=(",", ":")).encode()[:-1] + b"," in body
 
 
-async def test_several_prompts_of_a_completion_are_answered_in_their_order(begin: Any) -> None:
+async def test_several_prompts_of_a_completion_are_answered_in_their_order(served: Any) -> None:
     """Each answer equals that of a request with this prompt alone; each prompt is counted once in `usage`."""
-    _, served = await begin()
     more = {"model": "m", "max_tokens": 6, "seed": 3, "n": 2}
     create = served.openai.completions.create
     alone = [await create(prompt=one, **more) for one in ("One", "Two", [65, 66, 67])]
@@ -346,3 +322,83 @@ async def test_several_prompts_of_a_completion_are_answered_in_their_order(begin
         if event.usage:
             assert event.usage.prompt_tokens == 2 * alone[2].usage.prompt_tokens
     assert streamed == texts[4:] * 2
+
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+ASKED = [{"role": "user", "content": "Where?"}]
+BEGUN = [*ASKED, {"role": "assistant", "content": "It is in"}]
+
+
+async def ask_at(
+    http: httpx2.AsyncClient, path: str, messages: list[dict[str, Any]], **more: Any
+) -> tuple[str, int, int, str]:
+    """Send a request; return text, number of prompt tokens and cached ones, and how the session was found."""
+    body = {"messages": messages, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0.9, **more}
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    how, used = answer.headers["x-turnkeep-session"].split()[1], answer.json()["usage"]
+    if path == CHAT:
+        text = answer.json()["choices"][0]["message"]["content"]
+        return text, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], how
+    cached = used["cache_read_input_tokens"]
+    return answer.json()["content"][0]["text"], used["input_tokens"] + cached, cached, how
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_joined(
+    served: Any, http: httpx2.AsyncClient, door: Any, path: str, *, restarts: bool
+) -> None:
+    said, num_prompt, _, how = await ask_at(http, path, BEGUN)
+    assert (len(said), how) == (8, "begun")
+    if restarts:
+        settings = served.worker.settings
+        await served.stop()
+        served = await door(settings.nats, settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
+        whole = [*ASKED, {"role": "assistant", "content": "It is in" + said}]
+        _, _, cached, how = await ask_at(client, path, [*whole, {"role": "user", "content": "Why?"}])
+        assert (how, cached) == ("continued", num_prompt + 8 - 1)
+        unlike = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
+        _, _, _, how = await ask_at(client, path, unlike)
+        assert how == "begun", "the answer alone is another conversation"
+
+
+@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+async def test_a_repeated_request_with_a_prefilled_answer_forks_the_known_conversation(
+    http: httpx2.AsyncClient, path: str
+) -> None:
+    first, num_prompt, _, _ = await ask_at(http, path, BEGUN)
+    again, same, cached, how = await ask_at(http, path, BEGUN)
+    assert (how, same, again != first) == ("forked", num_prompt, True)
+    assert cached >= num_prompt - len("It is in") - 1
+    other = [*ASKED, {"role": "assistant", "content": "No"}]
+    _, shorter, _, how = await ask_at(http, path, other)
+    assert (how, shorter) == ("forked", num_prompt - len("It is in") + len("No"))
+    _, _, _, how = await ask_at(http, path, ASKED)
+    assert how == "forked", "without a beginning too"
+    certain, _, _, _ = await ask_at(http, path, BEGUN, temperature=0)
+    again, _, _, how = await ask_at(http, path, BEGUN, temperature=0)
+    assert (again, how) == (certain, "repeated")
+
+
+async def test_the_gateway_and_the_worker_give_the_same_answer_after_a_prefix(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    said, num_prompt, _, _ = await ask_at(http, MESSAGES, BEGUN, temperature=0)
+    biases = {int(token): bias for token, bias in LETTERS.items()}
+    session = served.worker.client.session("direct")
+    asked = {"messages": ASKED, "max_tokens": 8, "logit_bias": biases, "reasoning": {"budget": 0}}
+    direct = await session.generate(**asked, prefix="It is in")
+    assert (direct.text, direct.usage.prompt_tokens) == (said, num_prompt)
+    assert direct.prefix_tokens == len("It is in")
+    counted = await http.post(f"{MESSAGES}/count_tokens", json={"messages": BEGUN})
+    assert counted.json() == {"input_tokens": num_prompt}
+    body = {"messages": BEGUN, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0, "stream": True}
+    streamed = await http.post(CHAT, json=body)
+    assert streamed.status_code == 200
+    assert "It is in" not in streamed.text
+    empty = [*ASKED, {"role": "assistant", "content": ""}]
+    plain, shorter, _, _ = await ask_at(http, MESSAGES, empty, temperature=0)
+    assert shorter == num_prompt - len("It is in")
+    assert (await session.generate(**asked)).text != plain, "it has other tokens before it"

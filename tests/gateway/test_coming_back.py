@@ -14,16 +14,17 @@ from typing import Any
 import httpx2
 import openai
 import pytest
+from crafted import LETTERS
 
 from gateway import idempotency, logged_answers
 from gateway.http import answer_response, handlers
 from gateway.keys import Keys
 from turnkeep_client.errors import NoAnswerError, NoServerError
 
-Start = Any
+pytestmark = pytest.mark.serves("endless_model")
+
 CHAT = "/v1/chat/completions"
 PATHS = [CHAT, "/v1/completions", "/v1/messages", "/v1/responses"]
-LETTERS = {str(token): 100 for token in range(68, 90)}
 
 
 def asked(path: str, max_tokens: int = 40, **more: Any) -> dict[str, Any]:
@@ -33,16 +34,6 @@ def asked(path: str, max_tokens: int = 40, **more: Any) -> dict[str, Any]:
     given = {"/v1/completions": {"prompt": "Begin."}, "/v1/responses": {"input": "Begin."}}
     fields = given.get(path, {"messages": said})
     return {"model": "m", length: max_tokens, "temperature": 0.9, "logit_bias": LETTERS, **fields, **more}
-
-
-@pytest.fixture
-async def worker(local_worker: Start, endless_model: Any) -> Any:
-    return await local_worker(model=str(endless_model))
-
-
-@pytest.fixture
-async def served(worker: Any, door: Start) -> Any:
-    return await door(worker.settings.nats, worker.settings.prefix)
 
 
 class Event(dict[str, Any]):
@@ -209,7 +200,7 @@ def options(max_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 async def test_a_background_answer_runs_without_a_connection_and_replays_from_any_event(
-    worker: Any, served: Any, door: Start
+    worker: Any, served: Any, door: Any
 ) -> None:
     create = served.openai.responses.create
     begun = await create(input="Begin.", background=True, instructions="Hm.", **options(700))
@@ -295,7 +286,7 @@ async def test_the_responses_api_counts_input_tokens_and_lists_input_items_in_pa
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
-    worker: Any, door: Start, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
+    worker: Any, door: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
     """Concurrently and later, even if the gateways' clocks differ. A changed body with the key is refused."""
     clock = SimpleNamespace(time=itertools.count(1_800_000_000, 10).__next__)
@@ -329,7 +320,7 @@ async def test_of_two_requests_with_one_idempotency_key_at_once_one_begins_and_t
 
 @pytest.mark.parametrize("knows", [False, True])
 async def test_gateways_that_know_different_conversations_give_one_answer_per_idempotency_key(
-    worker: Any, door: Start, served: Any, http: httpx2.AsyncClient, *, knows: bool
+    worker: Any, door: Any, served: Any, http: httpx2.AsyncClient, *, knows: bool
 ) -> None:
     """One gateway would begin a session, the other fork one; whichever is first, there is one answer."""
     other = await door(worker.settings.nats, worker.settings.prefix)
@@ -521,7 +512,7 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
 
 
 async def test_an_answer_that_took_longer_than_conversations_may_be_idle_can_be_retrieved_after_its_end(
-    worker: Any, door: Start
+    worker: Any, door: Any
 ) -> None:
     served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.5)
     begun = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))

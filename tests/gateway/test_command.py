@@ -1,8 +1,14 @@
-"""The command `turnkeep gateway`: errors, warnings and sockets."""
+"""The commands gateway and launch: how they start, what they print and refuse."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import shlex
+import shutil
 import socket
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,9 +18,12 @@ from click.testing import CliRunner
 
 import gateway
 import ops.console
+from commands.agents import AGENTS, INSTALLS, GatewayAccess, start_of
 from commands.cli import main
 from commands.gateway import greeting
 from gateway.server import listening
+from tests.commands.command_runs import turnkeep
+from tests.parts import TINY_CONTEXT
 
 
 def said(*arguments: str) -> str:
@@ -81,3 +90,136 @@ def test_accepted_connections_have_tcp_nodelay_set() -> None:
         connection, _ = listener.accept()
         with connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+#: Writes its environment and arguments.
+_AGENT = f"""#!{sys.executable}
+import json, os, sys
+json.dump({{"environment": dict(os.environ), "arguments": sys.argv[1:]}}, sys.stdout)
+sys.exit(7)
+"""
+
+Said = tuple[int, str, str]
+
+
+@pytest.fixture
+async def url(gateway: Any) -> str:
+    started = await gateway()
+    return str(started.url)
+
+
+async def launched(folder: Path, *arguments: str, **environment: str) -> Said:
+    for name in (*AGENTS, "other"):
+        (folder / name).write_text(_AGENT)
+        (folder / name).chmod(0o755)
+    given = {"HOME": str(folder / "home"), "PATH": f"{folder}:{os.environ['PATH']}", **environment}
+    words = ("launch", "--data-dir", folder / "data", *arguments)
+    done = await asyncio.to_thread(turnkeep, *words, **given)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("name", [*AGENTS, "other"])
+async def test_launch_starts_an_agent_with_the_gateways_url_key_and_model(
+    name: str, url: str, tmp_path: Path
+) -> None:
+    given = ("--flag", "a b", "--print")
+    code, said, complained = await launched(
+        tmp_path, "--gateway", f"{url}/v1/", name, *given, TURNKEEP_GATEWAY_KEY="secret-1"
+    )
+    assert code == 7, complained  # the agent's own
+    assert ("own prompt takes about" in complained) == (name in {"claude", "codex"})
+    started = json.loads(said)
+    assert tuple(started["arguments"][-3:]) == given
+    files = [*(tmp_path / "data" / "agents").glob("*")]
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    known = "\n".join(
+        [*started["environment"].values(), *started["arguments"], *(file.read_text() for file in files)]
+    )
+    for word in (url, "secret-1", "tiny", *(() if name in {"other", "pi"} else (str(TINY_CONTEXT),))):
+        assert word in known, word
+    assert not (tmp_path / "home").exists()
+
+    _, printed, _ = await launched(
+        tmp_path, "--gateway", url, "--print", name, *given, TURNKEEP_GATEWAY_KEY="secret-1"
+    )
+    again = await asyncio.create_subprocess_exec(
+        *shlex.split(printed),
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    assert json.loads((await again.communicate())[0])["arguments"] == started["arguments"]
+
+
+@pytest.mark.parametrize(("context", "most"), [(8192, 512), (131_072, 32_000)])
+def test_claude_codes_output_limit_shrinks_with_the_models_context(context: int, most: int) -> None:
+    """After an answer that reaches this limit, Claude Code asks three times for the rest."""
+    asked = start_of("claude", GatewayAccess("http://127.0.0.1:1", "none", "m", context)).environment
+    assert int(asked["CLAUDE_CODE_MAX_OUTPUT_TOKENS"]) == most
+
+
+async def test_launch_warns_of_claudes_long_prompt_only_if_no_option_shortens_it(
+    url: str, tmp_path: Path
+) -> None:
+    for options in (("--tools", "Bash"), ("--tools=Bash",), ("-p", "x", "--system-prompt", "Be brief.")):
+        _, _, complained = await launched(tmp_path, "--gateway", url, "claude", *options)
+        assert complained == ""
+    _, _, complained = await launched(tmp_path, "--gateway", url, "claude", "-p", "Which --tools have you?")
+    assert "own prompt takes about 20,000 tokens" in complained
+    shown = ("serve --model mlx-community/Qwen3-", "serve another model,")  # by this machine's memory
+    assert any(one in complained for one in shown)
+
+
+async def test_launch_warns_of_a_too_long_prompt_and_names_a_downloaded_model_that_fits(
+    url: str, tmp_path: Path, tiny_model: Path
+) -> None:
+    there = tmp_path / "data" / "models" / "long"
+    shutil.copytree(tiny_model, there)
+    config = json.loads((there / "config.json").read_text()) | {"max_position_embeddings": 32_768}
+    (there / "config.json").write_text(json.dumps(config))
+    _, _, complained = await launched(tmp_path, "--gateway", url, "claude")
+    assert "; serve one that is here: --model long" in complained
+
+
+async def test_launch_does_not_pass_two_leading_dashes_to_the_agent(url: str, tmp_path: Path) -> None:
+    _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
+    assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
+
+
+async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_model(
+    url: str, tmp_path: Path
+) -> None:
+    for arguments, says in [
+        (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
+        (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
+        (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
+        (("--gateway", "localhost", "claude"), "no URL of a gateway"),
+        (("--of", "other", "claude"), "has no model 'other'; it has tiny"),
+        (("--gateway", f"{url}/nothing", "claude"), "refuses: GET /nothing/v1/models is not served"),
+    ]:
+        code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)
+        assert (code, said) == (1, "")
+        assert says in complained
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_launching_an_agent_that_is_not_installed_names_the_command_that_installs_it(
+    name: str, url: str, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "nowhere" / name)
+    code, said, complained = await launched(tmp_path, "--gateway", url, missing)
+    assert (code, said) == (1, "")
+    assert f"on the PATH; `{INSTALLS[name]}` installs it" in complained
+
+
+@pytest.mark.parametrize("answers", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b'INFO {"server_id":"N"}\r\n'])
+async def test_launch_refuses_an_address_where_another_server_answers(answers: bytes, tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers)
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        code, _, complained = await launched(tmp_path, "--gateway", address, "claude")
+    assert code == 1
+    assert "is no gateway of Turnkeep" in complained

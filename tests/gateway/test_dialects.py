@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import httpx2
 import pytest
+from crafted import LETTERS, user
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-Start = Any
-#: Answers are letters, which come back as they were.
-LETTERS = {str(token): 100 for token in range(68, 90)}
 NUM = 12
 
 
@@ -90,10 +88,6 @@ APIS = {
 }
 
 
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
 def events(name: str, written: str) -> list[dict[str, Any]]:
     """Parse the lines of Ollama's stream, or the server-sent events of the others."""
     lines = written.splitlines()
@@ -104,7 +98,7 @@ def events(name: str, written: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", APIS)
 async def test_a_stream_equals_the_whole_answer_and_each_turn_prefills_only_what_is_new(
-    name: str, local_worker: Start, door: Start, endless_model: Path
+    name: str, local_worker: Any, door: Any, endless_model: Path
 ) -> None:
     worker, api = await local_worker(model=str(endless_model)), APIS[name]
     served = await door(worker.settings.nats, worker.settings.prefix)

@@ -11,16 +11,11 @@ import pytest
 from parts import TINY_CONTEXT
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
-Start = Any
+pytestmark = pytest.mark.serves("embedding_model")
+
 TEXTS = ["Is water wet?", "Why is the sky blue?"]
-
-
-@pytest.fixture
-async def served(local_worker: Start, door: Start, embedding_model: Path) -> Any:
-    worker = await local_worker(model=str(embedding_model))
-    return await door(worker.settings.nats, worker.settings.prefix)
 
 
 async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
@@ -108,10 +103,8 @@ async def test_an_embedding_model_says_what_it_is(served: Any) -> None:
 
 
 async def test_a_list_whose_client_has_disconnected_is_not_embedded_any_further(
-    local_worker: Start, door: Start, embedding_model: Path
+    worker: Any, served: Any
 ) -> None:
-    worker = await local_worker(model=str(embedding_model))
-    served = await door(worker.settings.nats, worker.settings.prefix)
     asking = asyncio.create_task(posted(served, "/v1/embeddings", input=["Is water wet? " * 20] * 2048))
     calls = worker.app._telemetry.calls["ctl"]
     async with asyncio.timeout(20):

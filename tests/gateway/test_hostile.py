@@ -17,7 +17,6 @@ from gateway.dialects.ollama import requests as ollama
 from gateway.dialects.openai import chat
 from gateway.dialects.responses import requests as responses
 
-Start = Any
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 BODY = json.dumps(HELLO).encode()
@@ -25,10 +24,9 @@ POST = b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\n"
 
 
 @pytest.fixture
-async def served(local_worker: Start, door: Start) -> AsyncIterator[Any]:
+async def served(gateway: Any) -> AsyncIterator[Any]:
     """A gateway; after the test, assert that it answers a request, and that no connection or task is left."""
-    worker = await local_worker()
-    started = await door(worker.settings.nats, worker.settings.prefix)
+    started = await gateway()
     yield started
     async with httpx2.AsyncClient(base_url=started.url, timeout=20) as http:
         assert (await http.post(CHAT, json=HELLO)).status_code == 200

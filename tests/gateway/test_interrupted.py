@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from crafted import LETTERS
 from parts import free_port
 
 from gateway.dialects.openai import chat
@@ -39,9 +40,7 @@ from worker.sessions.control import Control
 
 pytestmark = pytest.mark.process
 
-Start = Any
 CHAT = "/v1/chat/completions"
-LETTERS = {str(token): 100 for token in range(68, 90)}
 
 
 def question(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
@@ -103,7 +102,7 @@ async def recorded(client: Any, session: str) -> list[Generated]:
     return [one for one in map(decode_result, (one.body for one in entries)) if isinstance(one, Generated)]
 
 
-async def test_a_worker_killed_in_mid_answer_only_pauses_a_chat_stream(started: Any, door: Start) -> None:
+async def test_a_worker_killed_in_mid_answer_only_pauses_a_chat_stream(started: Any, door: Any) -> None:
     process, client = started
     served = await door(process.url)
     one = Followed()
@@ -126,7 +125,7 @@ async def test_a_worker_killed_in_mid_answer_only_pauses_a_chat_stream(started: 
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
-async def test_a_request_waits_for_a_worker_that_is_restarted(started: Any, door: Start) -> None:
+async def test_a_request_waits_for_a_worker_that_is_restarted(started: Any, door: Any) -> None:
     process, _ = started
     served = await door(process.url)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
@@ -175,12 +174,12 @@ async def stopped_in_mid_answer(gateway: Any, asked: dict[str, Any]) -> Followed
     return one
 
 
+@pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("is_fork", [False, True])
 async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_them_again(
-    local_worker: Start, door: Start, endless_model: Path, is_fork: bool
+    worker: Any, gateway: Any, is_fork: bool
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
-    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    stopped = await gateway()
     asked = question("Begin.", 4)
     if is_fork:
         async with httpx2.AsyncClient(base_url=stopped.url, timeout=60) as http:
@@ -193,7 +192,7 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
     cut, again = await stopped_in_mid_answer(stopped, asked), Followed()
     name, how = cut.session.split()
     assert how == ("forked" if is_fork else "begun")
-    served = await door(worker.settings.nats, worker.settings.prefix)
+    served = await gateway()
     await again.follow(served.url, asked)
     assert again.session == f"{name} repeated"
     result = (await recorded(worker.client, name))[0]
@@ -205,10 +204,9 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
 
 @pytest.mark.parametrize("is_first", [False, True])
 async def test_a_gateway_finds_a_waiting_request_before_and_after_another_gateways_append(
-    local_worker: Start, is_first: bool
+    worker: Any, is_first: bool
 ) -> None:
     """The worker will refuse that append: the position is wrong."""
-    worker = await local_worker()
     worker.app.stop()
     await worker.task
     turn = chat.read(encode(question("Begin.", 4)))
@@ -222,13 +220,13 @@ async def test_a_gateway_finds_a_waiting_request_before_and_after_another_gatewa
     assert plan(index, turn, 0, is_last=False).how == "repeated"
 
 
+@pytest.mark.serves("endless_model")
 async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_takes_is_removed_when_idle(
-    local_worker: Start, door: Start, endless_model: Path
+    worker: Any, gateway: Any
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
-    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    stopped = await gateway()
     one = await stopped_in_mid_answer(stopped, question("My secret.", 1000))
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.8)
+    served = await gateway(idle_s=0.8)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         await http.post(CHAT, json=question("Other.", 4))
     name = one.session.split()[0]
@@ -237,11 +235,11 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
     await until(lambda: not served.index.sessions)
 
 
+@pytest.mark.serves("endless_model")
 async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_close(
-    local_worker: Start, door: Start, endless_model: Path
+    worker: Any, gateway: Any
 ) -> None:
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.4)
+    served = await gateway(idle_s=0.4)
     js = worker.app._nc.jetstream()
     log = (await js.stream_info(worker.client.subjects.log_stream)).config
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
@@ -253,13 +251,13 @@ async def test_an_idle_conversation_is_removed_once_the_log_has_room_for_its_clo
     await forgotten(worker.client, name)
 
 
+@pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("is_stored", [False, True])
 async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_last_request_is_unknown(
-    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool
+    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """As if the NATS servers had no leader for a while, before or after the log has stored the request."""
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
+    served = await gateway(idle_s=1)
     publish = NatsWire.publish
 
     async def failing(wire: NatsWire, subject: str, body: bytes, headers: Any = None) -> int:
@@ -280,8 +278,9 @@ async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_l
     await until(lambda: not served.index.sessions)
 
 
+@pytest.mark.serves("endless_model")
 async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither(
-    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""
     real, num, stops = Control.answer, 0, False
@@ -294,8 +293,7 @@ async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither
         return await real(control, subject, body)
 
     monkeypatch.setattr(Control, "answer", answer)
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
+    served = await gateway(idle_s=1)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
         (name,) = served.index.sessions
@@ -308,14 +306,12 @@ async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither
     await forgotten(worker.client, name)
 
 
-async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(
-    local_worker: Start, door: Start, endless_model: Path
-) -> None:
+@pytest.mark.serves("endless_model")
+async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(gateway: Any) -> None:
     """After a restart, and with other ids of its calls; its client has disconnected."""
-    worker = await local_worker(model=str(endless_model))
-    stopped = await door(worker.settings.nats, worker.settings.prefix)
+    stopped = await gateway()
     first, again = await stopped_in_mid_answer(stopped, called("one")), Followed()
-    served = await door(worker.settings.nats, worker.settings.prefix)
+    served = await gateway()
     task = asyncio.create_task(again.follow(served.url, called("other")))
     await until(lambda: again.session)
     task.cancel()
@@ -342,11 +338,8 @@ async def cancelled(client: Any, session: str) -> Generated:
     return results[0]
 
 
-async def test_a_client_that_disconnects_cancels_its_answer(
-    local_worker: Start, door: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix)
+@pytest.mark.serves("endless_model")
+async def test_a_client_that_disconnects_cancels_its_answer(worker: Any, served: Any) -> None:
     one = Followed()
     task = asyncio.create_task(one.follow(served.url, question("Begin.", 30_000)))
     await until(lambda: len(one.text) > 20)
@@ -373,12 +366,11 @@ async def test_a_client_that_disconnects_cancels_its_answer(
     await until(lambda: not any(held.num_running for held in served.index.sessions.values()))
 
 
+@pytest.mark.serves("endless_model", max_batch=1)
 async def test_the_session_of_a_queued_request_is_closed_when_the_client_disconnects(
-    local_worker: Start, door: Start, endless_model: Path
+    worker: Any, served: Any
 ) -> None:
     """The running answer, for which the request waited, continues."""
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    served = await door(worker.settings.nats, worker.settings.prefix)
     first, second = Followed(), Followed()
     running = asyncio.create_task(first.follow(served.url, question("Begin.", 30_000)))
     await until(lambda: len(first.text) > 20)
@@ -394,7 +386,7 @@ async def test_the_session_of_a_queued_request_is_closed_when_the_client_disconn
 
 
 async def test_a_completion_deleted_while_no_worker_runs_is_removed_by_the_next_worker(
-    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
+    local_worker: Any, door: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although the session was closed, without forget, after the answer."""
     monkeypatch.setattr("gateway.conversations.LAST_PAUSE_S", 0.3)
@@ -412,11 +404,8 @@ async def test_a_completion_deleted_while_no_worker_runs_is_removed_by_the_next_
     await forgotten(worker.client, name)
 
 
-async def test_a_client_that_reads_slowly_gets_its_whole_answer(
-    local_worker: Start, door: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix)
+@pytest.mark.serves("endless_model")
+async def test_a_client_that_reads_slowly_gets_its_whole_answer(worker: Any, served: Any) -> None:
     host, _, port = served.url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
     # Each event has the model's name.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
-from crafted import generated
+from crafted import LETTERS, generated
 
 from gateway import boundaries
 from gateway.conversations import _with_appended
@@ -18,23 +17,16 @@ from gateway.index import append_id
 from turnkeep_client.messages import Appended, decode_request, encode
 from turnkeep_client.session import Session
 
-Start = Any
 CHAT = "/v1/chat/completions"
 MAX_BYTES = 4096
-LETTERS = {str(token): 100 for token in range(68, 90)}
+
+pytestmark = pytest.mark.serves("endless_model", max_message_bytes=MAX_BYTES)
+
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 SAID = [
     {"role": ("user", "assistant")[number % 2], "content": f"{number} " + "word " * 200}
     for number in range(9)
 ]
-
-
-@pytest.fixture
-async def served(local_worker: Start, door: Start, endless_model: Path) -> Any:
-    worker = await local_worker(model=str(endless_model), max_message_bytes=MAX_BYTES)
-    started = await door(worker.settings.nats, worker.settings.prefix)
-    started.worker = worker
-    return started
 
 
 def body(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -79,16 +71,14 @@ async def test_many_messages_are_appended_in_pieces_and_the_conversation_continu
 
 
 async def test_a_new_gateway_does_not_append_again_what_an_ended_gateway_had_appended(
-    local_worker: Start, door: Start, endless_model: Path
+    worker: Any, gateway: Any
 ) -> None:
-    worker = await local_worker(model=str(endless_model), max_message_bytes=MAX_BYTES)
     turn = chat.read(encode(body(SAID)))
     known = boundaries.chain(turn.messages or (), turn.options)
     session = worker.client.session("gw-left")
     piece = {"messages": SAID[:3], "request_id": append_id(known[3], 0), "expect_position": 0}
     first = await session.append(**piece)
-    served = await door(worker.settings.nats, worker.settings.prefix)
-    served.worker = worker
+    served = await gateway()
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         answer = await http.post(CHAT, json=body(SAID))
         assert answer.headers["x-turnkeep-session"] == "gw-left continued"
@@ -97,7 +87,7 @@ async def test_a_new_gateway_does_not_append_again_what_an_ended_gateway_had_app
         sent = await requests_of(served, "gw-left")
         assert sum(b'"0 word' in one for one in sent) == 1
         await served.stop()
-        served = await door(worker.settings.nats, worker.settings.prefix)
+        served = await gateway()
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         again = await http.post(CHAT, json=body(SAID))
         assert again.headers["x-turnkeep-session"] == "gw-left repeated", "after another restart too"

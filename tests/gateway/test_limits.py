@@ -8,14 +8,13 @@ from typing import Any
 
 import httpx2
 import pytest
+from crafted import LETTERS
 
 from gateway.keys import ApiKey, KeyLimits, Keys
 from gateway.turn import Fault
 from turnkeep_client.errors import TurnkeepError
 
-Start = Any
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-LETTERS = {str(token): 100 for token in range(68, 90)}
 
 
 def asked(text: str = "Hello.", **more: Any) -> dict[str, Any]:
@@ -60,13 +59,13 @@ def test_an_api_key_that_overspent_its_tokens_is_refused_until_they_have_refille
     assert refusal(key) is None
 
 
+@pytest.mark.serves("endless_model")
 async def test_an_api_key_over_its_limit_gets_429_in_each_apis_shape_and_other_keys_do_not(
-    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+    gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("many acme requests=2/min\nfew acme tokens=30/min at_once=1\nany acme\n")
-    worker = await local_worker(model=str(endless_model))
     keys = Keys.read(tmp_path / "keys")
-    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys)
+    served = await gateway(keys=keys)
     async with httpx2.AsyncClient(base_url=served.url, timeout=30) as http:
 
         async def post(key: str, path: str = CHAT, **more: Any) -> httpx2.Response:
@@ -93,13 +92,13 @@ async def test_an_api_key_over_its_limit_gets_429_in_each_apis_shape_and_other_k
         assert (await post("any")).status_code == 200
 
 
+@pytest.mark.serves("endless_model")
 async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnects(
-    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+    gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("few acme at_once=1\n")
-    worker = await local_worker(model=str(endless_model))
     keys = Keys.read(tmp_path / "keys")
-    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys)
+    served = await gateway(keys=keys)
     headers = {"authorization": "Bearer few"}
     async with httpx2.AsyncClient(base_url=served.url, timeout=30, headers=headers) as http:
         async with http.stream("POST", CHAT, json=asked(max_tokens=30_000, stream=True)) as stream:
@@ -114,12 +113,12 @@ async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnec
         assert (await http.post(CHAT, json=asked())).status_code == 200, "a bad one has ended too"
 
 
+@pytest.mark.serves("endless_model")
 async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_keys_token_limit(
-    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
+    gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("few acme tokens=30/min\n")
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, keys=Keys.read(tmp_path / "keys"))
+    served = await gateway(keys=Keys.read(tmp_path / "keys"))
     headers = {"authorization": "Bearer few"}
     async with httpx2.AsyncClient(base_url=served.url, timeout=30, headers=headers) as http:
         with pytest.raises(httpx2.TimeoutException):

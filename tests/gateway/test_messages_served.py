@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 from anthropic.types import beta
-from crafted import events
+from crafted import assistant, events, user
 
 from gateway import boundaries
 from gateway.dialects.anthropic import messages
 
-Start = Any
+pytestmark = pytest.mark.serves("calling_model")
+
 PATH = "/v1/messages"
 #: The ids of the tokens that are a call and the end of a turn.
 CALL, END = 259, 2
@@ -33,14 +33,6 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli;"
 SYSTEM = [{"type": "text", "text": "Answer in rhymes."}]
 
 
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
-
-
-def assistant(content: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": content}
-
-
 def text(said: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": said, **more}
 
@@ -56,12 +48,6 @@ def read(*said: dict[str, Any], **more: Any) -> Any:
 def end_of(*said: dict[str, Any], **more: Any) -> bytes:
     turn = read(*said, **more)
     return boundaries.chain(turn.messages, turn.options)[-1]
-
-
-@pytest.fixture
-async def served(local_worker: Start, door: Start, calling_model: Path) -> Any:
-    worker = await local_worker(model=str(calling_model))
-    return await door(worker.settings.nats, worker.settings.prefix)
 
 
 def body(*said: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ from gateway.turn import Fault
 from turnkeep_client.generation import Generation
 from worker.metrics_message import unloaded
 
-Start = Any
 HELLO = [{"role": "user", "content": "Hello."}]
 
 

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
     from gateway.turn import ClientTurn
 
-Start = Any
 CHAT = "/v1/chat/completions"
 MOST = 100_000
 SAID = [{"role": "user", "content": "Hello."}]
@@ -27,9 +26,8 @@ HELLO = {"messages": SAID, "max_tokens": 2}
 
 
 @pytest.fixture
-async def served(local_worker: Start, door: Start) -> Any:
-    worker = await local_worker()
-    return await door(worker.settings.nats, worker.settings.prefix, max_body_bytes=MOST)
+async def served(gateway: Any) -> Any:
+    return await gateway(max_body_bytes=MOST)
 
 
 def asked(**more: Any) -> ClientTurn:

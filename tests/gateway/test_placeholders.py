@@ -7,13 +7,13 @@ from typing import Any
 
 import httpx2
 import pytest
+from crafted import user
 
 from gateway.dialects.anthropic import messages
 from gateway.dialects.openai import chat
 from gateway.dialects.responses import requests as responses
 from gateway.turn import ClientTurn
 
-Start = Any
 IMAGE = "[image: this model cannot see images]"
 READ = {"chat": chat.read, "messages": messages.read, "responses": responses.read}
 PATHS = {"chat": "/v1/chat/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
@@ -25,10 +25,6 @@ PICTURES: dict[str, dict[str, Any]] = {
 }
 FOUND = {"type": "search_result", "source": "https://a.example", "title": "A", "content": [
     {"type": "text", "text": "It is red."}, {"type": "image", "source": {}}]}  # fmt: skip
-
-
-def user(content: Any) -> dict[str, Any]:
-    return {"role": "user", "content": content}
 
 
 def body(dialect: str, said: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""Requests that the gateway refuses: HTTP statuses, and errors in OpenAI's format."""
+"""Requests that the gateway refuses, by path: the status, words of the sentence, and the field at fault."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from turnkeep_client.errors import (
 )
 from turnkeep_client.messages import decode_chunk
 
-Start = Any
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 OPTIONAL = {
@@ -53,11 +53,8 @@ OPTIONAL = {
 
 
 @pytest.fixture
-async def served(local_worker: Start, door: Start) -> Any:
-    worker = await local_worker()
-    started = await door(worker.settings.nats, worker.settings.prefix, max_body_bytes=100_000, patience_s=0.5)
-    started.worker = worker
-    return started
+async def served(gateway: Any) -> Any:
+    return await gateway(max_body_bytes=100_000, patience_s=0.5)
 
 
 def said(**more: Any) -> dict[str, Any]:
@@ -188,7 +185,7 @@ async def test_an_invalid_message_from_the_worker_is_a_server_error(
 
 @pytest.mark.process
 async def test_health_reports_at_once_that_the_worker_or_the_nats_server_is_gone(
-    worker_process: Start, door: Start
+    worker_process: Any, door: Any
 ) -> None:
     process = worker_process()
     process.start()
@@ -248,12 +245,11 @@ async def test_requests_without_a_worker_get_503_and_the_command_that_starts_one
 
 
 async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refused(
-    local_worker: Start, door: Start, tmp_path: Path
+    worker: Any, gateway: Any, tmp_path: Path
 ) -> None:
     file = tmp_path / "keys"
     file.write_text("# keys\nsecret-1 acme\n\nsecret-2 umbrella\n")
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix, keys=Keys.read(file))
+    served = await gateway(keys=Keys.read(file))
     async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret-1"}):
             answer = await http.post(CHAT, json=HELLO, headers=headers)
@@ -271,11 +267,9 @@ async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refu
 
 
 async def test_a_turn_that_a_removed_session_has_refused_is_not_left_in_its_log(
-    local_worker: Start, door: Start
+    worker: Any, gateway: Any, served: Any
 ) -> None:
     """Another gateway or an operator has removed the session; the turn is answered in a new one."""
-    worker = await local_worker()
-    served = await door(worker.settings.nats, worker.settings.prefix)
     said = [{"role": "user", "content": "One?"}]
     first = await served.openai.chat.completions.create(model="m", messages=said, max_tokens=4)
     ((row,), secret) = await list_sessions(worker.client, "default"), b"a late secret"
@@ -287,16 +281,13 @@ async def test_a_turn_that_a_removed_session_has_refused_is_not_left_in_its_log(
             await asyncio.sleep(0.05)
 
 
-async def test_a_new_gateway_removes_what_a_removed_session_has_refused(
-    local_worker: Start, door: Start
-) -> None:
-    worker = await local_worker()
+async def test_a_new_gateway_removes_what_a_removed_session_has_refused(worker: Any, gateway: Any) -> None:
     session, secret = worker.client.session(f"gw-{'0' * 32}"), b"a late secret"
     await session.append(text="x")
     await session.close(forget=True)
     with pytest.raises(RequestFailedError, match="unknown_session"):
         await session.append(text=secret.decode())
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=0.4)
+    served = await gateway(idle_s=0.4)
     await served.openai.completions.create(model="m", prompt="x", max_tokens=1)
     async with asyncio.timeout(20):
         while any(secret in one.body for one in await worker.client.log(session.key.session)):  # noqa: ASYNC110
@@ -304,10 +295,9 @@ async def test_a_new_gateway_removes_what_a_removed_session_has_refused(
 
 
 async def test_a_session_whose_answer_came_too_late_is_removed_once_it_is_idle(
-    local_worker: Start, door: Start, monkeypatch: pytest.MonkeyPatch
+    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(client_connect.__kwdefaults__, "timeout_s", 0.5)
-    worker = await local_worker()
     engine = worker.app._parts.engine
     run = engine.run
 
@@ -316,7 +306,7 @@ async def test_a_session_whose_answer_came_too_late_is_removed_once_it_is_idle(
         return await run(*asked, **more)
 
     monkeypatch.setattr(engine, "run", slow)
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.0)
+    served = await gateway(idle_s=1.0)
     async with httpx2.AsyncClient(base_url=served.url) as http:
         assert (await http.post(CHAT, json=HELLO)).status_code == 500
     async with asyncio.timeout(20):
@@ -354,3 +344,222 @@ async def test_a_special_token_that_was_drawn_is_no_text(http: httpx2.AsyncClien
         (choice,) = (await http.post(path, json={**body, "logit_bias": {"1": 100}})).json()["choices"]
         assert choice.get("text", choice.get("message", {}).get("content")) == ""
         assert choice["finish_reason"] == "length"
+
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RESPONSES, COMPACT = "/v1/responses", "/v1/responses/compact"
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+GREETING = [{"role": "user", "content": "Hello."}]
+#: The fields of a request that a row of the table leaves out.
+USUAL: dict[str, dict[str, Any]] = {
+    CHAT: {"messages": GREETING, "max_tokens": 2},
+    MESSAGES: {"messages": GREETING, "max_tokens": 2},
+    RESPONSES: {"input": "a"},
+    COMPLETIONS: {"prompt": "a"},
+    "/api/generate": {"model": "m", "prompt": "Once"},
+    RERANK: {"query": "Why?"},
+}
+CUSTOM_CALL = {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}
+FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+TOOL = {"name": "f", "input_schema": {"type": "object"}}
+FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+USED = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
+#: Its last message is the beginning of the answer.
+BEGUN = [*GREETING, {"role": "assistant", "content": "It is in"}]
+REQUIRED = {"tools": [FUNCTION], "tool_choice": "required"}
+OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
+
+
+def saying(*content: Any, role: str = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": [*content]}]}
+
+
+def answered(**message: Any) -> dict[str, Any]:
+    return {"messages": [*GREETING, {"role": "assistant", **message}]}
+
+
+def item(**more: Any) -> dict[str, Any]:
+    return {"input": [more]}
+
+
+Row = tuple[str, Any, str, str | None]
+TINY: list[Row] = [
+    (CHAT, saying({"type": "text", "text": 7}), "must have a text", "messages[0].content[0]"),
+    (CHAT, saying({"type": 7}), "with a type", "messages[0].content[0]"),
+    (CHAT, {"modalities": ["text", "audio"]}, "modality", "modalities"),
+    (CHAT, {"functions": [{"name": "f"}]}, "functions", "functions"),
+    (CHAT, {"web_search_options": {"a": 1}}, "web_search_options", "web_search_options"),
+    (CHAT, {"response_format": {"type": "yaml"}}, "response_format", "response_format.type"),
+    (CHAT, {"tools": [{"type": "custom"}]}, "custom", "tools[0]"),
+    (CHAT, {"tools": [{"name": "f"}]}, "needs the field function", "tools[0]"),
+    (CHAT, {"tool_choice": "required"}, "tools", "tool_choice"),
+    (CHAT, {"top_logprobs": 2}, "logprobs", "top_logprobs"),
+    (CHAT, {"n": 99}, "n must be 1 to 16", "n"),
+    (CHAT, {"n": 0}, "n must be 1 to 16", "n"),
+    (CHAT, {"logit_bias": {"a": 1}}, "token ids", "logit_bias"),
+    (CHAT, {"logit_bias": {"99999": 1}}, "99999", "logit_bias"),
+    (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens"),
+    (CHAT, {"max_tokens": "9"}, "Expected `int", "max_tokens"),
+    (CHAT, {"temperature": -1}, "temperature", "temperature"),
+    (CHAT, {"stop": ["a"] * 17}, "stop", "stop"),
+    (CHAT, {"messages": []}, "empty", "messages"),
+    (CHAT, saying("a", role="critic"), "role", "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user"}]}, "no content", "messages[0].content"),
+    (CHAT, {"messages": [CUSTOM_CALL]}, "custom", "messages[0].tool_calls[0]"),
+    (CHAT, {"messages": None}, "messages", "messages"),
+    (CHAT, [], "Expected `object`", None),
+    (CHAT, {"chat_template_kwargs": {"messages": []}}, "has messages in", "chat_template_kwargs"),
+    (CHAT, {"messages": BEGUN, **REQUIRED}, "must call a tool", "messages"),
+    (CHAT, {"messages": BEGUN, "response_format": {"type": "json_object"}}, "format", "messages"),
+    (CHAT, answered(tool_calls=[CALL]), "tool calls", "messages"),
+    (CHAT, {"messages": BEGUN[1:]}, "before", "messages"),
+    (COMPLETIONS, {"echo": True}, "echo is not supported", "echo"),
+    (COMPLETIONS, {"prompt": ["a"] * 129}, "128 prompts", "prompt"),
+    (COMPLETIONS, {"prompt": ["a", "b"], "n": 17}, "n must be", "n"),
+    (COMPLETIONS, {"prompt": [1, "a"]}, "a text, or token ids", "prompt"),
+    (COMPLETIONS, {"prompt": [1, 2**40]}, "tokens[1]", "prompt[1]"),
+    (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
+    (COMPLETIONS, {"prompt": ""}, "a text, or token ids", "prompt"),
+    (COMPLETIONS, {"prompt": ["One", ""]}, "prompt", "prompt"),
+    (COMPLETIONS, {"prompt": [[65], "Two", []]}, "prompt", "prompt"),
+    (COMPLETIONS, {"prompt": [["a"]]}, "prompt", "prompt"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "prompt"),
+    (COMPLETIONS, {"best_of": 3}, "best_of", "best_of"),
+    (COMPLETIONS, {"suffix": "b"}, "suffix", "suffix"),
+    (MESSAGES, saying(7), "with a type", None),
+    (MESSAGES, saying({"type": "text"}), "must have a text", None),
+    (MESSAGES, saying({"type": "tool_result", "content": 7}), "Expected `str | array | null`", None),
+    (MESSAGES, saying("a", role="tool"), "role", None),
+    (MESSAGES, answered(content="b "), "trailing whitespace", None),
+    (MESSAGES, {"messages": []}, "empty", None),
+    (MESSAGES, {"messages": 1}, "messages", None),
+    (MESSAGES, {"tool_choice": {"type": "any"}}, "tools", None),
+    (MESSAGES, {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", None),
+    (MESSAGES, {"tools": [FUNCTION]}, "input_schema", None),
+    (MESSAGES, {"mcp_servers": [{"url": "x"}]}, "mcp_servers", None),
+    (MESSAGES, {"thinking": {"type": "enabled"}}, "budget_tokens", None),
+    (MESSAGES, {"max_tokens": -2}, "max_tokens", None),
+    (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
+    (
+        MESSAGES,
+        {"messages": BEGUN, "tools": [TOOL], "tool_choice": {"type": "any"}},
+        "must call a tool",
+        None,
+    ),
+    (MESSAGES, {"messages": BEGUN, "output_config": {"format": OBJECT}}, "format", None),
+    (MESSAGES, answered(content=[USED]), "tool calls", None),
+    (RESPONSES, {"input": []}, "empty", "input"),
+    (RESPONSES, {"input": None}, "empty", "input"),
+    (RESPONSES, {"input": 7}, "Expected", "input"),
+    (RESPONSES, {"background": True, "store": False}, "store", "background"),
+    (RESPONSES, {"conversation": "conv_1"}, "conversation", "conversation"),
+    (RESPONSES, {"prompt": {"id": "a"}}, "prompt", "prompt"),
+    (RESPONSES, {"metadata": {"a": "x" * 513}}, "metadata", "metadata"),
+    (RESPONSES, {"tool_choice": "required"}, "tools", "tool_choice"),
+    (RESPONSES, {"tools": [{"type": "function", "function": {"name": "x"}}]}, "has no name", "tools"),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "web_search"}}, "web_search", "tool_choice"),
+    (RESPONSES, {"tools": [FLAT], "tool_choice": FLAT | {"name": "x"}}, "tool_choice", "tool_choice"),
+    (RESPONSES, {"text": {"format": {"type": "yaml"}}}, "response_format", "text.format.type"),
+    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "schema", "text.format.schema"),
+    (RESPONSES, {"max_output_tokens": 0}, "1 or more", "max_output_tokens"),
+    (RESPONSES, item(role="user", content=[7]), "type", "input[0].content[0]"),
+    (RESPONSES, item(role="tool", content="a"), "role", "input[0].role"),
+    (RESPONSES, item(type="function_call_output", output=7), "string", "input[0].output"),
+    (COMPACT, {}, "", "input"),
+    (COMPACT, {"input": []}, "", "input"),
+    (COMPACT, {"input": 3}, "", "input"),
+    (COMPACT, {"input": "a", "prompt": {"id": "b"}}, "", "prompt"),
+    ("/api/generate", {"suffix": "end"}, "suffix is not supported", None),
+    ("/api/generate", {"context": [1, 2]}, "context", None),
+    ("/api/generate", {"template": "{{ .Prompt }}"}, "template", None),
+    (EMBEDDINGS, {"input": "a"}, "makes no embeddings", None),
+    (RERANK, {"documents": ["a"]}, "Qwen/Qwen3-Reranker-0.6B", None),
+]
+EMBEDDING: list[Row] = [
+    (EMBEDDINGS, {"input": []}, "", "input"),
+    (EMBEDDINGS, {"input": ""}, "", "input"),
+    (EMBEDDINGS, {"input": {"a": 1}}, "", "input"),
+    (EMBEDDINGS, {"input": ["a"] * 2049}, "", "input"),
+    (EMBEDDINGS, {"input": "a", "encoding_format": "int8"}, "", "encoding_format"),
+    (EMBEDDINGS, {"input": "a", "dimensions": 10**6}, "", "dimensions"),
+    (CHAT, {}, "makes embeddings of texts", "messages"),
+    (MESSAGES, {}, "makes embeddings of texts", None),
+    ("/api/chat", {"messages": GREETING}, "makes embeddings of texts", None),
+]
+RANKING: list[Row] = [
+    (RERANK, {"documents": []}, "", "documents"),
+    (RERANK, {"documents": ["a"] * 1001}, "", "documents"),
+    (RERANK, {"documents": ["a", {"title": "b"}]}, "", "documents[1].text"),
+    (RERANK, {"documents": "a"}, "", "documents"),
+    (RERANK, {"documents": ["a"], "query": None}, "", "query"),
+    (RERANK, {"documents": ["a"], "top_n": 0}, "", "top_n"),
+    (RERANK, {"documents": ["a"], "max_tokens_per_doc": 0}, "", "max_tokens_per_doc"),
+]
+
+
+def refusal(path: str, told: Any) -> tuple[str, str | None]:
+    """Return the sentence and the field of an error; assert that it has the form of the path's API."""
+    if path.startswith("/api/"):
+        return told["error"], None
+    error = told["error"]
+    assert error["type"] == "invalid_request_error"
+    if path.startswith(MESSAGES):
+        assert (told["type"], error.keys()) == ("error", {"type", "message"})
+        return error["message"], None
+    assert error.keys() == {"message", "type", "param", "code"}
+    return error["message"], error["param"]
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"), [("tiny_model", TINY), ("embedding_model", EMBEDDING), ("reranker", RANKING)]
+)
+async def test_what_cannot_be_served_is_refused_with_a_sentence_and_the_field_at_fault(
+    model: str, rows: list[Row], local_worker: Any, door: Any, request: pytest.FixtureRequest
+) -> None:
+    worker = await local_worker(model=str(request.getfixturevalue(model)))
+    served = await door(worker.settings.nats, worker.settings.prefix)
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        for path, fields, says, param in rows:
+            body = fields
+            if isinstance(fields, dict):
+                body = {name: one for name, one in (USUAL.get(path, {}) | fields).items() if one is not None}
+            answer = await http.post(path, json=body)
+            assert answer.status_code == 400, (path, fields)
+            sentence, field = refusal(path, answer.json())
+            assert says in sentence, (path, fields, sentence)
+            assert field == param, (path, fields)
+
+
+async def test_token_counts_are_refused_as_the_answer_would_be(http: httpx2.AsyncClient) -> None:
+    for path, fields, says, _ in TINY:
+        if path == MESSAGES and not {"max_tokens", "output_config", "tool_choice"} & fields.keys():
+            answer = await http.post(f"{MESSAGES}/count_tokens", json=USUAL[MESSAGES] | fields)
+            assert answer.status_code == 400, fields
+            assert says in refusal(MESSAGES, answer.json())[0], fields
+
+
+TOO_LONG = {
+    CHAT: r"maximum context length is 2048 tokens\. However",
+    RESPONSES: r"maximum context length is 2048 tokens\. However",
+    MESSAGES: r"^prompt is too long: \d+ tokens > 2048 maximum$",
+    "/api/chat": "maximum context length",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_conversation_longer_than_the_context_is_refused_in_each_apis_words_and_leaves_no_session(
+    worker: Any, served: Any, *, stream: bool
+) -> None:
+    long = [{"role": "user", "content": "word " * 500}]
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        for path, says in TOO_LONG.items():
+            name = "input" if path == RESPONSES else "messages"
+            answer = await http.post(path, json={**USUAL.get(path, {}), name: long, "stream": stream})
+            assert answer.status_code == 400, path
+            assert re.search(says, refusal(path, answer.json())[0]), answer.text
+            assert path != CHAT or answer.json()["error"]["code"] == "context_length_exceeded"
+    async with asyncio.timeout(20):
+        while {row.state for row in await list_sessions(worker.client, "default")} != {"forgotten"}:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    assert not served.index.sessions

@@ -1,9 +1,8 @@
-"""What a gateway removes of its idle sessions, and what it leaves."""
+"""How long conversations stay, and whether their KV gets to the disk."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
@@ -14,8 +13,7 @@ from gateway.index import IndexedSession, SessionIndex
 from gateway.removal import remove, sweep
 from tests.parts import LocalWorker
 from turnkeep_client.errors import NoServerError, RequestFailedError
-
-Start = Callable[..., Awaitable[LocalWorker]]
+from turnkeep_client.messages import SessionCache
 
 
 async def indexed(worker: LocalWorker) -> tuple[SessionIndex, IndexedSession]:
@@ -26,8 +24,7 @@ async def indexed(worker: LocalWorker) -> tuple[SessionIndex, IndexedSession]:
     return index, session
 
 
-async def test_a_session_that_another_gateway_has_used_since_stays_open(local_worker: Start) -> None:
-    worker = await local_worker()
+async def test_a_session_that_another_gateway_has_used_since_stays_open(worker: Any) -> None:
     index, session = await indexed(worker)
     await worker.client.session("s").append(text="more")
     await remove(worker.client, index, session)
@@ -46,9 +43,8 @@ async def test_a_session_stays_in_the_index_until_the_log_has_its_close() -> Non
     assert not index.sessions
 
 
-async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(local_worker: Start) -> None:
+async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(worker: Any) -> None:
     """The close would load the model, and unload another one that is in use."""
-    worker = await local_worker()
     index, _ = await indexed(worker)
     is_loaded = False
 
@@ -68,3 +64,64 @@ async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(local_wo
     sweeping.cancel()
     with pytest.raises(RequestFailedError):
         await worker.client.session("s").append(text="on")
+
+
+UNSAVED = {"x-turnkeep-snapshots": "none"}
+SAID = SessionCache(policy="full", snapshots="none")
+HELLO = {"role": "user", "content": "Hello, this is long enough for some blocks of the cache. " * 4}
+
+
+def num_files(worker: Any) -> int:
+    return len(list(worker.settings.data_dir.rglob("*.safetensors")))
+
+
+async def chat(served: Any, messages: list[Any], headers: dict[str, str]) -> tuple[str, str, str]:
+    """Send a conversation; return the answer, its session, and how that was found."""
+    raw = await served.openai.chat.completions.with_raw_response.create(
+        model="m", messages=messages, max_tokens=8, extra_headers=headers
+    )
+    name, how = raw.headers["x-turnkeep-session"].split()
+    return raw.parse().choices[0].message.content or "", name, how
+
+
+@pytest.mark.serves("calling_model")
+async def test_a_header_keeps_a_conversations_kv_off_the_disk(worker: Any, served: Any) -> None:
+    """Its sessions are continued only by requests with the header; each key's request has it, too."""
+    said, name, how = await chat(served, [HELLO], UNSAVED)
+    assert how == "begun"
+    assert (await worker.client.session(name).info()).cache == SAID
+    more = [HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    assert (await chat(served, more, UNSAVED))[1:] == (name, "continued")
+    _, fork, how = await chat(served, more, UNSAVED | {"Idempotency-Key": "k-1"})
+    assert (await worker.client.session(fork).info()).cache == SAID
+    _, alone, how = await chat(served, [HELLO], UNSAVED | {"Idempotency-Key": "k-2"})
+    assert (await worker.client.session(alone).info()).cache == SAID
+    raw = await served.openai.completions.with_raw_response.create(
+        model="m", prompt=HELLO["content"], max_tokens=8, extra_headers=UNSAVED
+    )
+    assert raw.status_code == 200
+    await worker.app._store.queue.drained(9.0)
+    assert num_files(worker) == 0
+    _, other, how = await chat(served, more, {})
+    assert (other != name, how) == (True, "begun")
+    assert (await worker.client.session(other).info()).cache != SAID
+
+
+@pytest.mark.serves("calling_model")
+async def test_only_the_header_keeps_the_kv_of_a_response_off_the_disk(worker: Any, served: Any) -> None:
+    """Agents send `store: false` with each request, and go on after a restart."""
+    create = served.openai.responses.with_raw_response.create
+    await create(model="m", input=[HELLO], max_output_tokens=8, store=False, extra_headers=UNSAVED)
+    await worker.app._store.queue.drained(9.0)
+    assert num_files(worker) == 0
+    await create(model="m", input=[HELLO], max_output_tokens=8, store=False)
+    await worker.stop()
+    assert num_files(worker) > 0
+
+
+@pytest.mark.serves("calling_model")
+async def test_another_value_of_the_header_is_refused(served: Any, http: Any) -> None:
+    body = {"model": "m", "messages": [HELLO], "max_tokens": 2}
+    refused = await http.post("/v1/chat/completions", json=body, headers={"x-turnkeep-snapshots": "off"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "x-turnkeep-snapshots can only be none"

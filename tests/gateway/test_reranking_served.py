@@ -13,17 +13,10 @@ from typing import Any
 import httpx2
 import pytest
 
-Start = Any
+pytestmark = pytest.mark.serves("reranker")
+
 QUERY = "Why is the sky blue?"
 DOCUMENTS = ["no", "Air scatters blue light.", "Cats sleep for most of the day.", "yes"]
-
-
-@pytest.fixture
-async def served(local_worker: Start, door: Start, reranker: Path) -> Any:
-    worker = await local_worker(model=str(reranker))
-    found = await door(worker.settings.nats, worker.settings.prefix)
-    found.client = worker.client
-    return found
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
@@ -31,7 +24,7 @@ async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_req
     served: Any, http: httpx2.AsyncClient, path: str
 ) -> None:
     """In the format of Jina and of llama.cpp's server."""
-    scores = (await served.client.rerank(QUERY, DOCUMENTS)).scores
+    scores = (await served.worker.client.rerank(QUERY, DOCUMENTS)).scores
     best = sorted(range(4), key=lambda index: -scores[index])
     answer = await http.post(path, json={"model": "m", "query": QUERY, "documents": DOCUMENTS})
     told = answer.json()
@@ -69,7 +62,7 @@ except cohere.BadRequestError as error:
 """
     process = await asyncio.create_subprocess_exec(python, "-c", program, stdout=asyncio.subprocess.PIPE)
     older, newer, param = map(json.loads, (await process.communicate())[0].splitlines())
-    scores = (await served.client.rerank(QUERY, DOCUMENTS)).scores
+    scores = (await served.worker.client.rerank(QUERY, DOCUMENTS)).scores
     assert older == newer
     assert dict(older) == pytest.approx(dict(sorted(enumerate(scores), key=lambda one: -one[1])[:3]))
     assert param == "documents"
@@ -78,7 +71,7 @@ except cohere.BadRequestError as error:
 async def test_an_instruction_is_passed_to_the_reranker(served: Any, http: httpx2.AsyncClient) -> None:
     asked = {"query": QUERY, "documents": DOCUMENTS[:1]}
     told = (await http.post("/v1/rerank", json=asked | {"instruction": "Find poems"})).json()
-    (expected,) = (await served.client.rerank(**asked, instruction="Find poems")).scores
+    (expected,) = (await served.worker.client.rerank(**asked, instruction="Find poems")).scores
     assert told["results"] == [{"index": 0, "relevance_score": pytest.approx(expected, abs=1e-6)}]
 
 

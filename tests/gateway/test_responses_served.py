@@ -1,22 +1,26 @@
-"""OpenAI's Responses API over HTTP: conversations, streams, and answers that are retrieved later."""
+"""OpenAI's Responses API over HTTP: conversations, streams, answers retrieved later, and compaction."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import openai
 import pytest
+from crafted import user
 
 from gateway.keys import Keys
 from turnkeep_client import connect
 from turnkeep_client.messages import Close, Failed
 from turnkeep_client.subjects import session_key
 
-Start = Any
+pytestmark = pytest.mark.serves("calling_model")
+
 #: The ids of the tokens that are a call and the end of a turn.
 CALL, END = 259, 2
 #: So that answers are text that comes back as it was.
@@ -27,20 +31,6 @@ TOOL = {
     "description": "The weather in a city",
     "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-@pytest.fixture
-async def worker(local_worker: Start, calling_model: Path) -> Any:
-    return await local_worker(model=str(calling_model))
-
-
-@pytest.fixture
-async def served(worker: Any, door: Start) -> Any:
-    return await door(worker.settings.nats, worker.settings.prefix)
 
 
 def options(**more: Any) -> dict[str, Any]:
@@ -113,7 +103,7 @@ async def test_a_tool_call_of_the_responses_api_and_its_result_continue_the_conv
 
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_a_conversation_continues_from_a_previous_response_id(
-    worker: Any, door: Start, served: Any, *, restarts: bool
+    worker: Any, door: Any, served: Any, *, restarts: bool
 ) -> None:
     """Instructions apply to one request only; two conversations may continue from the same answer."""
     first, _ = await ask(served, "One?", instructions="Rhyme.")
@@ -233,13 +223,13 @@ async def test_an_answer_that_is_returned_twice_has_two_ids_and_can_be_retrieved
     await ask(served, "Two?", previous_response_id=again.id)
 
 
+@pytest.mark.serves("endless_model", max_batch=1)
 async def test_a_stream_that_moves_to_another_session_after_its_start_begins_anew_with_the_new_id(
-    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another gateway has continued the conversation's session, and that answer runs for long."""
     monkeypatch.setattr("gateway.http.answer_response._PATIENCE_S", 0.1)
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    one, other = [await door(worker.settings.nats, worker.settings.prefix) for _ in range(2)]
+    one, other = [await gateway() for _ in range(2)]
     more = {"extra_body": {"logit_bias": {"70": 100}}}
     first, _ = await ask(one, "One?", **more)
     await ask(other, "Else?", **more)  # it knows the session from the log now
@@ -271,3 +261,72 @@ async def test_a_response_id_is_found_only_by_its_own_tenant(served: Any, tmp_pa
         await ask(served, "Two?", previous_response_id=answer.id)
     other = served.openai.with_options(api_key="other")
     assert await other.responses.retrieve(answer.id) == answer
+
+
+SAID = [
+    {"role": "user", "content": "My cat is called Tom."},
+    {"role": "assistant", "content": "What a good name."},
+    {"role": "user", "content": "He sleeps."},
+]
+
+
+async def told(served: Any, answer_id: str) -> list[Any]:
+    found = await served.openai.responses.input_items.list(answer_id, order="asc")
+    return [(one.role, one.content[0].text) for one in found.data]
+
+
+async def test_a_compacted_conversation_continues_from_the_users_messages_and_the_models_summary(
+    served: Any,
+) -> None:
+    more: dict[str, Any] = {"extra_body": {"max_output_tokens": 12, "seed": 1, "ignore_eos": True}}
+    compacted = await served.openai.responses.compact(model="m", input=SAID, instructions="Be brief.", **more)
+    assert compacted.object == "response.compaction"
+    *kept, summary = compacted.output
+    assert [(one.role, one.content[0].text) for one in kept] == [
+        ("user", SAID[0]["content"]),
+        ("user", SAID[2]["content"]),
+    ]
+    assert summary.type == "compaction"
+    assert compacted.usage.output_tokens == 12
+    next_turn = [
+        *(one.to_dict(warnings=False) for one in compacted.output),
+        {"role": "user", "content": "Go on."},
+    ]
+    answer = await served.openai.responses.create(model="m", input=next_turn, max_output_tokens=2)
+    first, second, written, last = await told(served, answer.id)
+    assert [first, second, last] == [("user", text) for text in (SAID[0]["content"], "He sleeps.", "Go on.")]
+    head, _, text = written[1].partition("\n\n")
+    assert (written[0], head) == ("user", "Your own summary of our conversation before my next message:")
+    assert text == b64decode(summary.encrypted_content.partition(":")[2]).decode() != ""
+    again = await served.openai.responses.compact(model="m", input=SAID, instructions="Be brief.", **more)
+    assert again.output[-1].encrypted_content == summary.encrypted_content, "the recorded answer, by its seed"
+
+
+async def test_compacting_a_conversation_by_its_answers_id_does_not_prefill_it_again(
+    served: Any,
+) -> None:
+    create = served.openai.responses.create
+    answer = await create(model="m", input=SAID, max_output_tokens=5, extra_body={"ignore_eos": True})
+    compacted = await served.openai.responses.compact(
+        model="m", previous_response_id=answer.id, extra_body={"max_output_tokens": 3}
+    )
+    assert [one.type for one in compacted.output] == ["message", "message", "compaction"]
+    cached = compacted.usage.input_tokens_details.cached_tokens
+    assert cached >= answer.usage.total_tokens - 1
+    assert len(await told(served, answer.id)) == 3, "the conversation itself is as it was"
+
+
+async def test_a_compaction_repeated_with_its_idempotency_key_returns_the_recorded_output(
+    served: Any,
+) -> None:
+    body = {"model": "m", "input": "Hello.", "max_output_tokens": 8}
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60, headers={"idempotency-key": "a"}) as http:
+        first, second = [(await http.post("/v1/responses/compact", json=body)).json() for _ in "ab"]
+    assert first["output"] == second["output"]
+
+
+async def test_a_compaction_item_of_another_server_is_replaced_by_a_placeholder(served: Any) -> None:
+    for content in ("gAAAAAB", "turnkeep1:%", None):
+        item = {"type": "compaction", "encrypted_content": content}
+        answer = await served.openai.responses.create(model="m", input=[item, *SAID[:1]], max_output_tokens=1)
+        assert (await told(served, answer.id))[0] == ("user", "[compaction: this model cannot read it]")

@@ -9,20 +9,15 @@ from typing import Any
 
 import httpx2
 import pytest
+from crafted import LETTERS, user
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import app
 from gateway.keys import Keys
 from gateway.recent_boundaries import RecentBoundaries
 
-Start = Any
 CHAT = "/v1/chat/completions"
-LETTERS = {str(token): 100 for token in range(68, 90)}
 SYSTEM = {"role": "system", "content": "A secret of 22 letters"}
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
 
 
 def body(*messages: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -44,12 +39,12 @@ async def samples(http: httpx2.AsyncClient) -> dict[tuple[str, ...], float]:
     }
 
 
+@pytest.mark.serves("endless_model")
 async def test_a_gateway_publishes_its_counts_over_nats(
-    local_worker: Start, door: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "_PUBLISH_S", 0.2)
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, name="laptop-8080")
+    served = await gateway(name="laptop-8080")
     async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
         await http.post(CHAT, json=body(user("Hello.")))
         await http.get("/nowhere")
@@ -62,13 +57,11 @@ async def test_a_gateway_publishes_its_counts_over_nats(
     assert told.tokens["generated"] == 4
 
 
-async def test_metrics_count_requests_conversations_and_tokens(
-    local_worker: Start, door: Start, endless_model: Path, tmp_path: Path
-) -> None:
+@pytest.mark.serves("endless_model")
+async def test_metrics_count_requests_conversations_and_tokens(gateway: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret acme\n")
-    worker = await local_worker(model=str(endless_model))
     keys = Keys.read(tmp_path / "keys")
-    served = await door(worker.settings.nats, worker.settings.prefix, keys=keys)
+    served = await gateway(keys=keys)
     headers = {"authorization": "Bearer secret"}
     async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
         first = await http.post(CHAT, json=body(user("Hello.")), headers=headers)
@@ -95,12 +88,12 @@ async def test_metrics_count_requests_conversations_and_tokens(
             assert refused.status_code == 403
 
 
+@pytest.mark.serves("endless_model")
 async def test_the_explain_header_names_the_first_unknown_message_but_not_its_content(
-    local_worker: Start, door: Start, endless_model: Path, caplog: pytest.LogCaptureFixture
+    gateway: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "gateway")
-    worker = await local_worker(model=str(endless_model))
-    served = await door(worker.settings.nats, worker.settings.prefix, explain=True)
+    served = await gateway(explain=True)
     async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
 
         async def explained(*messages: dict[str, Any], **more: Any) -> tuple[list[str], httpx2.Response]:
@@ -148,11 +141,10 @@ def test_the_gateway_remembers_the_latest_conversations_in_bounded_memory() -> N
 
 
 async def test_pages_of_this_machine_and_of_allowed_sites_may_send_requests_and_others_may_not(
-    local_worker: Start, door: Start
+    gateway: Any,
 ) -> None:
-    worker = await local_worker()
     named = ["https://chat.example", "https://b.example:8443"]
-    served = await door(worker.settings.nats, worker.settings.prefix, cors=named)
+    served = await gateway(cors=named)
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     local = ["http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:80", "http://tauri.localhost"]
     async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
@@ -181,11 +173,10 @@ async def test_pages_of_this_machine_and_of_allowed_sites_may_send_requests_and_
 
 
 async def test_a_host_header_of_an_unknown_domain_is_refused_unless_the_gateway_has_keys(
-    local_worker: Start, door: Start, tmp_path: Path
+    worker: Any, gateway: Any, door: Any, tmp_path: Path
 ) -> None:
     """Prevents DNS rebinding: a page whose domain resolves to the gateway sends a GET without an Origin."""
     (tmp_path / "keys").write_text("secret acme\n")
-    worker = await local_worker()
     nats, prefix = worker.settings.nats, worker.settings.prefix
     served = await door(nats, prefix, cors=["https://chat.example"])
     guarded = await door(nats, prefix, keys=Keys.read(tmp_path / "keys"))

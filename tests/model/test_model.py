@@ -1,4 +1,4 @@
-"""Models are found, loaded and described; broken ones raise a clear error."""
+"""Models are found, loaded and described, also as other programs leave them; broken ones raise an error."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from mlx.utils import tree_flatten
 from tiny_gguf import TinyLlama
 
 from cache.kv.size import KvSize
-from worker.models import gguf_model, model
+from worker.models import catalog, gguf_model, model
 from worker.models.model import ModelError
+from worker.models.own_sampling import own_sampling
 
 
 @pytest.fixture(scope="module")
@@ -308,3 +309,188 @@ def test_packaged_converted_and_hub_models_are_listed_and_broken_folders_left_ou
     )
     assert (hub.name, hub.origin) == ("org/name", "hub")
     assert hub.size_bytes == converted.size_bytes > 1_000_000
+
+
+MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def split(tiny_copy: Path, names: tuple[str, str]) -> Path:
+    """Split the weights in two files, with an index."""
+    weights = mx.load(str(tiny_copy / MODEL))
+    assert isinstance(weights, dict)
+    mx.eval(weights)
+    (tiny_copy / MODEL).unlink()
+    files = {name: names[i % 2] for i, name in enumerate(sorted(weights))}
+    for file in names:
+        part = {name: weights[name] for name in files if files[name] == file}
+        mx.save_safetensors(str(tiny_copy / file), part, metadata={"format": "mlx"})
+    return index(tiny_copy, files)
+
+
+def index(tiny_copy: Path, files: dict[str, str]) -> Path:
+    (tiny_copy / INDEX).write_text(json.dumps({"weight_map": files}))
+    return tiny_copy
+
+
+def moved(tiny_copy: Path, name: str) -> Path:
+    return tiny_copy.rename(tiny_copy.with_name(name))
+
+
+def add(tiny_copy: Path, name: str) -> Path:
+    mx.save_safetensors(str(tiny_copy / name), {"mtp.weight": mx.ones((2, 2))})
+    return tiny_copy
+
+
+def ended(tiny_copy: Path, ends: Any) -> Path:
+    (tiny_copy / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return tiny_copy
+
+
+def linked(tiny_copy: Path) -> Path:
+    """Make a snapshot as in the hub's cache: links to files named by digests."""
+    blobs, snapshot = tiny_copy.with_name("blobs"), tiny_copy.with_name("snapshot")
+    tiny_copy.rename(blobs)
+    snapshot.mkdir()
+    for i, path in enumerate(sorted(blobs.iterdir())):
+        (snapshot / path.name).symlink_to(path.rename(blobs / f"{i:064}"))
+    return snapshot
+
+
+READ: dict[str, Callable[[Path], Path]] = {
+    "brackets in the path": lambda f: moved(f, "a[1]b"),
+    "brackets in the path of shards": lambda f: moved(
+        split(f, ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")), "[x] a*b?"
+    ),
+    "spaces and other letters": lambda f: moved(f, "mój model (數學) 🙂"),
+    "links to digests": linked,
+    "shards of other names": lambda f: split(f, ("weights.00.safetensors", "weights.01.safetensors")),
+    "a file for drafts beside the model": lambda f: index(
+        add(f, "mtp.safetensors"), {"a": MODEL, "mtp.weight": "mtp.safetensors"}
+    ),
+    "a file for drafts that was not downloaded": lambda f: index(f, {"a": MODEL, "b": "mtp.safetensors"}),
+    "an index from before a merge": lambda f: index(f, {"a": "model-00001-of-00002.safetensors"}),
+    "an index without names": lambda f: index(f, {}),
+    "weights in another form too": lambda f: add(f, "consolidated.safetensors"),
+    "a folder named as a file": lambda f: (f / "model-2.safetensors").mkdir() or f,  # type: ignore[func-returns-value]
+    "an adapter too": lambda f: add(f, "adapter_model.safetensors"),
+    "end tokens as texts": lambda f: ended(f, ["2", 0]),
+    "an end token as text": lambda f: ended(f, "2"),
+}
+
+
+@pytest.fixture
+def tiny_copy(tiny_model: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(tiny_model, tmp_path / "model")
+
+
+@pytest.mark.parametrize("change", READ.values(), ids=READ)
+def test_a_folder_as_other_programs_leave_it_is_read(
+    tiny_model: Path, tiny_copy: Path, tmp_path: Path, change: Callable[[Path], Path]
+) -> None:
+    changed, tokens = change(tiny_copy), mx.array([[3, 4, 5]])
+    found = model.load(model.resolve(str(changed), tmp_path, dtype="float32"), dtype="float32")
+    expected = model.load(tiny_model, dtype="float32")
+    assert mx.array_equal(found.model(tokens), expected.model(tokens))
+    assert found.eos_ids >= expected.eos_ids
+    entry = catalog.named(str(changed), tmp_path)
+    assert (entry.origin, entry.size_bytes >= found.weight_bytes) == ("elsewhere", True)
+
+
+@pytest.mark.parametrize("name", ["tiny.GGUF", "sha256-0123abcd", "a[1]b/tiny.gguf"])
+def test_a_gguf_file_is_known_by_its_name_in_any_case_or_by_its_first_bytes(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    path = TinyLlama().write(tmp_path / name)
+    assert catalog.named(str(path), tmp_path).architecture == "llama"
+    made = model.resolve(str(path), tmp_path / "data", dtype="float32")
+    assert model.load(made, dtype="float32").config["model_type"] == "llama"
+
+
+def without_weights(tiny_copy: Path, name: str) -> None:
+    (tiny_copy / MODEL).rename(tiny_copy / name)
+
+
+def configure(tiny_copy: Path, **fields: Any) -> None:
+    path = tiny_copy / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def quantised_by(tiny_copy: Path, method: str) -> None:
+    configure(tiny_copy, quantization_config={"quant_method": method, "bits": 4})
+
+
+def add_bits(tiny_copy: Path) -> None:
+    """Add a scale to the weights, as bitsandbytes does."""
+    quantised_by(tiny_copy, "bitsandbytes")
+    mx.save_safetensors(str(tiny_copy / "model-2.safetensors"), {"model.layers.0.absmax": mx.ones((2,))})
+
+
+def dangle(tiny_copy: Path) -> None:
+    (tiny_copy / MODEL).unlink()
+    (tiny_copy / MODEL).symlink_to(tiny_copy / "nothing")
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "GPTQ": (lambda f: quantised_by(f, "gptq"), r"are quantised by gptq; take the original model, or one of"),
+    "a method without a name": (
+        lambda f: configure(f, quantization_config={"bits": 4}),
+        r"are quantised by an unnamed method; take the original",
+    ),
+    "bitsandbytes": (
+        add_bits,
+        r"are quantised by bitsandbytes; take the original model, or one of mlx-community$",
+    ),
+    "an adapter alone": (
+        lambda f: without_weights(f, "adapters.safetensors"),
+        r"has no model\*\.safetensors; it has adapters\.safetensors: merge this adapter into its base model",
+    ),
+    "Mistral's own form": (
+        lambda f: without_weights(f, "consolidated.safetensors"),
+        r"it has consolidated\.safetensors: take the model's version for transformers",
+    ),
+    "PyTorch's form": (lambda f: without_weights(f, "pytorch_model.bin"), r"convert the weights to safetens"),
+    "a GGUF file in a folder": (
+        lambda f: without_weights(f, "tiny.Q8_0.gguf"),
+        r"it has tiny\.Q8_0\.gguf: give the path of this file$",
+    ),
+    "a file of another name": (
+        lambda f: without_weights(f, "llama.safetensors"),
+        r"it has llama\.safetensors: name the file model\.safetensors, if it has all weights$",
+    ),
+    "an end token as text": (
+        lambda f: configure(f, eos_token_id="2"),
+        r"config\.json has eos_token_id '2'; it must be a number or a list$",
+    ),
+    "a link to nothing": (dangle, r"has no model\*\.safetensors; a model folder needs"),
+    "a pointer of Git LFS": (
+        lambda f: (f / MODEL).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        r"is a pointer of Git LFS; fetch the file with git lfs pull$",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "why"), REFUSED.values(), ids=REFUSED)
+def test_a_folder_without_weights_that_can_be_read_is_refused_with_the_reason(
+    tiny_copy: Path, tmp_path: Path, change: Callable[[Path], object], why: str
+) -> None:
+    change(tiny_copy)
+    with pytest.raises(ModelError, match=why):
+        model.load(model.resolve(str(tiny_copy), tmp_path, dtype="float32"), dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("config", "own"),
+    [
+        ({"eos_token_id": 2}, {}),
+        ({"temperature": 0.6, "top_p": 0.9, "top_k": None}, {"temperature": 0.6, "top_p": 0.9}),
+        ({"do_sample": False, "temperature": 0.6, "top_k": 40}, {"temperature": 0.0, "top_k": 40}),
+        ({"temperature": -1, "top_p": "x", "top_k": 1.5, "min_p": [], "repetition_penalty": 0}, {}),
+    ],
+)
+def test_sampling_options_of_a_model_folder_are_read_and_invalid_ones_left_out(
+    tmp_path: Path, config: dict[str, object], own: dict[str, float]
+) -> None:
+    assert own_sampling(tmp_path) == {}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    assert own_sampling(tmp_path) == own
