@@ -120,8 +120,9 @@ async def _serve(
     With `until_eof`, standard input is the worker's log, which the first console shows. Raises
     `TurnkeepError`.
     """
-    from ops import http_server
-    from ops.console.app import behind_token
+    with http_libraries("ops"):
+        from ops import http_server
+        from ops.console.app import behind_token
 
     with contextlib.closing(http_server.listening(*listen)) as listener, contextlib.ExitStack() as stack:
         running = http_server.server(behind_token(consoles, token), _DRAIN_S)
