@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from worker.process.installed import http_libraries
+
 from .flags import keep_option, listen_option
 from .nats_connection import with_client
 
@@ -22,6 +24,7 @@ async def exporter(client: Client, listen: tuple[str, int], keep_s: float) -> No
 
     Needs the extra ops; if it is missing, a message says how to install it.
     """
-    from ops.exporter import run
+    with http_libraries("ops"):
+        from ops.exporter import run
 
     await run(client, *listen, keep_s=keep_s)

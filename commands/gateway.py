@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import logging
 import math
-import os
 import re
-import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
+from urllib.parse import urlsplit
 
 import click
 
@@ -23,11 +21,12 @@ from .flags import listen_option, with_settings
 from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, connected, instead, run_until_signal
 
 if TYPE_CHECKING:
-    from uvicorn import Server
-
     from turnkeep_client.client import Client
 
     from .flags import GivenSettings
+
+#: How long a server that stops waits for running answers. Their clients can send the request again later.
+_DRAIN_S: Final = 10
 
 
 @click.command()
@@ -73,7 +72,7 @@ def gateway(
     with http_libraries("gateway"):
         from gateway.app import Gateway
         from gateway.keys import Keys
-        from gateway.server import listening, serve, server
+        from ops.http_server import end_at_eof, listening, serve, server, url_of
 
     settings, models = given.load(), given.load_models()
     if explain:
@@ -90,8 +89,7 @@ def gateway(
         except NoServerError as error:
             click.echo(f"{error}; {instead(settings)}; until then requests get status 503", err=True)
         listener = listening(*listen)
-        address, at = listener.getsockname()[:2]
-        click.echo(greeting(address, at, has_keys=keys is not None), err=True)
+        click.echo(greeting(url_of(listener), has_keys=keys is not None), err=True)
         gateway = Gateway(
             connect,
             known,
@@ -100,12 +98,13 @@ def gateway(
             cors=cors,
             image_hosts=settings.gateway_image_hosts.split(","),
             explain=explain,
-            name=f"{default_worker()[:50]}-{at}",
+            name=f"{default_worker()[:50]}-{listener.getsockname()[1]}",
         )
-        running = server(gateway)
+        running = server(gateway.app, _DRAIN_S)
         if until_eof:
-            asyncio.get_running_loop().add_reader(sys.stdin, lambda: _end_at_eof(running))
-        await serve(gateway, running, listener)
+            end_at_eof(running)
+        async with gateway.open(lambda: running.should_exit):
+            await serve(running, listener, gateway.publish())
 
     run_until_signal(settings, run)
 
@@ -118,17 +117,8 @@ def _origin(given: str) -> str:
     return origin
 
 
-def _end_at_eof(server: Server) -> None:
-    """Stop the server if standard input has ended: the parent process has closed it, or has died."""
-    if not os.read(sys.stdin.fileno(), 4096):
-        server.should_exit = True
-        asyncio.get_running_loop().remove_reader(sys.stdin)
-
-
-def greeting(address: str, port: int, *, has_keys: bool) -> str:
+def greeting(url: str, *, has_keys: bool) -> str:
     """Return the line that gives the gateway's URL, and warns if other machines may use it without a key."""
-    place = ipaddress.ip_address(address)
-    shown = f"[{address}]" if place.version == 6 else address
-    is_open = not (has_keys or place.is_loopback)
+    is_open = not (has_keys or ipaddress.ip_address(urlsplit(url).hostname or "").is_loopback)
     warning = "; whoever reaches this port may use it: --keys asks for a key" if is_open else ""
-    return f"the gateway is at http://{shown}:{port}/v1{warning}"
+    return f"the gateway is at {url}/v1{warning}"

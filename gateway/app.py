@@ -33,7 +33,7 @@ from .metrics import Counters
 from .turn import WARNINGS, Fault
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 
     from starlette.requests import Request
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -112,6 +112,18 @@ class Gateway:
         )
         return _without_slash(self.counters.counting(app, [one.path for one in self.routes]))
 
+    @contextlib.asynccontextmanager
+    async def open(self, is_stopping: Callable[[], bool]) -> AsyncIterator[None]:
+        """Serve in the block, then close all connections; answers that run go on in the worker.
+
+        `is_stopping()` says whether the server is shutting down.
+        """
+        self.connections.is_stopping = is_stopping
+        try:
+            yield
+        finally:
+            await self.connections.close()
+
     async def publish(self) -> None:
         """Publish metrics now and every few seconds, until cancelled."""
         while True:
@@ -121,10 +133,6 @@ class Gateway:
                     conversations = await self.connections.of(self.access.keys.tenant, model)
                     await conversations.client.publish_gateway(message)
             await asyncio.sleep(_PUBLISH_S)
-
-    async def close(self) -> None:
-        """Close all connections. Answers that run go on in the worker."""
-        await self.connections.close()
 
     async def _root(self, request: Request) -> Response:
         if "text/html" in request.headers.get("accept", ""):

@@ -18,9 +18,8 @@ from turnkeep_client.messages import (
     Opened,
     Rewound,
     UnknownResult,
-    decode_result,
 )
-from turnkeep_client.session_log import End, decoded, ends, read
+from turnkeep_client.session_log import End, ends, read
 from turnkeep_client.subjects import session_key
 
 from . import boundaries
@@ -91,10 +90,10 @@ def _session(key: SessionKey, end: End) -> IndexedSession | None:
     """Return a session as the end of its log has it; None if it is closed."""
     if end.answered is None:
         return IndexedSession(key.session, None, end.last.stored.timestamp())
-    last = decoded(decode_result, end.answered.body)
+    last = (end.changed or end.answered).result
     if last is None or isinstance(last, Closed | UnknownResult):
         return None
-    return IndexedSession(key.session, last.position, end.answered.stored.timestamp())
+    return IndexedSession(key.session, last.position, end.answered.entry.stored.timestamp())
 
 
 async def settle(client: Client, index: SessionIndex, session: IndexedSession) -> bool:

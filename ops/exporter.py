@@ -1,7 +1,7 @@
 """`turnkeep exporter`: serves workers' metrics over HTTP, for Prometheus.
 
-The event loop receives the workers' messages and reads the state of the log's consumer. Each scrape runs on
-its own thread, and only formats values in memory, so it never waits for NATS.
+Receives the workers' messages and reads the state of the log's consumer; a scrape only formats values in
+memory, so it never waits for NATS.
 """
 
 from __future__ import annotations
@@ -11,41 +11,50 @@ import contextlib
 from typing import TYPE_CHECKING, Final, NoReturn
 
 import click
+from prometheus_client import CollectorRegistry, make_asgi_app
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 
 from turnkeep_client.errors import NoWorkerError, TurnkeepError
 
-from .concurrency import until_one_ends
+from . import http_server
+from .exposition import families
 from .fleet import Fleet
 from .hosts import REFUSAL, may_ask
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
+    from collections.abc import Iterator
 
     from prometheus_client.metrics_core import Metric
+    from prometheus_client.registry import Collector
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from turnkeep_client.client import Client
     from turnkeep_client.wire import Backlog
 
 #: Seconds between two reads of the state of the log's consumer.
 _LOOK_S: Final = 2.0
+#: How long scrapes may take to end when the exporter stops.
+_DRAIN_S: Final = 1
 
 
 class ExporterError(TurnkeepError):
     """The exporter cannot run; the message says how to fix that."""
 
 
-async def run(client: Client, host: str, port: int, *, keep_s: float) -> NoReturn:
-    """Serve the metrics until cancelled. Raises `ExporterError`, also if NATS closes the connection."""
+async def run(client: Client, host: str, port: int, *, keep_s: float) -> None:
+    """Serve the metrics until a signal. Raises `TurnkeepError`, also if NATS closes the connection."""
     exporter = Exporter(client, keep_s)
-    with serving(exporter, host, port) as url:
-        click.echo(f"serving metrics at {url}", err=True)
-        await until_one_ends(exporter.listen(), exporter.look())
-    raise ExporterError("the NATS server has closed the connection; its log says why")
+    with http_server.listening(host, port) as listener:
+        click.echo(f"serving metrics at {http_server.url_of(listener)}/metrics", err=True)
+        running = http_server.server(scraped(exporter), _DRAIN_S)
+        await http_server.serve(running, listener, exporter.listen(), exporter.look())
+    if not client.connected:
+        raise ExporterError("the NATS server has closed the connection; its log says why")
 
 
 class Exporter:
-    """Collects the metrics for scrapes. `collect` may be called on any thread."""
+    """Collects the metrics for scrapes. Event loop only."""
 
     def __init__(self, client: Client, keep_s: float) -> None:
         self._client = client
@@ -73,42 +82,18 @@ class Exporter:
 
     def collect(self) -> Iterator[Metric]:
         """Yield the current metric families, for prometheus_client."""
-        from .exposition import families
-
         return families(self._fleet.sightings(), self._backlog, connected=self._client.connected)
 
 
-@contextlib.contextmanager
-def serving(exporter: Exporter, host: str, port: int) -> Iterator[str]:
-    """Answer scrapes on threads while the block runs; yields the address. Raises `ExporterError`."""
-    try:
-        from prometheus_client import CollectorRegistry, start_http_server
-    except ImportError:
-        raise ExporterError("prometheus_client is missing; pip install 'turnkeep[ops]' brings it") from None
+def scraped(exporter: Collector) -> ASGIApp:
+    """Return the application that answers scrapes, but refuses those whose Host header is another machine."""
     registry = CollectorRegistry()
     registry.register(exporter)
-    try:
-        server, thread = start_http_server(port, host, registry)
-    except OSError as error:
-        raise ExporterError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --listen"
-        ) from None
-    server.set_app(_guarded(server.get_app()))  # type: ignore[arg-type]  # its stub has None for no app
-    try:
-        yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}/metrics"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    metrics: ASGIApp = make_asgi_app(registry)
 
-
-def _guarded(app: WSGIApplication) -> WSGIApplication:
-    """Wrap an app so that it refuses requests whose Host header names another machine."""
-
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
-        if may_ask(environ["REMOTE_ADDR"], environ.get("HTTP_HOST", "")):
-            return app(environ, start_response)
-        start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
-        return [f"{REFUSAL}\n".encode()]
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        asked = Request(scope)
+        may = may_ask(asked.client.host if asked.client else "", asked.headers.get("host", ""))
+        await (metrics if may else PlainTextResponse(f"{REFUSAL}\n", 421))(scope, receive, send)
 
     return answer

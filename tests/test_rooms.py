@@ -233,15 +233,18 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
     of_gateway = {
         f"gateway/{name}.py"
         for name in (
-            *("app", "server"),
+            "app",
             *(f"http/{one}" for one in ("answer_response", "bodies", "durable", "errors", "handlers")),
         )
     }
     of_console = {
         f"ops/console/{name}.py"
-        for name in ("app", "token_check", "json_http", "model_api", "question_api", "serving", "session_api")
+        for name in ("app", "token_check", "json_http", "model_api", "question_api", "session_api")
     }
-    assert users("starlette", "uvicorn") == of_gateway | of_console
+    assert users("starlette", "uvicorn") == of_gateway | of_console | {
+        "ops/exporter.py",
+        "ops/http_server.py",
+    }
     for path in [*DIALECTS.rglob("*.py"), ROOT / "gateway" / "boundaries.py", ROOT / "gateway" / "turn.py"]:
         assert "asyncio" not in tops(imports(path)), path
 

@@ -24,7 +24,7 @@ from .session_api import SessionApi
 from .token_check import PAGE, TokenCheck
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from starlette.requests import Request
     from starlette.responses import Response
@@ -69,6 +69,8 @@ class Console:
 
         `clients` has all prefixes that have a console; the first console is at `/` (see `behind_token`).
         """
+        self.prefix = prefix
+        self.live = live
         #: The log of the worker that runs this console; empty without one.
         self.log = Log()
         self._client = client
@@ -109,11 +111,11 @@ class Console:
         return as_json(self.log.shown())
 
 
-def behind_token(consoles: Mapping[str, Console], token: str) -> Starlette:
+def behind_token(consoles: Sequence[Console], token: str) -> Starlette:
     """Build one app of several consoles behind a `TokenCheck`: the first at `/`, others at `/of/PREFIX/`."""
-    (_, first), *others = consoles.items()
+    first, *others = consoles
     return Starlette(
-        routes=[*(Mount(f"/of/{prefix}", one.app) for prefix, one in others), Mount("/", first.app)],
+        routes=[*(Mount(f"/of/{one.prefix}", one.app) for one in others), Mount("/", first.app)],
         middleware=[Middleware(TokenCheck, token=token)],
         exception_handlers={HTTPException: on_http},
     )

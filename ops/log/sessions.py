@@ -13,7 +13,6 @@ from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal
 
-import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -22,18 +21,18 @@ from turnkeep_client.images import as_text, text_in
 from turnkeep_client.messages import (
     Append,
     Closed,
+    Failed,
     Generate,
     Opened,
     Parent,
 )
-from turnkeep_client.session_log import End, ends, first, last_change, tails
+from turnkeep_client.session_log import End, ends, first
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from turnkeep_client.client import Client
-    from turnkeep_client.log import Entry
     from turnkeep_client.messages import Request
 
 State = Literal["idle", "running", "waiting", "failed", "closed", "forgotten"]
@@ -67,14 +66,6 @@ class SessionRow(Struct, frozen=True, kw_only=True):
     tags: tuple[str, ...] = ()
 
 
-class _Outcome(Struct):
-    type: str = ""
-    position: int | None = None
-    code: str = ""
-    forgotten: int | None = None
-    repeat_of: int | None = None
-
-
 #: Most characters of a session's first words.
 _WORDS: Final = 55
 #: How many requests to search for the first words: an open and a system message may come before.
@@ -85,9 +76,6 @@ _ASKED: Final = 256
 _ASK_S: Final = 1.0
 #: Kinds of entries that leave the log some time after their request was answered.
 _LEAVING: Final = frozenset({"in", "attempt"})
-#: Codes of failures that say in which state a session is.
-_TELLING: Final = frozenset({"history_diverged", "unknown_session"})
-_OUTCOME: Final = msgspec.json.Decoder(_Outcome)
 
 
 def is_named(session: str, names: Sequence[str]) -> bool:
@@ -108,59 +96,17 @@ async def find_session(client: Client, key: SessionKey) -> SessionRow | None:
 
 
 async def _rows(client: Client, counts: Mapping[SessionKey, Mapping[str, int]]) -> list[SessionRow]:
-    found = await ends(client.stored, counts)
-    noted = {key for key, kinds in counts.items() if "closed" in kinds}
-    outcomes = await _outcomes(client, {key: end.answered for key, end in found.items()}, noted)
-    return [_row(key, counts[key], outcomes[key], end) for key, end in found.items()]
+    return [_row(key, counts[key], end) for key, end in (await ends(client.stored, counts)).items()]
 
 
-async def _outcomes(
-    client: Client, results: Mapping[SessionKey, Entry | None], noted: Container[SessionKey]
-) -> dict[SessionKey, _Outcome]:
-    """Return what each session's last result says of it; if that says nothing, an earlier one is read.
-
-    A repeat says nothing, nor does a refused request of a session that may be closed (`noted`).
-    """
-    found = {key: _outcome(one) if one else _Outcome() for key, one in results.items()}
-    unclear = [
-        key
-        for key, one in found.items()
-        if one.repeat_of is not None or (key in noted and one.type == "failed" and one.code not in _TELLING)
-    ]
-    places = asyncio.Semaphore(_AT_ONCE)
-
-    async def read_back(key: SessionKey) -> None:
-        async with places:
-            async for log in tails(client.stored, key):
-                if (change := last_change(log)) is not None:
-                    found[key] = _outcome(change.entry)
-                    break
-        found[key].forgotten = None  # the later request is left
-
-    await asyncio.gather(*map(read_back, unclear))
-    return found
-
-
-def _outcome(result: Entry) -> _Outcome:
-    try:
-        return _OUTCOME.decode(result.body)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # not written by a worker
-        return _Outcome()
-
-
-def _row(
-    key: SessionKey,
-    kinds: Mapping[str, int],
-    outcome: _Outcome,
-    end: End,
-) -> SessionRow:
-    result = end.answered
+def _row(key: SessionKey, kinds: Mapping[str, int], end: End) -> SessionRow:
+    result = end.answered.entry if end.answered else None
     return SessionRow(
         tenant=key.tenant,
         session=key.session,
-        state="waiting" if end.waiting else _state(outcome, was_closed="closed" in kinds),
+        state="waiting" if end.waiting else _state(end, was_closed="closed" in kinds),
         waiting=len(end.waiting),
-        position=outcome.position,
+        position=end.position,
         last=end.last.stored,
         entries=sum(num for kind, num in kinds.items() if kind not in _LEAVING) + len(end.waiting),
         dead=kinds.get("dead", 0),
@@ -169,16 +115,16 @@ def _row(
     )
 
 
-def _state(outcome: _Outcome, *, was_closed: bool) -> State:
-    """Derive a session's state from its last result; `was_closed`: its subject `closed` has a message."""
-    match outcome:
-        case _Outcome(type="closed"):
-            return "closed" if outcome.forgotten is None else "forgotten"
-        case _Outcome(type="failed", code="history_diverged"):
+def _state(end: End, *, was_closed: bool) -> State:
+    """Derive the state of a session without waiting requests; `was_closed`: its `closed` has a message."""
+    match end.answered and end.answered.result:
+        case Failed(code="history_diverged"):
             return "failed"
-        case _Outcome(type="failed", code="unknown_session") if was_closed:
+        case Failed(code="unknown_session") if was_closed:
             return "closed"
-    return "idle"
+        case Closed(repeat_of=None, forgotten=int()):
+            return "forgotten"
+    return "closed" if end.changed and isinstance(end.changed.result, Closed) else "idle"
 
 
 async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:

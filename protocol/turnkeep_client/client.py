@@ -5,14 +5,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .calls import Call, ResultFeeds, expect
 from .errors import InvalidMessageError, TurnkeepError
 from .images import files_of
-from .listing import Listed, is_enough, listed
+from .listing import Listed, listed
 from .log import Entry, entry
 from .messages import (
     Embedded,
@@ -37,7 +36,7 @@ from .messages import (
     encode,
 )
 from .session import Cache, Messages, Session, build
-from .session_log import last_parts, tails
+from .session_log import ends_of_all
 from .stream import LogStream
 from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 from .wire import Backlog, NatsWire
@@ -74,9 +73,6 @@ _LOAD_S: Final = 6 * 3600.0
 #: Limits of one embed or rerank request: its inputs, and their total length in characters or token ids.
 _EMBED_INPUTS: Final = 16
 _EMBED_LENGTH: Final = 2**17
-
-#: How many sessions are read at a time, for the list of sessions.
-_AT_ONCE: Final = 32
 
 
 def connect(
@@ -241,18 +237,7 @@ class Client:
         With more than 1,024 sessions this needs the right on `$JS.API.STREAM.INFO` of the log. Raises
         `NoWorkerError`, `NotPermittedError`.
         """
-        found = await last_parts(self.stored, self.tenant)
-        places = asyncio.Semaphore(_AT_ONCE)
-
-        async def read_back(key: SessionKey) -> None:
-            async with places:
-                async for log in tails(self.stored, key):
-                    found[key] = log
-                    if is_enough(log):
-                        break
-
-        await asyncio.gather(*(read_back(key) for key, log in found.items() if not is_enough(log)))
-        return listed(found.values())
+        return listed(await ends_of_all(self.stored, self.tenant))
 
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.

@@ -6,6 +6,7 @@ gateway's recovery are filters over what it returns. Needs no worker.
 
 from __future__ import annotations
 
+import asyncio
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
@@ -31,6 +32,7 @@ from .subjects import SessionKey
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
+    from .log import Stored
     from .messages import Asked, Request, Result
     from .stream import LogStream
 
@@ -38,6 +40,8 @@ _T = TypeVar("_T")
 
 #: How many sequences of the stream the first part of a log has that is read from its end.
 TAIL: Final = 256
+#: How many sessions are read at a time, for a list of sessions.
+_AT_ONCE: Final = 32
 
 
 class LoggedRequest(NamedTuple):
@@ -274,34 +278,28 @@ async def find_request(stream: LogStream, key: SessionKey, seq: int) -> LoggedRe
     return None
 
 
-async def last_parts(stream: LogStream, tenant: str) -> dict[SessionKey, SessionLog]:
-    """Read of each session of a tenant the last request and the last result.
-
-    Needs `$JS.API.DIRECT.GET.<log>`; with more than 1,024 sessions also `$JS.API.STREAM.INFO.<log>`. Raises
-    `NoWorkerError`.
-    """
-    requests, results = await stream.latest(tenant, "in"), await stream.latest(tenant, "out")
-    found = {}
-    for key in {**requests, **results}:
-        stored = [one for one in (requests.get(key), results.get(key)) if one]
-        ends = [*filter(None, map(stream.entry, stored))]
-        result = [one for one in ends if one.kind == "out"]
-        log = await _read(stream, key, result, [one for one in ends if one.kind == "in"], 1)
-        found[key] = SessionLog(key, log.asked, log.answers, result[0].seq if result else 1)
-    return found
-
-
 class End(NamedTuple):
-    """The end of a session's log: its last result, and its requests without a result."""
+    """The end of a session's log: its last result, its requests without a result, and its last change.
 
-    answered: Entry | None
+    `changed` is the last result that changed the session: a refused or repeated request says nothing of its
+    state. None if the log has none.
+    """
+
+    answered: LoggedResult | None
     waiting: tuple[LoggedRequest, ...]
+    changed: LoggedResult | None
 
     @property
     def last(self) -> Entry:
-        """The last of them, in the order of the log; a session has at least one."""
-        entries = [*filter(None, [self.answered]), *(one.entry for one in self.waiting[-1:])]
-        return max(entries, key=lambda one: one.seq)
+        """The last entry, in the order of the log; a session has at least one."""
+        found = [one.entry for one in self.waiting[-1:]] + ([self.answered.entry] if self.answered else [])
+        return max(found, key=lambda one: one.seq)
+
+    @property
+    def position(self) -> int | None:
+        """The number of the session's tokens; None if no result states it."""
+        state = self.changed or self.answered
+        return state.result.position if state and state.result else None
 
 
 async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]) -> dict[SessionKey, End]:
@@ -312,16 +310,41 @@ async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]
     """
     queues = [key for key, kinds in counts.items() if "in" in kinds]
     asked = {key: one async for key, one in stream.last(queues, "in")}  # first, as in `read`
-    results = {key: stream.entry(one) async for key, one in stream.last(counts, "out")}
-    waiting: dict[SessionKey, tuple[LoggedRequest, ...]] = {}
-    for key, one in asked.items():
-        answered = results.get(key)
-        last = decoded(decode_result, answered.body) if answered else None
-        # An answered request may still be in the queue; if it changed the session, no earlier one waits.
-        if last is None or last.seq != one.seq or not is_change(last):
-            waiting[key] = await queued(stream, key)
-    found = {key: End(results.get(key), waiting.get(key, ())) for key in {**results, **waiting}}
-    return {key: one for key, one in found.items() if any(one)}
+    return await _ends(stream, asked, {key: one async for key, one in stream.last(counts, "out")})
+
+
+async def ends_of_all(stream: LogStream, tenant: str) -> dict[SessionKey, End]:
+    """Read the ends of the logs of all sessions of a tenant, as `ends` does.
+
+    With more than 1,024 sessions this also needs `$JS.API.STREAM.INFO.<log>`.
+    """
+    asked = await stream.latest(tenant, "in")
+    return await _ends(stream, asked, await stream.latest(tenant, "out"))
+
+
+async def _ends(
+    stream: LogStream, asked: Mapping[SessionKey, Stored], results: Mapping[SessionKey, Stored]
+) -> dict[SessionKey, End]:
+    places = asyncio.Semaphore(_AT_ONCE)
+
+    async def end(key: SessionKey) -> End:
+        entry = stream.entry(results[key]) if key in results else None
+        answered = LoggedResult(entry, decoded(decode_result, entry.body)) if entry else None
+        last = answered.result if answered else None
+        changed = answered if last is not None and is_change(last) else None
+        if last is not None and changed and (key not in asked or last.seq == asked[key].seq):
+            return End(answered, (), changed)  # it was answered in its turn, so no earlier request waits
+        async with places:
+            waiting = await queued(stream, key) if key in asked else ()
+            if answered is not None and changed is None:
+                async for log in tails(stream, key):
+                    if (changed := last_change(log)) is not None:
+                        break
+        return End(answered, waiting, changed)
+
+    keys = [*{**results, **asked}]
+    found = dict(zip(keys, await asyncio.gather(*map(end, keys)), strict=True))
+    return {key: one for key, one in found.items() if one.answered or one.waiting}
 
 
 async def read_part(stream: LogStream, answered: Entry) -> bytes | None:

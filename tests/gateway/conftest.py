@@ -14,7 +14,7 @@ from parts import make_tiny_model
 
 from gateway.app import Gateway
 from gateway.keys import Keys
-from gateway.server import listening, serve, server
+from ops.http_server import listening, serve, server, url_of
 from turnkeep_client.client import connect
 
 if TYPE_CHECKING:
@@ -68,10 +68,13 @@ async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
 
         gateway = Gateway(connected, keys or Keys(), models=[*prefixes], idle_s=idle_s, **options)
         listener = listening("127.0.0.1", 0)
-        address, port = listener.getsockname()
-        running = server(gateway)
-        task = asyncio.create_task(serve(gateway, running, listener))
-        started.append(Door(gateway, running, task, f"http://{address}:{port}"))
+        running = server(gateway.app, 10)
+
+        async def served() -> None:
+            async with gateway.open(lambda: running.should_exit):
+                await serve(running, listener, gateway.publish())
+
+        started.append(Door(gateway, running, asyncio.create_task(served()), url_of(listener)))
         return started[-1]
 
     yield start

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.server import listening
+from ops.http_server import listening, url_of
 
 _MOST_TOKENS = 200
 #: Agents ask for more of an answer that was cut by its length, so text ends with one of these.
@@ -45,7 +45,7 @@ class Steering:
 
     async def __aenter__(self) -> Self:
         listener = listening("127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self.url = url_of(listener)
         self._server = uvicorn.Server(uvicorn.Config(self.app, log_config=None, lifespan="off", ws="none"))
         self._serving = asyncio.create_task(self._server.serve([listener]))
         return self

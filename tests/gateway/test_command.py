@@ -21,7 +21,7 @@ import ops.console
 from commands.agents import AGENTS, INSTALLS, GatewayAccess, start_of
 from commands.cli import main
 from commands.gateway import greeting
-from gateway.server import listening
+from ops.http_server import listening
 from tests.commands.command_runs import turnkeep
 from tests.parts import TINY_CONTEXT
 
@@ -44,9 +44,9 @@ def said(*arguments: str) -> str:
 def test_a_command_names_a_missing_library_and_the_extra_that_installs_it(
     command: str, package: Any, library: str, extra: str, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("app", "server", "door", "serving", "exporter"):
-        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
-        monkeypatch.delattr(package, name, raising=False)
+    for owner, name in ((package, "app"), (ops, "exporter"), (ops, "http_server")):
+        monkeypatch.delitem(sys.modules, f"{owner.__name__}.{name}", raising=False)
+        monkeypatch.delattr(owner, name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
@@ -63,14 +63,19 @@ def test_a_cors_option_that_is_no_origin_is_refused(origin: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "has_keys", "warns"),
-    [("127.0.0.1", False, False), ("::1", False, False), ("0.0.0.0", True, False), ("0.0.0.0", False, True)],
+    ("host", "has_keys", "warns"),
+    [
+        ("127.0.0.1", False, False),
+        ("[::1]", False, False),
+        ("0.0.0.0", True, False),
+        ("0.0.0.0", False, True),
+    ],
 )
 def test_a_gateway_open_to_the_network_without_keys_warns_at_its_start(
-    address: str, has_keys: bool, warns: bool
+    host: str, has_keys: bool, warns: bool
 ) -> None:
-    text = greeting(address, 8080, has_keys=has_keys)
-    assert f"{address}]:8080/v1" in text if ":" in address else f"{address}:8080/v1" in text
+    text = greeting(f"http://{host}:8080", has_keys=has_keys)
+    assert f"http://{host}:8080/v1" in text
     assert ("--keys" in text) == warns
 
 

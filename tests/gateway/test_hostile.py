@@ -156,7 +156,7 @@ async def test_a_body_too_short_for_its_content_length_times_out_and_surplus_byt
 async def test_a_connection_whose_first_or_second_request_arrives_too_slowly_is_closed(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.server._HEAD_S", 0.4)
+    monkeypatch.setattr("ops.http_server._HEAD_S", 0.4)
     get = b"GET / HTTP/1.1\r\nhost: a\r\n\r\n"
 
     async def drip(wire: Wire) -> None:
@@ -222,7 +222,7 @@ def test_reading_very_many_tool_calls_takes_only_seconds_of_processor_time(read:
 async def test_200_idle_connections_block_no_other_client_and_are_closed(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gateway.server._HEAD_S", 1.0)
+    monkeypatch.setattr("ops.http_server._HEAD_S", 1.0)
     async with contextlib.AsyncExitStack() as open_ones:
         for _ in range(200):
             await open_ones.enter_async_context(connected(served))

@@ -21,15 +21,15 @@ import nats
 import pytest
 from msgspec.structs import replace
 
+from commands import console as console_command
 from commands.console import token_of
 from ops.console import question_api, streams
-from ops.console import serving as console_serving
-from ops.console.app import Addresses, Console
+from ops.console.app import Addresses, Console, behind_token
 from ops.console.live import LiveFigures
 from ops.console.model_api import ServedPrefix
-from ops.console.serving import listening, server
 from ops.console.token_check import PAGE
 from ops.console.turns import shown
+from ops.http_server import listening, server, url_of
 from ops.log import searching, session_file
 from ops.log.conversation import LoggedTurn, part
 from tests.commands.command_runs import command, environment
@@ -117,21 +117,23 @@ async def serving(
     served = [
         ServedPrefix(f"p{number}" if number else "turnkeep", f"m:{number}") for number in range(len(clients))
     ]
-    consoles = {
-        of.prefix: Console(
+    consoles = [
+        Console(
             *(one, live or LiveFigures(one, 60), plainly, lambda: PLACE, SHELF),
             clients=dict(zip(served, clients, strict=True)),
             prefix=of.prefix,
             read_only=read_only,
         )
         for of, one in zip(served, clients, strict=True)
-    }
-    consoles["turnkeep"].log.add(b'{"event": "ready"}\n')
+    ]
+    consoles[0].log.add(b'{"event": "ready"}\n')
     with listening("127.0.0.1", 0) as listener:
-        running = server(consoles, TOKEN)
+        running = server(behind_token(consoles, TOKEN), 3)
+        for console in consoles:
+            console.end_streams_when(lambda: running.should_exit)
         task = asyncio.create_task(running.serve(sockets=[listener]))
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield url_of(listener)
         finally:
             running.should_exit = True
             await task
@@ -870,5 +872,5 @@ async def test_on_macos_the_console_is_opened_by_the_command_open(
     (tmp_path / "open").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "darwin")
-    with console_serving._opened("http://127.0.0.1/?token=t"):
+    with console_command._opened("http://127.0.0.1/?token=t"):
         await until(lambda: not (not opened.exists() or "token=t" not in opened.read_text()))

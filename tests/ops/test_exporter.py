@@ -22,9 +22,10 @@ from msgspec import UNSET, structs
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ops.exporter import serving
+from ops.exporter import scraped
 from ops.exposition import FIGURES, families
 from ops.fleet import Fleet
+from ops.http_server import listening, server, url_of
 from tests.commands.command_runs import environment, turnkeep
 from tests.parts import LocalWorker
 from tests.protocol.scripted_worker import NatsServer, metrics
@@ -329,14 +330,18 @@ class Page:
         return families([], None, connected=True)
 
 
-def test_the_exporter_on_loopback_answers_only_local_host_names() -> None:
-    with serving(Page(), "127.0.0.1", 0) as url:  # type: ignore[arg-type]  # only its families are asked for
+async def test_the_exporter_on_loopback_answers_only_local_host_names() -> None:
+    with listening("127.0.0.1", 0) as listener:
+        running = server(scraped(Page()), 1)
+        task, url = asyncio.create_task(running.serve(sockets=[listener])), url_of(listener)
         for host in ("localhost:80", "127.0.0.1", "[::1]:9422"):
-            status, body, _ = get(url, "/metrics", Host=host)
+            status, body, _ = await asyncio.to_thread(get, url, "/metrics", Host=host)
             assert (status, "turnkeep_nats_connected 1.0" in body) == (200, True)
         for host in ("rebound.example", "[", ""):
-            status, body, _ = get(url, "/metrics", Host=host)
+            status, body, _ = await asyncio.to_thread(get, url, "/metrics", Host=host)
             assert (status, body) == (421, "ask for localhost or 127.0.0.1, not for another name\n")
+        running.should_exit = True
+        await task
 
 
 async def test_the_exporter_fails_with_one_line_if_its_user_may_not_subscribe_to_metrics(

@@ -43,10 +43,8 @@ async def filled(start: Start) -> LocalWorker:
         await other.session("idle").append(tokens=[5] * 1500)
     await worker.stop()
     raw = await nats.connect(worker.settings.nats)
-    diverged = {"type": "failed", "id": "r", "code": "history_diverged", "position": 10}
-    await raw.jetstream().publish(
-        f"{worker.settings.prefix}.default.failed.commit", json.dumps(diverged).encode()
-    )
+    diverged = failure("r", "history_diverged", "its digest differs", seq=7, position=10)
+    await raw.jetstream().publish(f"{worker.settings.prefix}.default.failed.commit", encode(diverged))
     for i in range(2):
         body = json.dumps({"type": "append", "id": f"r{i}", "text": "x"}).encode()
         await raw.jetstream().publish(f"{worker.settings.prefix}.default.waiting.in", body)

@@ -37,7 +37,7 @@ def http_libraries(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as missing:
         library = (missing.name or "").partition(".")[0]
-        if library not in {"starlette", "uvicorn", "h11"}:
+        if library not in {"starlette", "uvicorn", "h11", "prometheus_client"}:
             raise
         raise TurnkeepError(f"{library} is missing; pip install 'turnkeep[{extra}]' brings it") from None
 

@@ -1,4 +1,4 @@
-"""Runs the gateway's HTTP server until a signal ends it."""
+"""Runs the HTTP servers of gateway, console and exporter: their sockets, their limits, and how they end."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 import h11
@@ -14,11 +15,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from turnkeep_client.errors import TurnkeepError
 
-if TYPE_CHECKING:
-    from .app import Gateway
+from .concurrency import until_one_ends
 
-#: How long a server that stops waits for running answers. Their clients can send the request again later.
-_DRAIN_S: Final = 10
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from starlette.types import ASGIApp
+
 _KEEP_ALIVE_S: Final = 75
 #: A request's headers must have arrived within this time.
 _HEAD_S: Final = 10.0
@@ -35,6 +38,12 @@ def listening(host: str, port: int) -> socket.socket:
     # asyncio sets it only for sockets that name their protocol. Without it a token can wait 40 ms for an ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a socket's address, without a path."""
+    address, port = listener.getsockname()[:2]
+    return f"http://{f'[{address}]' if ':' in address else address}:{port}"
 
 
 class _Protocol(H11Protocol):
@@ -68,14 +77,14 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
 
-def server(gateway: Gateway) -> uvicorn.Server:
-    """Return the uvicorn server that runs the gateway's application."""
+def server(app: ASGIApp, drain_s: int) -> uvicorn.Server:
+    """Return the server of an application; when it stops, running responses have `drain_s` to end."""
     errors = logging.getLogger("uvicorn.error")
     errors.setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     errors.addFilter(_is_no_cancellation)
-    made = uvicorn.Server(
+    return uvicorn.Server(
         uvicorn.Config(
-            gateway.app,
+            app,
             http=_Protocol,
             ws="none",
             lifespan="off",
@@ -83,11 +92,9 @@ def server(gateway: Gateway) -> uvicorn.Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
-            timeout_graceful_shutdown=_DRAIN_S,
+            timeout_graceful_shutdown=drain_s,
         )
     )
-    gateway.connections.is_stopping = lambda: made.should_exit
-    return made
 
 
 def _is_no_cancellation(record: logging.LogRecord) -> bool:
@@ -95,11 +102,28 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
     return record.exc_info is None or not isinstance(record.exc_info[1], asyncio.CancelledError)
 
 
-async def serve(gateway: Gateway, server: uvicorn.Server, listener: socket.socket) -> None:
-    """Serve until SIGINT or SIGTERM, then wait for running answers and close the gateway."""
-    publishing = asyncio.create_task(gateway.publish())
+async def serve(running: uvicorn.Server, listener: socket.socket, *parts: Coroutine[Any, Any, None]) -> None:
+    """Serve until SIGINT or SIGTERM, or until one of `parts` ends; then wait for running responses."""
+    serving = asyncio.create_task(running.serve(sockets=[listener]))
     try:
-        await server.serve(sockets=[listener])
-    finally:
-        publishing.cancel()
-        await gateway.close()
+        await until_one_ends(*parts, _end_of(serving))
+    finally:  # also if a signal has cancelled this: streams end first
+        running.should_exit = True
+        await serving
+
+
+async def _end_of(task: asyncio.Task[None]) -> None:
+    await asyncio.wait({task})
+
+
+def end_at_eof(running: uvicorn.Server, hear: Callable[[bytes], object] = lambda _: None) -> None:
+    """Pass standard input to `hear`; stop the server at its end: the parent has closed it, or died."""
+
+    def read() -> None:
+        if said := os.read(sys.stdin.fileno(), 2**16):
+            hear(said)
+        else:
+            running.should_exit = True
+            asyncio.get_running_loop().remove_reader(sys.stdin)
+
+    asyncio.get_running_loop().add_reader(sys.stdin, read)
