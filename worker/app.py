@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.js import JetStreamContext
 
+    from turnkeep_client.subjects import SessionKey
     from worker.models.model import Progress
     from worker.wire.streams import Streams
 
@@ -235,6 +236,9 @@ class App:
                 async with task_group() as work:
                     parts = self._parts = self._build(ground, work=work, asides=asides)
                     await parts.erasures.catch_up(parts.sessions.let_go)
+                    if parts.tier_erasures is not None:
+                        with move_on_after(_NOTES_S):  # until it answers, nothing is fetched from it
+                            await parts.tier_erasures.catch_up(_no_sessions)
                     await parts.endpoints.open()
                     await parts.routing.open()
                     self._start_background(background, js, parts)
@@ -294,6 +298,9 @@ class App:
 
     def _start_background(self, background: TaskGroup, js: JetStreamContext, parts: Parts) -> None:
         """Start the tasks that run until all requests have ended."""
+        if parts.tier_erasures is not None:
+            erase = partial(parts.tier_erasures.run, _no_sessions, lambda: False)
+            background.start_soon(self._run_part, "tier-erasures", erase)
         for name, part in (
             ("keep-alive", parts.intake.keep_alive),
             ("sweep", parts.sessions.sweep),
@@ -437,3 +444,8 @@ class App:
 
 def _is_busy(engine: Engine) -> bool:
     return engine.num_running + engine.num_waiting > 0
+
+
+def _no_sessions(_: Callable[[SessionKey], bool]) -> set[SessionKey]:
+    """Let go of no session: what is erased in the remote tier concerns no memory."""
+    return set()

@@ -31,7 +31,7 @@ from worker.sessions.sessions import Sessions
 from worker.sessions.shares import Shares
 from worker.wire.asks import Asks
 from worker.wire.discovery import Discovery
-from worker.wire.erasures import Erasures
+from worker.wire.erasures import TIER, Erasures
 from worker.wire.intake import Intake
 from worker.wire.journal import Journal
 from worker.wire.outbox import Outbox
@@ -122,6 +122,10 @@ class Parts:
             is_first=lambda: members.is_first,
         )
         self.erasures = Erasures(self.journal, members.me.boot, ground.copies)
+        remote = ground.store.remote if ground.store is not None else None
+        self.tier_erasures = None if remote is None else Erasures(self.journal, TIER, remote.eraser)
+        if remote is not None:
+            remote.eraser.doubt()
         services = self._services(asides)
         self.sessions = Sessions(services, work, history_idle_timeout_s=constants.history_idle_timeout_s)
         self.overheard = OverheardRequests(nc, members)
@@ -218,6 +222,7 @@ class Parts:
             hand_over=self._hand_over,
             erase_elsewhere=owners.erase,
             erasures=self.erasures,
+            erases=(members.me.boot,) if self.tier_erasures is None else (members.me.boot, TIER),
             own_sampling=loaded.sampling,
             token_ttl_s=constants.token_ttl_s,
             model=loaded.name,

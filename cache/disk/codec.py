@@ -91,8 +91,8 @@ class Codec:
         return bytes.fromhex(stem) if stem != name and _IS_DIGEST(stem) else None
 
     def digest_in(self, path: Path) -> bytes | None:
-        """Return the digest in a snapshot's path, or in the temporary path of a file being written."""
-        return self.digest_of(path.stem + SUFFIX)
+        """Return the digest in a snapshot's path, also in a tier's, or in that of a file being written."""
+        return self.digest_of(path.stem.rpartition(".")[2] + SUFFIX)
 
     def size_bytes(self, num_bytes: int) -> int:
         """Return the size of a file, given the size of its contents."""

@@ -6,6 +6,7 @@ environment (`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT`, ...). Only the object store's 
 
 from __future__ import annotations
 
+import errno
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from obstore.exceptions import BaseError, NotFoundError
 from obstore.store import from_url
 
 from . import private
-from .tier import FileKey
+from .tier import ERASED, IDENTITIES, FileKey
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
@@ -62,6 +63,21 @@ class ObjectStore:
             except (FileNotFoundError, NotFoundError):
                 return False
         return True
+
+    def keys(self) -> Iterator[FileKey]:
+        """Yield the keys of all snapshots: see `Tier`."""
+        with _as_os_error():
+            for page in obstore.list(self._store):
+                for one in page:
+                    parent, _, file = one["path"].rpartition("/")
+                    if parent not in (IDENTITIES, ERASED):
+                        yield FileKey(parent, file)
+
+    def local(self, key: FileKey, path: Path) -> Path:
+        """Download a file to `path`. Raises `FileNotFoundError` if the store does not have the file."""
+        if not self.get(key, path):
+            raise FileNotFoundError(errno.ENOENT, "not in the object store", key.file)
+        return path
 
     def remove(self, keys: Iterable[FileKey]) -> None:
         """Delete files; missing ones are no error."""

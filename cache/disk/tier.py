@@ -46,6 +46,10 @@ _TMP: Final = "tmp"
 
 #: The parent of empty files whose names are the identities with snapshots here. They are never evicted.
 IDENTITIES: Final = "identities"
+#: The parent of empty files whose names say how far erasures are carried out here: see `TierEraser`.
+ERASED: Final = "erased"
+#: An unfinished copy that nobody has written to for so long is a dead process's.
+_DEAD_COPY_S: Final = 600.0
 
 
 class FileKey(NamedTuple):
@@ -70,11 +74,17 @@ class Tier(Protocol):
     def get(self, key: FileKey, path: Path) -> bool:
         """Copy a file to `path`, and record its use; False if the tier does not have the file."""
 
+    def keys(self) -> Iterator[FileKey]:
+        """Yield the keys of all snapshots."""
+
+    def local(self, key: FileKey, path: Path) -> Path:
+        """Return where a file can be read: its own path, or a copy that is made at `path`."""
+
     def remove(self, keys: Iterable[FileKey]) -> None:
         """Remove files; missing ones are no error. Until `sync`, a power failure may undo the removal."""
 
     def sync(self) -> None:
-        """Make earlier removals durable."""
+        """Make earlier removals durable, and remove unfinished copies of dead processes."""
 
 
 class SharedDirectory:
@@ -145,6 +155,14 @@ class SharedDirectory:
             return False
         return True
 
+    def keys(self) -> Iterator[FileKey]:
+        """Yield the keys of all snapshots: see `Tier`."""
+        return (FileKey(entry.parent, entry.file) for entry in self._entries())
+
+    def local(self, key: FileKey, path: Path) -> Path:  # noqa: ARG002  # it is never copied
+        """Return a file's path in the directory."""
+        return self._path(key)
+
     def remove(self, keys: Iterable[FileKey]) -> None:
         """Remove files; `sync` makes this durable."""
         for key in keys:
@@ -153,7 +171,12 @@ class SharedDirectory:
             self._unsynced.add(path.parent)
 
     def sync(self) -> None:
-        """Sync the folders from which files were removed."""
+        """Sync the folders from which files were removed, and remove unfinished copies of dead processes."""
+        for copy in self._tmp.iterdir():
+            with suppress(FileNotFoundError):
+                if time.time() - copy.stat().st_mtime > _DEAD_COPY_S:
+                    copy.unlink()
+                    self._unsynced.add(self._tmp)
         for folder in [*self._unsynced]:
             with suppress(FileNotFoundError):  # nothing was ever stored there
                 sync(folder, through=True)
@@ -207,7 +230,7 @@ class SharedDirectory:
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as files:
                 for entry in files:
                     parent, _, file = entry.name.partition(".")
-                    if parent == IDENTITIES:
+                    if parent in (IDENTITIES, ERASED):
                         continue
                     with suppress(FileNotFoundError):
                         stat = entry.stat()

@@ -136,7 +136,7 @@ class Eraser:
         is_held = any(node.doomed and self._index.has(node) for node in nodes)
         return is_disk_clean and is_remote_clean and not is_held
 
-    def erased_up_to(self, log: str) -> ErasureProgress | None:
+    async def erased_up_to(self, log: str) -> ErasureProgress | None:
         """Return how far this cache has carried out a log's erasures, by `note_erased`.
 
         If that is unknown, the cache was there until its snapshots were last used; None if it had none.
@@ -146,7 +146,7 @@ class Eraser:
             return ErasureProgress(log, 0, self._used_s)
         return known
 
-    def note_erased(self, erased: ErasureProgress) -> None:
+    async def note_erased(self, erased: ErasureProgress) -> None:
         """Store how far this cache has carried out a log's erasures; on disk only after the queued ones."""
         self._progress[erased.log] = erased
         self.doubtful = frozenset()

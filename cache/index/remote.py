@@ -27,6 +27,8 @@ from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.tokens import TOKEN_BYTES
 
+from .tier_eraser import TierEraser
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
@@ -115,6 +117,7 @@ class TierAccess:
         self._fetching = IoThreads("fetch", _THREADS)
         #: One thread, which keeps the order of uploads and removals.
         self._uploading = IoThreads("upload", 1)
+        self.eraser: Final = TierEraser(tier, folder, self._there, self._asked, self._queue_erasure)
 
     def note(self, identity: bytes, block_tokens: int) -> None:
         """Add an identity to the tier's list, so that every worker's `erase` covers its snapshots.
@@ -149,6 +152,8 @@ class TierAccess:
         `needed` is `Prefixes.needed`, which says which blocks a session needs to resume.
         """
         if num_stored >= len(tokens) or monotonic() < self._paused_until or self._write_queue.is_closing:
+            return None
+        if not self.eraser.is_certain:
             return None
         names = chain.names(tokens)[: len(tokens) // chain.block + 1]
         here = (number for number, name in enumerate(names[1:]) if self._index.get(name) is None)
@@ -231,7 +236,7 @@ class TierAccess:
 
         Snapshots that others continue stay. Returns a future (shield it from cancellation): false on failure.
         """
-        return asyncio.wrap_future(self._uploading.submit(partial(self._erase, tenant, packed, shared)))
+        return self._queue_erasure(partial(self._erase, tenant, packed, shared))
 
     def erase_nodes(self, nodes: Iterable[Node]) -> asyncio.Future[bool]:
         """Queue the removal of these snapshots from the tier, and of those of earlier calls that failed.
@@ -241,7 +246,11 @@ class TierAccess:
         for node in nodes:
             self._there.discard(node.digest)
             self._to_erase.add(self._key(node.parent, node.digest))
-        return asyncio.wrap_future(self._uploading.submit(self._erase_left))
+        return self._queue_erasure(self._erase_left)
+
+    def _queue_erasure(self, work: Callable[[], None]) -> asyncio.Future[bool]:
+        """Queue `work`, which removes files from the tier. Returns a future (shield it): false on failure."""
+        return asyncio.wrap_future(self._uploading.submit(partial(self._is_erased_by, work)))
 
     async def close(self, timeout_s: float) -> bool:
         """Finish the queued uploads and removals, and end the threads; False after `timeout_s`."""
@@ -374,28 +383,26 @@ class TierAccess:
             return None
         return name, path, size_bytes
 
-    def _erase(self, tenant: str, packed: bytes, shared: int) -> bool:
+    def _is_erased_by(self, work: Callable[[], None]) -> bool:
         try:
-            for identity in self._tier.contains(IDENTITIES):
-                digest, _, block = identity.partition("-")
-                with suppress(ValueError):  # not a file of Turnkeep
-                    self._erase_of(blocks.root(bytes.fromhex(digest), tenant), int(block), packed, shared)
+            work()
             self._tier.sync()
         except Exception as error:  # noqa: BLE001  # the thread must go on
             self._failed(error)
             return False
         return True
 
-    def _erase_left(self) -> bool:
+    def _erase(self, tenant: str, packed: bytes, shared: int) -> None:
+        for identity in self._tier.contains(IDENTITIES):
+            digest, _, block = identity.partition("-")
+            with suppress(ValueError):  # not a file of Turnkeep
+                self._erase_of(blocks.root(bytes.fromhex(digest), tenant), int(block), packed, shared)
+
+    def _erase_left(self) -> None:
         keys = [*self._to_erase]
-        try:
-            self._tier.remove(keys)
-            self._tier.sync()
-        except Exception as error:  # noqa: BLE001  # the thread must go on
-            self._failed(error)
-            return False
+        self._tier.remove(keys)
+        self._tier.sync()
         self._to_erase.difference_update(keys)
-        return True
 
     def _erase_of(self, root: bytes, block: int, packed: bytes, shared: int) -> None:
         """Remove a chain's snapshots, from the end to the first that another chain continues."""

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from cache.disk.objects import ObjectStore
 from cache.disk.tier import FileKey, SharedDirectory, Tier
 from cache.index import remote
 from cache.names.errors import SealedError
-from cache.names.marks import Marks
+from cache.names.marks import ErasureProgress, Marks
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens, pack
 from cache.store import Store
@@ -74,7 +75,8 @@ async def fetched(store: Store, tokens: list[int], tenant: str = "a") -> int:
 
 def in_tier(tmp_path: Path) -> list[Path]:
     files = (path for path in (tmp_path / "tier").rglob("*") if path.is_file())
-    return [path for path in files if "identities" not in str(path)]
+    names = ((path, f"{path.parent.name}/{path.name}") for path in files)
+    return [path for path, name in names if "identities" not in name and "erased" not in name]
 
 
 async def test_a_store_restores_blocks_and_tail_that_another_store_put_in_the_shared_tier(
@@ -501,3 +503,46 @@ async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_the_note_i
     assert in_tier(tmp_path)
     assert await one.eraser.erase_marked("a", marks)
     assert in_tier(tmp_path) == []
+
+
+async def test_a_tier_that_was_put_back_has_what_was_forgotten_since_until_its_notes_are_carried_out(
+    open_two: Any, tmp_path: Path
+) -> None:
+    """It says how far they are; nothing is fetched before. What another session continues stays."""
+    one, two = await open_two()
+    gone, kept = [at * 7 % 50 for at in range(140)], [at * 7 % 50 for at in range(264)]
+    kept[132:] = reversed(kept[132:])
+    for tokens in (gone, kept):
+        await put(one, tokens)
+    await one.remote.eraser.note_erased(ErasureProgress("log", 3, 100.0))
+    shutil.copytree(tmp_path / "tier", tmp_path / "backup")
+    assert (await one.eraser.erase("a", pack(gone))).settled
+    left = {path.name for path in in_tier(tmp_path)}
+    await one.remote.eraser.note_erased(ErasureProgress("log", 5, 101.0))
+    await one.remote.eraser.note_erased(ErasureProgress("other", 1, 90.0))
+    assert await two.remote.eraser.erased_up_to("log") == ErasureProgress("log", 5, 101.0)
+    shutil.copytree(tmp_path / "backup", tmp_path / "tier", dirs_exist_ok=True)
+    assert len(in_tier(tmp_path)) == len(left) + 2
+    for _ in range(2):
+        assert await two.remote.eraser.erased_up_to("log") == ErasureProgress("log", 3, 100.0)
+        assert await two.remote.eraser.erase_marked("a", Marks.of("a", pack(gone)))
+        assert await two.kv.find_remote(two.kv.chain("a"), gone) is None
+    await two.remote.eraser.note_erased(ErasureProgress("log", 5, 102.0))
+    assert await two.remote.eraser.erased_up_to("log") == ErasureProgress("log", 5, 102.0)
+    assert await two.remote.eraser.erased_up_to("other") == ErasureProgress("other", 1, 90.0)
+    assert {path.name for path in in_tier(tmp_path)} == left
+    assert await fetched(two, kept) == 264
+    assert await fetched(two, gone) == 132
+
+
+async def test_an_erase_removes_copies_that_a_dead_process_has_not_finished(
+    open_two: Any, tmp_path: Path, tier: Tier
+) -> None:
+    one, _ = await open_two()
+    if isinstance(tier, SharedDirectory):
+        for name, age_s in (("dead", 3600), ("running", 0)):
+            copy = tmp_path / "tier" / "tmp" / name
+            copy.write_bytes(b"KV")
+            os.utime(copy, (time.time() - age_s,) * 2)
+        assert (await one.eraser.erase("a", pack(TOKENS))).settled
+        assert [path.name for path in (tmp_path / "tier" / "tmp").iterdir()] == ["running"]

@@ -274,11 +274,11 @@ async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_a
 
 async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(open_store) -> None:
     store = await open_store()
-    assert store.eraser.erased_up_to("log") is None
-    store.eraser.note_erased(ErasureProgress("log", 5, 1.5))
-    store.eraser.note_erased(ErasureProgress("log", 7, 2.5))
+    assert await store.eraser.erased_up_to("log") is None
+    await store.eraser.note_erased(ErasureProgress("log", 5, 1.5))
+    await store.eraser.note_erased(ErasureProgress("log", 7, 2.5))
     assert await store.close()
-    assert (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5)
+    assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5)
 
 
 async def test_a_directory_without_its_index_was_there_to_erase_until_its_last_use(
@@ -287,13 +287,13 @@ async def test_a_directory_without_its_index_was_there_to_erase_until_its_last_u
     """Else a worker that was away while notes expired would keep what they were to erase."""
     store = await open_store()
     save_all(store, "a", TOKENS)
-    store.eraser.note_erased(ErasureProgress("log", 7, 2e9))
+    await store.eraser.note_erased(ErasureProgress("log", 7, 2e9))
     assert await store.close()
     (tmp_path / "cache" / "index.sqlite").unlink()
     for path in (tmp_path / "cache" / "snapshots").iterdir():
         os.utime(path, (1000, 1000))
     store = await open_store()
-    assert store.eraser.erased_up_to("log") == ErasureProgress("log", 0, 1000.0)
+    assert await store.eraser.erased_up_to("log") == ErasureProgress("log", 0, 1000.0)
 
 
 async def test_forgetting_tokens_cancels_their_queued_snapshots(open_store, tmp_path, gate) -> None:

@@ -299,6 +299,7 @@ class World:
             shares=Shares(4),
             max_attempts=3,
             boot="",
+            erases=(),
             runs=nothing,
             num_busy=nothing,
             device_lock=SharedLock(),

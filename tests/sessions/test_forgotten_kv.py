@@ -401,3 +401,51 @@ async def test_a_directory_that_nobody_has_copied_reads_no_note_twice(local_work
         await worker.client.session(name).append(tokens=[*FORGOTTEN, 5])
         assert (await worker.client.session(name).close(forget=True)).settled
         await worker.stop()
+
+
+def in_tier(tmp_path: Path, tokens: list[int]) -> int:
+    block = as_tokens(tokens).packed(0, LONG_BLOCK).hex().encode()
+    return sum(block in one.read_bytes() for one in (tmp_path / "tier").rglob("*") if one.is_file())
+
+
+async def uploaded(worker: Any) -> None:
+    """Wait until the worker's snapshots are on disk and in the remote tier."""
+    assert await worker.app._store.queue.drained(10)
+    await asyncio.to_thread(worker.app._store.remote._uploading.submit(lambda: None).result, 10)
+
+
+async def num_fetched(worker: Any, tokens: list[int]) -> int:
+    """Fetch tokens from the remote tier; return how many are then stored."""
+    kv, found = worker.app._store.kv, as_tokens(tokens)
+    there = await kv.find_remote(kv.chain("default", of=found), found)
+    if there is not None:
+        await worker.app._store.remote.fetch(there)
+    return num_stored(worker, tokens)
+
+
+@pytest.mark.parametrize("runs", [False, True])
+async def test_a_remote_tier_that_is_put_back_brings_no_forgotten_kv_to_life(
+    local_worker: Callable, tmp_path: Path, runs: bool
+) -> None:
+    """Neither for a worker that starts, nor for one that runs meanwhile; the files leave the tier."""
+    settings = {"block_tokens": LONG_BLOCK, "remote_tier": str(tmp_path / "tier")}
+    worker = await local_worker(**settings)
+    await worker.client.session("kept").append(tokens=[*KEPT, 5])
+    await worker.client.session("gone").append(tokens=[*FORGOTTEN, 5])
+    await uploaded(worker)
+    shutil.copytree(tmp_path / "tier", tmp_path / "backup")
+    assert (await worker.client.session("gone").close(forget=True)).settled
+    await worker.app._parts.tier_erasures._look(lambda _: set())
+    assert (in_tier(tmp_path, FORGOTTEN), in_tier(tmp_path, KEPT)) == (0, 1)
+    if not runs:
+        await worker.stop()
+    shutil.copytree(tmp_path / "backup", tmp_path / "tier", dirs_exist_ok=True)
+    assert in_tier(tmp_path, FORGOTTEN) == 1
+    if runs:
+        await worker.app._parts.tier_erasures._look(lambda _: set())
+    else:
+        worker = await local_worker(data_dir=tmp_path / "empty", **settings)
+    assert await num_fetched(worker, FORGOTTEN) == 0
+    await uploaded(worker)
+    assert (in_tier(tmp_path, FORGOTTEN), in_tier(tmp_path, KEPT)) == (0, 1)
+    assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK

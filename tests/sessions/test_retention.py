@@ -840,19 +840,19 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
         return len(running) > 1
 
     monkeypatch.setattr(disk, "clear", clear)
-    disk.note_erased(ErasureProgress(app._parts.erasures._log, 0, erasures.time() - 91 * 86400.0))
+    await disk.note_erased(ErasureProgress(app._parts.erasures._log, 0, erasures.time() - 91 * 86400.0))
     asked = await w.publish("busy", generate("g", **LONG))
     await app._parts.erasures.note(
         SessionKey("default", "another"), disk[SessionKey("default", "idle")], 0, (app._members.me.boot,)
     )
     await asyncio.sleep(1)
     assert (asked in w.results, *kv.resident) == (False,), "only the running turn has KV"
-    assert disk.erased_up_to(app._parts.erasures._log).seq == 0
+    assert (await disk.erased_up_to(app._parts.erasures._log)).seq == 0
     await w.result(asked)
     await asyncio.sleep(2)
     assert running == [set(), set()]
     assert not kv.resident
-    assert disk.erased_up_to(app._parts.erasures._log).seq > asked
+    assert (await disk.erased_up_to(app._parts.erasures._log)).seq > asked
 
 
 async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_90_days(
@@ -876,7 +876,7 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
     await asyncio.sleep(2)
     assert tried == ["first", "again", "again"]
     notes, _ = await app._parts.retention._journal.erasures(0)
-    assert app._disk.erased_up_to(app._parts.erasures._log).seq == notes[-1].seq
+    assert (await app._disk.erased_up_to(app._parts.erasures._log)).seq == notes[-1].seq
     assert len(notes) == 2
     later_s = erasures.time() + 91 * 86400.0
     monkeypatch.setattr(erasures, "time", lambda: later_s)

@@ -155,10 +155,10 @@ class Disk(dict["SessionKey", "Tokens"]):
         super().clear()
         return True
 
-    def erased_up_to(self, log: str) -> ErasureProgress | None:
+    async def erased_up_to(self, log: str) -> ErasureProgress | None:
         return self._erased.get(log)
 
-    def note_erased(self, erased: ErasureProgress) -> None:
+    async def note_erased(self, erased: ErasureProgress) -> None:
         self._erased[erased.log] = erased
 
 

@@ -139,7 +139,7 @@ class Execution:
             return Outcome(closed, self._fold.closed(history))
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
         num_snapshots, settled, shares = await erase_all(self._engine, key, had, shared)
-        have = {**await services.erase_elsewhere(key), services.boot: settled}
+        have = {**await services.erase_elsewhere(key), **dict.fromkeys(services.erases, settled)}
         for tokens, num_shared in zip(had, shares, strict=True):
             await services.erasures.note(key, tokens, num_shared, [name for name in have if have[name]])
         closed = structs.replace(closed, forgotten=num_snapshots, settled=all(have.values()))

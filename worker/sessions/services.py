@@ -64,6 +64,8 @@ class Services:
     erase_elsewhere: Callable[[SessionKey], Awaitable[Mapping[str, bool]]]
     #: Notes of what was erased.
     erasures: Erasures
+    #: What this worker erases itself, in these notes: its own process, and its remote tier.
+    erases: tuple[str, ...]
     #: Runs tasks beside those of the sessions, until these have ended.
     asides: TaskGroup
     #: The sampling options that the model's authors recommend.

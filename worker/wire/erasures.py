@@ -42,8 +42,15 @@ _AGAIN_S: Final = 1.0
 _OFTEN_S: Final = 3600.0
 
 
+#: In notes the name of a remote tier, beside those of processes.
+TIER: Final = "tier"
+
+
 class Copies(Protocol):
-    """A worker's own snapshots; implemented by `cache.index.eraser.Eraser`."""
+    """A worker's own snapshots, or those in its remote tier.
+
+    Implemented by `cache.index.eraser.Eraser` and `cache.index.tier_eraser.TierEraser`.
+    """
 
     @property
     def doubtful(self) -> frozenset[bytes]:
@@ -55,10 +62,10 @@ class Copies(Protocol):
     async def clear(self) -> bool:
         """Erase all copies of KV; return false if this has to be tried again."""
 
-    def erased_up_to(self, log: str) -> ErasureProgress | None:
+    async def erased_up_to(self, log: str) -> ErasureProgress | None:
         """Return the last argument of `note_erased` for the log with this name; None if there is none."""
 
-    def note_erased(self, erased: ErasureProgress) -> None:
+    async def note_erased(self, erased: ErasureProgress) -> None:
         """Store the sequence up to which all notes of a log are carried out."""
 
 
@@ -66,13 +73,14 @@ class Erasures:
     """Stores notes about forgotten sessions, and carries out other workers' notes. Event loop only."""
 
     def __init__(self, journal: Journal, boot: str, copies: Copies | None) -> None:
-        """`boot` identifies the worker's process; `copies` is None if it stores no snapshots."""
+        """`boot` is the worker process's, or `TIER`; `copies` is None if it stores no snapshots."""
         self._journal = journal
         self._boot = boot
         self._copies = copies
         self._carried_out: set[int] = set()  # only notes behind one that must wait
         self._log = ""
         self._noted: ErasureProgress | None = None  # the only record of it if there are no `copies`
+        self._was_put_back = True  # whether the copies may be older than what a note says of them
         self._late: set[SessionKey] | None = None  # were at work as this worker began to drop all its KV
         self._cleaned_s = -_OFTEN_S
 
@@ -113,18 +121,20 @@ class Erasures:
 
     async def _look(self, let_go: LetGo) -> None:
         self._log = self._log or await self._journal.log_name()
-        noted = self._copies.erased_up_to(self._log) if self._copies is not None else self._noted
+        noted = await self._copies.erased_up_to(self._log) if self._copies is not None else self._noted
         known = noted or ErasureProgress(self._log, 0, time())
         if time() - known.time_s > _KEPT_S and not await self._drop_all(let_go, known.seq):
             return
+        self._was_put_back = self._noted is None or known.seq < self._noted.seq
         doubtful = self._copies.doubtful if self._copies is not None else frozenset()
         done = await self._carry_out(let_go, known.seq, doubtful)
         if done < known.seq:
             return
-        if noted is None or doubtful or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
-            self._noted = ErasureProgress(self._log, done, time())
+        if self._noted is None or doubtful or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
+            progress = ErasureProgress(self._log, done, time())
             if self._copies is not None:
-                self._copies.note_erased(self._noted)
+                await self._copies.note_erased(progress)
+            self._noted = progress
 
     async def _drop_all(self, let_go: LetGo, after: int) -> bool:
         """Drop all KV if there are notes after `after`; return false if this has to be continued later.
@@ -176,7 +186,8 @@ class Erasures:
             note = msgspec.json.decode(entry.body, type=ErasureNote)
         except msgspec.MsgspecError:
             return True  # not written by a worker
-        if self._boot in note.done or (marks is not None and not note.marks.concerns(marks)):
+        is_done = self._boot in note.done and not self._was_put_back
+        if is_done or (marks is not None and not note.marks.concerns(marks)):
             return True
         if let_go(lambda key: key.tenant == tenant and digest_of_name(str(key)) == note.session):
             return False
