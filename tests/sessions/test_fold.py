@@ -758,6 +758,21 @@ async def test_a_session_is_not_continued_if_the_result_right_behind_another_one
     assert "has lost the result at sequence 5" in why
 
 
+@pytest.mark.parametrize("lost", [(2,), (4,), (6,), (2, 4), (4, 6), (2, 4, 6)])
+async def test_a_closed_session_is_known_to_be_closed_whichever_results_before_the_close_are_lost(
+    world, lost: tuple[int, ...]
+) -> None:
+    for id_ in "abc":
+        await world.ask(Append(id=id_, text="one"))
+    await world.ask(Close(id="close"))
+    world.log.entries = without(world.log.entries, *lost)
+    world.crash()
+    assert (await world.ask(Append(id="late", text="more"))).code == "unknown_session"
+    await world.ask(Open(id="o"))
+    await world.ask(Append(id="d", text="one"))
+    await world.assert_fold_is_life()
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_looking_up_an_id_finds_the_first_of_its_results_that_were_not_dropped(
     monkeypatch: pytest.MonkeyPatch, seed: int

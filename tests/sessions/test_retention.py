@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import json
 from datetime import UTC, datetime
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
 
@@ -313,6 +314,41 @@ async def test_a_forget_that_a_kill_interrupts_anywhere_is_ended_by_the_next_wor
     left = ["c", "z", "o", "b", "e"]
     assert b"secret" not in b"".join(itertools.chain(*(await until_left(w, "s", left, left)).values()))
     await until_streamed(w, {})
+
+
+@pytest.mark.parametrize("num_removed", range(7))
+async def test_a_session_whose_removal_a_kill_interrupts_anywhere_is_known_to_be_closed(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_removed: int
+) -> None:
+    """Results that were stored behind the request of the close leave the log later than those before it."""
+    monkeypatch.setattr(retention, "_LAST_S", 900.0)
+    w = await quiet_wire(closed_ttl_s=None)
+    await w.send("s", append("a"))
+    await w.publish("s", generate("g", **LONG))
+    await w.publish("s", append("b"))
+    closing = await w.publish("s", CLOSE)
+    await w.control("s", {"type": "cancel", "id": "g"})
+    await w.result(closing)
+    w.worker.process.kill()
+    num, crashed = 0, asyncio.Event()
+
+    async def crashes(log: Journal, remove: Any, *what: Any, **how: Any) -> None:
+        nonlocal num
+        if num == num_removed:
+            crashed.set()
+            await asyncio.Event().wait()
+        num += 1
+        await remove(log, *what, **how)
+
+    with monkeypatch.context() as patched:
+        for removal in (Journal.remove, Journal.delete):
+            patched.setattr(Journal, removal.__name__, partialmethod(crashes, removal))
+        w = await quiet_wire(closed_ttl_s=0.0)
+        await asyncio.wait_for(crashed.wait(), 20)
+        w.worker.process.kill()
+    w = await quiet_wire(closed_ttl_s=None)
+    assert (await w.send("s", append("late")))["code"] == "unknown_session"
+    assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
 
 
 async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_one(

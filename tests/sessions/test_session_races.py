@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from test_fold import PAGE, STORED, World
 
 from cache.names.policy import FULL
@@ -19,6 +20,7 @@ from turnkeep_client.messages import (
     Cancelled,
     Chunk,
     Close,
+    Closed,
     Failed,
     ForkPoint,
     Generate,
@@ -30,6 +32,7 @@ from turnkeep_client.messages import (
 )
 from worker.engine.port import DeviceFaultError
 from worker.models.tokenizer import Tokenizer
+from worker.models.vision.image_file import ImageError
 from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids, cancelling
 from worker.sessions.cancelling import cancel
@@ -721,6 +724,27 @@ async def test_an_answer_that_another_worker_gives_as_this_one_comes_to_it_is_no
     await world.session.run()
     assert [result.seq for result in world.results] == [first, second]
     assert len(begun) == 1
+
+
+async def test_a_turn_that_fails_over_what_another_worker_has_removed_is_no_failure_of_its_request(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""
+    monkeypatch.setattr(world.log, "is_alone", False)
+    other = beside(world)
+
+    async def fails(*_: Any, **__: Any) -> Any:
+        other.ring(asked)
+        await other.session.run()
+        await other.ask(Close(id="c", forget=True))
+        raise ImageError("an image of the session is gone from the log")
+
+    monkeypatch.setattr(world.engine, "run", fails)
+    asked = world.publish(Generate(id="g", text="one", max_tokens=3))
+    with capture_logs() as logged:
+        await world.session.run()
+    assert not [one for one in logged if one["log_level"] == "error"]
+    assert [type(result) for result in world.results] == [Generated, Closed]
 
 
 async def test_an_id_whose_hash_is_that_of_an_answered_id_is_answered(

@@ -186,9 +186,10 @@ class Record:
         for entry in entries:
             self.out_seq = max(self.out_seq, entry.seq)
             result = written(entry)
-            self._note_holes(entry, result)
+            self._note_hole(entry, result)
             seq = (result.seq or 0) if result else 0
-            if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it
+            if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it, and what is before it
+                self._lost_out = 0
                 self.first_out = self.first_out or (entry.seq if seq == self._checkpoint_seq else 0)
             elif result is None or self._is_answered(seq):
                 self._ignore(entry)
@@ -204,16 +205,11 @@ class Record:
         waits = seq > self.in_seq or any(one.seq == seq for one in self.pending)
         return seq in self._answered or not waits
 
-    def _note_holes(self, entry: StoredMessage, result: Result | None) -> None:
-        """Note which results are missing from the log; each result names the one before it.
-
-        Results before a close do not count as lost: the closed session may be in the process of removal.
-        """
+    def _note_hole(self, entry: StoredMessage, result: Result | None) -> None:
+        """Note which result is missing from the log; each result names the one before it."""
         before, self._last_out = self._last_out, entry.seq
         fence = entry.headers.get(EXPECT_HEADER, "")
-        if isinstance(result, Closed):
-            self._lost_out = 0
-        elif self._is_begun and before and fence.isdecimal() and int(fence) > before:
+        if self._is_begun and before and fence.isdecimal() and int(fence) > before:
             self._lost_out = self._lost_out or int(fence)
         self._is_begun = self._is_begun or (result is not None and not changes_nothing(result))
 
@@ -291,8 +287,8 @@ class Record:
         self._num_since_checkpoint += 1
         self._last = (pending, result)
         changes = result.repeat_of is None and not changes_nothing(result)
-        if changes and isinstance(request, Close) and request.forget:
-            self._begin_behind(seq, entry)
+        if changes and isinstance(request, Close):
+            self._begin_behind(seq, entry, forgets=request.forget)
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(seq, entry.seq))
         if pending is not None:
@@ -317,14 +313,21 @@ class Record:
             self._answered.add(seq)
         self._note_branch(before, request, result, None if changes else prefilled_by(parts.value))
 
-    def _begin_behind(self, seq: int, closed: StoredMessage) -> None:
-        """Ignore what is before a close that forgets the session: it is being removed, and may have holes.
+    def _begin_behind(self, seq: int, closed: StoredMessage, *, forgets: bool) -> None:
+        """Ignore what is before a close if it cannot be continued: its removal may have been interrupted.
 
-        Only the ids of requests behind the close stay, which may have been cancelled before it was answered.
+        Ignore it always if the close `forgets` the session. Then only the ids of requests behind the close
+        stay, which may have been cancelled before it was answered.
         """
+        if forgets:
+            self.answered_ids, self.branches = self.answered_ids.behind(seq), []
+        elif self.diverged is None and not self._lost_out:
+            return
+        else:
+            self.has_branched = True
+            self.branches += [(self.history, None)] if self._notes_branches else []
         self.history, self.first_out = self._fold.begin(closed.stored), closed.seq
-        self.answered_ids, self.proven_seq = self.answered_ids.behind(seq), 0
-        self.branches = []
+        self.proven_seq = self._lost_out = 0
         if not self._is_unreadable:
             self.diverged = None
 

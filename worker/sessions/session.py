@@ -302,6 +302,7 @@ class ServedSession:
         except Exception as error:
             if self.log.is_stale:  # other entries may have taken the sequences that it has read
                 raise FencedError("the server has restarted") from error
+            await self.log.check_unchanged()  # another worker may have removed what it needs
             log.exception("a request failed for an unknown reason")
             return await self._doubt.failure(pending, "internal", f"{type(error).__name__}: {error}")
 
