@@ -1,4 +1,4 @@
-"""Layers that see only sinks and a window: all KV is stored, what is visible restored, the rest goes first."""
+"""Layers with sinks and a window: all KV is stored, what is visible restored, the rest goes first."""
 
 from __future__ import annotations
 
