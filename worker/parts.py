@@ -119,6 +119,7 @@ class Parts:
             self.journal,
             closed_ttl_s=settings.closed_ttl_s,
             max_bytes=settings.log_max_bytes,
+            sync_s=settings.sync_s,
             is_first=lambda: members.is_first,
         )
         self.erasures = Erasures(self.journal, members.me.boot, ground.copies)

@@ -277,7 +277,7 @@ class World:
             "vocab_size": 2**20,
             "max_result_bytes": self.max_message_bytes,
         }
-        retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30)  # type: ignore[arg-type]
+        retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30, sync_s=0)  # type: ignore[arg-type]
         self.tasks = Tasks()
         parts: Any = {
             "journal": self.log,

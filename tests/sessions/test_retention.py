@@ -44,6 +44,11 @@ FORGET = {"type": "close", "id": "c", "forget": True}
 def _often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.05)
     monkeypatch.setattr(retention, "_LAST_S", 0.0)
+
+
+@pytest.fixture
+def filling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let answered requests leave the log."""
     monkeypatch.setattr(retention, "_FILLING", 0.0)
 
 
@@ -693,7 +698,7 @@ async def test_notes_of_closed_sessions_whose_removal_is_not_due_are_not_read_at
         return found
 
     monkeypatch.setattr(Journal, "closed", counted)
-    looks = Retention(w.worker.app._parts.retention._journal, closed_ttl_s=3600, max_bytes=2**30)
+    looks = Retention(w.worker.app._parts.retention._journal, closed_ttl_s=3600, max_bytes=2**30, sync_s=0)
     await looks.sweep()
     assert sum(read) >= 600
     read.clear()
@@ -760,7 +765,7 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
     result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
     closed = retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=False)
     note = StoredMessage(3, "out", datetime.now(UTC), b"", {})
-    await Retention(Log(), closed_ttl_s=0, max_bytes=1)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
+    await Retention(Log(), closed_ttl_s=0, max_bytes=1, sync_s=0)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
     assert removed == removed_below
 
 
@@ -776,7 +781,7 @@ async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_re
         async def page(self, *_: Any) -> tuple[list[StoredMessage], bool]:
             return entries, False
 
-    keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1)  # type: ignore[arg-type]
+    keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1, sync_s=0)  # type: ignore[arg-type]
     found = await keeper._find_close(SessionKey("t", "s"), 3)
     assert found is not None
     assert (found.entry.seq, found.forgets) == (7, True)
@@ -791,8 +796,8 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
     class Log:
         server = "s"
 
-        async def log_bytes(self) -> int:
-            return 95 - 5 * len(at_once)
+        async def end(self) -> tuple[int, int]:
+            return 95 - 5 * len(at_once), 6
 
         async def closed(self, _: int) -> tuple[list[StoredMessage], int]:
             return [StoredMessage(n, "out", datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
@@ -802,7 +807,7 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
         return True
 
     monkeypatch.setattr(Retention, "_follow", follow)
-    await Retention(Log(), closed_ttl_s=None, max_bytes=100).sweep()  # type: ignore[arg-type]
+    await Retention(Log(), closed_ttl_s=None, max_bytes=100, sync_s=0).sweep()  # type: ignore[arg-type]
     assert at_once == [True] * 3 + [False] * 3
 
 
@@ -819,8 +824,8 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
     class Log:
         server, chunks = "a", Chunks()
 
-        async def log_bytes(self) -> int:
-            return 0
+        async def end(self) -> tuple[int, int]:
+            return 0, 6
 
         async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
             subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
@@ -836,7 +841,7 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
 
     monkeypatch.setattr(Retention, "_find_close", found)
     monkeypatch.setattr(Retention, "_remove_before", removes)
-    keeper = Retention(Log(), closed_ttl_s=None, max_bytes=100)  # type: ignore[arg-type]
+    keeper = Retention(Log(), closed_ttl_s=None, max_bytes=100, sync_s=0)  # type: ignore[arg-type]
     for server, times in (("a", 1), ("a", 1), ("b", 2)):
         monkeypatch.setattr(Log, "server", server)
         await keeper.sweep()
@@ -950,12 +955,10 @@ async def until_queued(w: Wire, session: str, wanted: list[str]) -> None:
     raise AssertionError(ids)
 
 
-async def test_an_answered_request_leaves_the_log_and_its_session_goes_on(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("filling")
+async def test_an_answered_request_leaves_the_log_and_its_session_goes_on(quiet_wire: Start) -> None:
     """Also at a worker that has read the session without it: repeats and conflicts are answered as before."""
-    monkeypatch.setattr(retention, "_QUEUED_S", 0.1)
-    w = await quiet_wire()
+    w = await quiet_wire(sync_interval="0.1s")
     first = await w.send("s", append("a", "hello"))
     await until_queued(w, "s", [])
     for again in range(2):
@@ -968,11 +971,11 @@ async def test_an_answered_request_leaves_the_log_and_its_session_goes_on(
         w = await quiet_wire()
 
 
+@pytest.mark.usefixtures("filling")
 async def test_a_request_that_was_cancelled_behind_a_waiting_one_stays_in_the_log_until_that_is_answered(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+    quiet_wire: Start,
 ) -> None:
     """The server redelivers only the newest request of a session: it must still be there."""
-    monkeypatch.setattr(retention, "_QUEUED_S", 0.0)
     w = await quiet_wire()
     await w.publish("s", generate("long", **LONG))
     await w.publish("s", append("late"))
@@ -983,60 +986,41 @@ async def test_a_request_that_was_cancelled_behind_a_waiting_one_stays_in_the_lo
     await until_queued(w, "s", [])
 
 
-async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w = await quiet_wire()
+@pytest.mark.usefixtures("filling")
+async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended(quiet_wire: Start) -> None:
+    w = await quiet_wire(sync_interval="120s")
     await w.send("s", append("a"))
     await w.worker.stop()
     await w.publish("s", append("b"))
-    monkeypatch.setattr(retention, "_QUEUED_S", 0.1)
-    await until_queued(await quiet_wire(), "s", [])
+    await until_queued(await quiet_wire(sync_interval="0.1s"), "s", [])
 
 
-async def test_a_request_stays_if_the_server_has_restarted_since_its_result_was_read() -> None:
-    """The server may have lost the result, and another entry may have the request's sequence."""
-    deleted: list[int] = []
-    found = [[1, 2], [5]]
-
-    async def delete(seq: int) -> None:
-        deleted.append(seq)
-
-    async def queues() -> list[Queue]:
-        return [Queue(SessionKey("t", "s"), found.pop(0), is_waiting=True)]
-
-    log: Any = SimpleNamespace(server="one", queues=queues, delete=delete)
-    kept = Retention(log, closed_ttl_s=None, max_bytes=2**30)
-    kept.num_bytes = 1
-    await kept.remove_answered()
-    log.server = "two"
-    await asyncio.sleep(151)
-    await kept.remove_answered()
-    assert not deleted
-    await asyncio.sleep(151)
-    await kept.remove_answered()
-    assert deleted == [5]
-
-
-async def test_an_answered_request_stays_until_the_servers_files_are_sure_to_have_its_result() -> None:
-    deleted: list[int] = []
-
-    async def delete(seq: int) -> None:
-        deleted.append(seq)
-
-    async def queues() -> list[Queue]:
-        return [Queue(SessionKey("t", "s"), [1], is_waiting=True)]
-
-    log: Any = SimpleNamespace(server="one", queues=queues, delete=delete)
-    kept = Retention(log, closed_ttl_s=None, max_bytes=2**30)
-    kept.num_bytes = 1
-    await kept.remove_answered()
-    await asyncio.sleep(149)
-    await kept.remove_answered()
-    assert not deleted
-    await asyncio.sleep(2)
-    await kept.remove_answered()
-    assert deleted == [1]
+@pytest.mark.usefixtures("filling")
+@pytest.mark.parametrize("last", [append("b"), CLOSE, FORGET])
+async def test_nothing_leaves_the_log_because_of_a_result_that_a_power_cut_may_lose(
+    quiet_wire: Start, server: Server, last: dict[str, Any]
+) -> None:
+    """A restarted server may have lost it, and another entry may have its sequence: then it takes as long."""
+    w = await quiet_wire(closed_ttl_s=0.0, sync_interval="4s")
+    await w.send("s", append("a"))
+    asked = await w.publish("s", last)
+    await w.result(asked)
+    await asyncio.sleep(4.5)
+    assert len((await bodies(w, "s"))["in"]) == 2
+    server.crash()
+    server.jetstream.streams[f"{w.prefix}_log"].lose(asked)
+    server.start()
+    await asyncio.sleep(4.5)
+    assert len((await bodies(w, "s"))["in"]) == 2
+    while len((await bodies(w, "s"))["out"]) < 2:  # noqa: ASYNC110  # it is answered again
+        await asyncio.sleep(0.05)
+    await asyncio.sleep(4.5)
+    left = await bodies(w, "s")
+    assert (json.loads(left["in"][-1])["id"], len(left["out"])) == (last["id"], 2)
+    if last in (CLOSE, FORGET):
+        assert await until_gone(w, "s", text=b"") == {}
+    else:
+        await until_queued(w, "s", [])
 
 
 async def test_answered_requests_stay_while_the_log_is_less_than_half_full(
@@ -1045,12 +1029,12 @@ async def test_answered_requests_stay_while_the_log_is_less_than_half_full(
     monkeypatch.setattr(retention, "_FILLING", 0.5)
     looked: list[bool] = []
 
-    async def queues() -> list[Queue]:
+    async def queues(_: Any) -> list[Queue]:
         looked.append(True)
         return []
 
     log: Any = SimpleNamespace(server="one", queues=queues)
-    kept = Retention(log, closed_ttl_s=None, max_bytes=8)
+    kept = Retention(log, closed_ttl_s=None, max_bytes=8, sync_s=0)
     for kept.num_bytes in (0, 4, 5):
         await kept.remove_answered()
     assert looked == [True]

@@ -127,8 +127,8 @@ class Plan:
     meddling: float
     #: The time between syncs of the server's files. A crash may lose the messages of this time.
     sync_s: float
-    #: How long an answered request stays in the log: longer than the server may lose the result.
-    queued_s: float
+    #: The time between syncs as the workers know it, if it is longer than it is.
+    known_sync_s: float
     #: Whether the worker has the least limits (`history._TIGHT`), so that sessions wait for each other.
     tight: bool
     #: The relative frequencies of the request types in `_ASKED`.
@@ -178,10 +178,9 @@ class Plan:
             roundings=random.choice((1, 2)),
             meddling=random.choice((0.0, 0.2, 0.5)),
             sync_s=random.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.2, 2.0)),
-            queued_s=random.choice((0.0, 1.0, 150.0)),
+            known_sync_s=random.choice((0.0, 1.0, 60.0)),
             tight=some() < 0.2,
         )
-        plan.queued_s = max(plan.queued_s, 2 * plan.sync_s)
         if plan.sync_s:
             plan.kinds += ("crash server",)
             plan.num_faults = max(plan.num_faults, 1)
@@ -220,7 +219,7 @@ PLAIN: Final[dict[str, Any]] = {
     "skews": (0.0, 0.0),
     "roundings": 1,
     "sync_s": 0.0,
-    "queued_s": 150.0,
+    "known_sync_s": 60.0,
     "tight": False,
 }
 
@@ -476,6 +475,7 @@ class Supervisor:
         self.num_lives += 1
         named = {"data_dir": Path("none"), "worker": process.name.replace(" ", "-").replace(".", "-")}
         named |= {"metrics_interval_s": 3600.0, "log_replicas": 3 if plan.lag_s else 1}
+        named |= {"sync_interval": f"{max(plan.known_sync_s, plan.sync_s)}s"}
         settings, constants = split(named | plan.settings)
         rounding = self.num_lives % plan.roundings
         self.worker = Worker(

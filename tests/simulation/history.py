@@ -185,7 +185,6 @@ def patched(history: History) -> Iterator[None]:
             (segments, "_PART", 2),
             (retention, "_PERIOD_S", 1.0),
             (retention, "_FILLING", 0.0),
-            (retention, "_QUEUED_S", plan.queued_s),
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),

@@ -258,6 +258,11 @@ class Settings:
         """The URLs of the NATS servers, without credentials, or the port of the worker's own server."""
         return shown(self.nats) if self.nats else self.own_port
 
+    @property
+    def sync_s(self) -> float:
+        """Seconds between syncs of the NATS server; 0 if it syncs each entry before it acknowledges it."""
+        return 0.0 if self.sync_interval == "always" else kinds.parse_duration(self.sync_interval)
+
 
 #: Settings that must be the same for all models of one file.
 SHARED: Final = frozenset(

@@ -247,14 +247,16 @@ class Journal:
             return sum((info.state.subjects or {}).values())
         return 0
 
-    async def log_bytes(self) -> int:
-        """Return the size of the log. Raises nats-py's errors."""
-        return (await self._js.stream_info(self._subjects.log_stream)).state.bytes
+    async def end(self) -> tuple[int, int]:
+        """Return the size of the log in bytes, and its last sequence. Raises nats-py's errors."""
+        state = (await self._js.stream_info(self._subjects.log_stream)).state
+        return state.bytes, state.last_seq
 
-    async def queues(self) -> list[Queue]:
+    async def queues(self, counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:
         """Read the requests that are left on `in`, of all sessions.
 
-        The server names the first 100,000 sessions only. Raises nats-py's errors.
+        Leaves out the results whose sequences do not count. The server names the first 100,000 sessions only.
+        Raises nats-py's errors.
         """
         info = await self._js.stream_info(
             self._subjects.log_stream, subjects_filter=self._subjects.every("in")
@@ -262,10 +264,10 @@ class Journal:
         found: list[Queue] = []
         for subject in info.state.subjects or {}:
             with contextlib.suppress(InvalidMessageError):
-                found.append(await self._queue(self._subjects.parse(subject)[0]))
+                found.append(await self._queue(self._subjects.parse(subject)[0], counts))
         return found
 
-    async def _queue(self, key: SessionKey) -> Queue:
+    async def _queue(self, key: SessionKey, counts: Callable[[int], bool]) -> Queue:
         answered, results = list[int](), set[int]()
         after, more, after_out, more_results = 0, 1, 0, 1
         while more:
@@ -276,7 +278,7 @@ class Journal:
                 after = entry.seq
                 while more_results and after not in results:
                     page, more_results = await self.page(key, "out", after_out)
-                    results |= {answers(one) for one in page}
+                    results |= {answers(one) for one in page if counts(one.seq)}
                     after_out = page[-1].seq if page else after_out
                 if after not in results:
                     return Queue(key, answered, is_waiting=True)

@@ -1,15 +1,18 @@
 """Removes from the log what it need not keep: answered requests, and sessions.
 
-A result has its request, so while the log is filling, requests leave `in` once their results are safely
-stored. They are overwritten like the entries of forgotten sessions: the session may be forgotten later, and a
-server overwrites nothing that it has removed before. Requests leave in their order, so the first one that a
-session has on `in` may only be followed by newer ones, and the delivery of a waiting request stays valid.
+Nothing is removed because of an entry that a power cut may still lose (`synced`): neither what a result
+answers, nor what a close ends. Else the entry might be lost, and the removal stay.
 
-Closed sessions leave after a time, or if the log is full; forgotten ones at once.
+A result has its request, so while the log is filling, requests leave `in` once they have results. They are
+overwritten like the entries of forgotten sessions: the session may be forgotten later, and a server
+overwrites nothing that it has removed before. Requests leave in their order, so the first one that a session
+has on `in` may only be followed by newer ones, and the delivery of a waiting request stays valid.
+
+Closed sessions leave after a time, or if the log is full; forgotten ones soon.
 
 The entries of forgotten sessions are also overwritten in the server's files, one by one (`overwriting`).
-This may take minutes, and be interrupted. So whoever reads a session's log ignores what is left of it before
-a close that forgets it.
+This may take minutes. A removal may be interrupted, so whoever reads a session's log ignores what is left of
+it before a close, if that forgets it or cannot be continued.
 
 Before the result of a close is stored, a note is stored on the session's subject `closed`. So the note exists
 even if the worker crashes in between; it takes effect once the result exists. After a crash the close is
@@ -26,7 +29,6 @@ Therefore the close of a recently closed session, and its result, stay.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from typing import TYPE_CHECKING, Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -48,10 +50,11 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
-from worker.process.clock import monotonic, time
+from worker.process.clock import time
 from worker.process.concurrency import task_group
 
 from .intake import session_of
+from .synced import SyncedEntries
 from .written import answers
 
 if TYPE_CHECKING:
@@ -73,9 +76,6 @@ _STALE_S: Final = 3600.0
 #: How long the result of a close stays if it is the session's last. A worker that knows only an older one was
 #: stalled or cut off: the server closes such a connection after about six minutes; its late commits are lost.
 _LAST_S: Final = 900.0
-#: How long an answered request stays: NATS servers sync their files every two minutes, unless configured
-#: otherwise, so by then a power cut cannot lose the result.
-_QUEUED_S: Final = 150.0
 #: Above this share of the log's limit answered requests leave it. Not always: each removal overwrites, for
 #: which the server rewrites a file of up to 8 MB.
 _FILLING: Final = 0.5
@@ -103,11 +103,13 @@ class Retention:
         *,
         closed_ttl_s: float | None,
         max_bytes: int,
+        sync_s: float,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
         """`max_bytes` is the log's size limit in the server; near it, closed sessions are removed early.
 
-        Without `closed_ttl_s` they stay until then; else until that many seconds after their close.
+        Without `closed_ttl_s` they stay until then; else until that many seconds after their close. The
+        server syncs its files every `sync_s` seconds; with 0, before it acknowledges an entry.
         `is_first` says whether this worker, and no other one of the prefix, removes them.
         """
         self._is_first = is_first
@@ -115,9 +117,7 @@ class Retention:
         self._ttl_s = closed_ttl_s
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        #: Requests that are to leave, and the server process and time at which their results were read.
-        self._answered: deque[int] = deque()
-        self._known_at, self._known_s = "", 0.0
+        self._synced = SyncedEntries(journal, sync_s)
         self._seen_seq = 0  # notes up to this sequence were handled, or are not due yet
         self._forgotten: set[int] = set()  # later notes that were handled
         self._stripped: set[int] = set()  # notes of sessions of which only the close is left
@@ -155,25 +155,17 @@ class Retention:
                 await self.remove_answered()
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("answered requests could not be removed, trying again", error=str(error))
-            await sleep(_PERIOD_S)
+            await sleep(_PERIOD_S + self._synced.after_s)
 
     async def remove_answered(self) -> None:
-        """While the log is filling, remove the requests whose results the server's files are sure to have.
-
-        A restarted server may have lost results, and used their sequences again: then look anew.
-        """
-        server = self._journal.server
-        if server != self._known_at:
-            self._answered.clear()
-        is_filling = self.num_bytes > _FILLING * self.max_bytes
-        if not self._answered and is_filling and self._is_first():
-            self._answered.extend([seq for queue in await self._journal.queues() for seq in queue.answered])
-            self._known_at, self._known_s = server, monotonic()
-        while self._answered and self._known_s <= monotonic() - _QUEUED_S:
-            if self._journal.server != self._known_at:
-                return
-            await self._journal.delete(self._answered[0])
-            self._answered.popleft()
+        """While the log is filling, remove the requests that have results."""
+        if self.num_bytes <= _FILLING * self.max_bytes or not self._is_first():
+            return
+        for queue in await self._journal.queues(self._synced.has):
+            for seq in queue.answered:
+                if not self._synced.has(seq):  # the server has restarted: another entry may be there
+                    return
+                await self._journal.delete(seq)
 
     async def _run_closed(self) -> None:
         while True:
@@ -182,7 +174,7 @@ class Retention:
                 if self._is_first():
                     await self.sweep()
                 else:
-                    self.num_bytes = await self._journal.log_bytes()
+                    self.num_bytes = await self._synced.look()
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("closed sessions could not be removed, trying again", error=str(error))
             with move_on_after(_PERIOD_S):
@@ -190,7 +182,7 @@ class Retention:
 
     async def sweep(self) -> None:
         """Remove the sessions that are due; if the log is nearly full, more of them, oldest first."""
-        self.num_bytes = await self._journal.log_bytes()
+        self.num_bytes = await self._synced.look()
         if self._server != self._journal.server:  # other notes may have their sequences now
             self._server, self._seen_seq = self._journal.server, 0
             self._forgotten.clear()
@@ -204,7 +196,7 @@ class Retention:
                 if not await self._follow(note, at_once=full):
                     unfinished = unfinished or note.seq
                 if full:
-                    self.num_bytes = await self._journal.log_bytes()
+                    self.num_bytes, _ = await self._journal.end()
                     full = self.num_bytes > _RELIEVED * self.max_bytes
                 elif after < self._seen_seq and not self._is_due(note):
                     after, more = self._seen_seq, 1  # the notes in between are younger, so not due either
@@ -225,17 +217,24 @@ class Retention:
         return self._ttl_s is not None and _age_s(note) >= self._ttl_s
 
     async def _follow(self, note: StoredMessage, *, at_once: bool) -> bool:
-        """Carry out a note of a close if it is due. Returns False if the close has no result yet."""
+        """Carry out a note of a close if it is due.
+
+        Returns False if the close has no result yet, or one that a power cut may lose.
+        """
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
         forget = note.body == _FORGET and note.seq not in self._forgotten
         if key is None or not (due or forget) or (note.seq in self._stripped and _age_s(note) < _LAST_S):
             return True
+        if not self._synced.has(note.seq):  # so its result neither
+            return False
         closed = await self._find_close(key, note.seq)
         if closed is None:
             if stale := _age_s(note) > _STALE_S:
                 await self._journal.delete(note.seq)
             return stale
+        if not self._synced.has(closed.entry.seq):
+            return False
         if closed.forgets:  # without the lock: this may take minutes
             await self._remove_before(key, note, closed)
             await self._journal.chunks.remove(key, closed.result.seq or 0)
@@ -257,7 +256,8 @@ class Retention:
         requests, more = await self._journal.page(key, "in", close_seq)
         results, _ = await self._journal.page(key, "out", close_seq)
         is_answered = not more and {entry.seq for entry in requests} <= {answers(entry) for entry in results}
-        if is_last and (_age_s(closed.entry) < _LAST_S or not is_answered):
+        is_followed = any(entry.seq > closed_seq and self._synced.has(entry.seq) for entry in results)
+        if not is_followed and (not is_last or _age_s(closed.entry) < _LAST_S or not is_answered):
             self._stripped.add(note.seq)
             return
         self._stripped.discard(note.seq)
