@@ -393,13 +393,8 @@ class App:
         loaded = self._model.loaded
         return Needs(
             folder=str(loaded.folder.absolute()),
-            model=loaded.name,
             context_tokens=self._model.context_tokens,
-            sampling=loaded.sampling,
-            reasoning=loaded.tokenizer.markup.has_reasoning,
-            makes=self._model.makes,
-            weight_bytes=loaded.weight_bytes,
-            model_changed_s=loaded.changed_s,
+            **self._model.described,
         )
 
     def _hangs(self) -> list[str]:

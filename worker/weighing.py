@@ -35,13 +35,8 @@ def weigh(settings: Settings) -> Needs:
     usual = max(least, sized.kv.held(min(max_context, _USUAL_TOKENS), ahead=block))
     return Needs(
         folder=str(loaded.folder.absolute()),
-        model=loaded.name,
         context_tokens=max_context,
-        sampling=loaded.sampling,
-        reasoning=loaded.tokenizer.markup.has_reasoning,
-        makes=loaded.makes(),
-        weight_bytes=loaded.weight_bytes,
-        model_changed_s=loaded.changed_s,
+        **loaded.described(),
         least_bytes=device_bytes(sized, least, block=block, **sizes),
         usual_bytes=device_bytes(sized, usual, block=block, **sizes),
         memory_bytes=sized.estimator.limit_bytes,
