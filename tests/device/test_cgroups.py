@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from worker.device import machine
-from worker.process import cgroups
+from worker.process import system_memory as cgroups
 
 MIB = 2**20
 
@@ -104,7 +104,7 @@ def test_the_limit_of_a_real_control_group_is_read() -> None:
                 continue
             (made / name).write_text(str(256 * MIB))
             program = (
-                "import os; from pathlib import Path; from worker.process.cgroups import left_bytes;"
+                "import os; from pathlib import Path; from worker.process.system_memory import left_bytes;"
                 f"Path({str(made)!r}, 'cgroup.procs').write_text(str(os.getpid())); print(left_bytes())"
             )
             said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

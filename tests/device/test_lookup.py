@@ -7,7 +7,7 @@ from array import array
 import hypothesis.strategies as st
 from hypothesis import given
 
-from worker.batch.lookup import MOST_SEEN, NGRAM, Lookup, looked_up
+from worker.batch.drafter import MOST_SEEN, NGRAM, Lookup, looked_up
 from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import Row
 

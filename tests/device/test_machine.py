@@ -15,7 +15,7 @@ from cache.kv.size import KvSize
 from cache.names.blocks import spans
 from worker.device import machine
 from worker.device.memory import Estimator, Shape
-from worker.process import mac_memory
+from worker.process import system_memory as mac_memory
 
 GIB = 2**30
 METAL = {

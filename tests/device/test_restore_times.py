@@ -11,8 +11,8 @@ from engine_process import open_process
 from tiny_models import BLOCK, prompt
 
 from cache.disk import format as snapshot_format
-from worker.engine import restore_times as measured
-from worker.engine.restore_times import RestoreTimes
+from worker.engine import kv_lookup as measured
+from worker.engine.kv_lookup import RestoreTimes
 
 MIB = 2**20
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from worker.batch.lookup import Lookup
+from worker.batch.drafter import Lookup
 from worker.batch.row_sampler import DrawnToken, RowSampler, RowSampling
 from worker.batch.rows import Row
 from worker.batch.speculation import Speculation

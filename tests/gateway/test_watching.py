@@ -12,8 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import app
+from gateway.boundaries import RecentBoundaries
 from gateway.keys import Keys
-from gateway.recent_boundaries import RecentBoundaries
 
 Start = Any
 CHAT = "/v1/chat/completions"

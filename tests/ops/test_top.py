@@ -11,8 +11,7 @@ from rich.console import Console
 
 from ops.figures import Figures, percentile, since
 from ops.fleet import Fleet, Gateways
-from ops.formatting import amount, count, seconds, span
-from ops.screen import draw
+from ops.screen import amount, count, draw, seconds, span
 from tests.commands.command_runs import Terminal, turnkeep, where
 from tests.parts import LocalWorker
 from tests.protocol.scripted_worker import metrics

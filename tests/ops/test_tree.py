@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from commands.screen import printable
-from ops.log.sessions import SessionRow
-from ops.log.tree import trees
+from ops.log.sessions import SessionRow, trees
 from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.messages import Parent

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from worker.process.rotation import Rotation
+from worker.process.concurrency import Rotation
 
 
 class Crowd:
