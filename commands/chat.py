@@ -19,7 +19,7 @@ from turnkeep_client.messages import OPTIONS, Generate
 from turnkeep_client.session import build
 
 from .ask import decoded
-from .close import rewind_last
+from .branches import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
 from .flags import tenant_option, with_answer_options

@@ -21,8 +21,7 @@ from .screen import printable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from ops.log.sessions import SessionRow
-    from ops.log.tree import Branch
+    from ops.log.sessions import Branch, SessionRow
     from turnkeep_client.client import Client
 
 #: How many sessions' first words are read, one by one: listing 100,000 sessions must take only seconds.
@@ -155,8 +154,7 @@ async def _print_letters(client: Client, names: Sequence[str], tenants: str, *, 
 
 async def _print_trees(client: Client, names: Sequence[str], tenants: str, *, as_json: bool) -> bool:
     """Print which sessions were forked from which; reads the first entries of all sessions."""
-    from ops.log.sessions import begun, is_named, list_sessions
-    from ops.log.tree import trees
+    from ops.log.sessions import begun, is_named, list_sessions, trees
 
     found = trees(await begun(client, await list_sessions(client, tenants)))
     shown = [one for one in found if any(is_named(part.session, names) for part in one)]

@@ -1,4 +1,4 @@
-"""The HTTP application: the routes of all dialects, and the gateway's own."""
+"""The HTTP application: all dialects' routes, the gateway's own, and errors in the dialect's form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from starlette import routing
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
@@ -26,11 +27,10 @@ from .http.access import Access, is_from_here
 from .http.answer_response import SHOWN
 from .http.bodies import as_json
 from .http.durable import HEADERS
-from .http.errors import KINDS, Errors
 from .http.handlers import Handlers, Route
 from .image_fetcher import ImageFetcher
 from .metrics import Counters
-from .turn import WARNINGS, Fault
+from .turn import WARNINGS, Fault, fault_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
@@ -189,3 +189,48 @@ class _Cors(CORSMiddleware):
 
     def is_allowed_origin(self, origin: str) -> bool:
         return self._may_ask(origin)
+
+
+#: The exceptions that are answered; all others are the gateway's own faults.
+KINDS: Final = (Fault, TurnkeepError, HTTPException)
+
+
+class Errors:
+    """The application's handler of the exceptions `KINDS`."""
+
+    def __init__(self, dialects: Sequence[Dialect]) -> None:
+        self._dialects = dialects
+
+    def _of(self, request: Request) -> Dialect:
+        """Return the dialect whose header a request has, else that with the longest prefix of the path."""
+        first, path = self._dialects[0], request.url.path
+        named = next((one for one in self._dialects if one.header and one.header in request.headers), None)
+        begin = [one for one in self._dialects if path.startswith(one.prefix)]
+        return named or max(begin, key=lambda one: len(one.prefix), default=first)
+
+    async def answer(self, request: Request, error: Exception) -> Response:
+        """Answer a request with an exception of these kinds; others are raised."""
+        match error:
+            case Fault():
+                fault = error
+            case TurnkeepError():
+                fault = fault_of(error)
+            case HTTPException(status_code=404 | 405):
+                path = request.url.path
+                fault = Fault(
+                    error.status_code, f"{request.method} {path} is not served{_instead(path, error)}"
+                )
+            case HTTPException():
+                fault = Fault(error.status_code, error.detail)
+            case _:
+                raise error
+        return as_json(self._of(request).error(fault), fault.status, fault.headers)
+
+
+def _instead(path: str, error: HTTPException) -> str:
+    """Return the end of a 404 or 405 message: the right method, or perhaps the right base URL."""
+    if allowed := (error.headers or {}).get("Allow"):
+        return f", only {allowed}"
+    if path.startswith("/v1/v1/") or not path.startswith("/v1/"):
+        return " here: the base URL ends with /v1 for OpenAI's clients, and is without /v1 for Anthropic's"
+    return " here"

@@ -1,9 +1,9 @@
 """Computes a conversation's boundaries: after each message, a digest of the conversation up to there.
 
-Pure. Two conversations share a boundary if, and only if, the model would see the same prompt up to that
-message, and results of parallel calls came in the same order. The digests leave out what clients change when
-they send a conversation again: the division of content into parts, spacing and order in a call's arguments,
-ids of calls, and all reasoning.
+Two conversations share a boundary if, and only if, the model would see the same prompt up to that message,
+and results of parallel calls came in the same order. The digests leave out what clients change when they send
+a conversation again: the division of content into parts, spacing and order in a call's arguments, ids of
+calls, and all reasoning. Recent boundaries are remembered, to find where a new conversation differs. Pure.
 """
 
 from __future__ import annotations
@@ -85,3 +85,28 @@ def _digest(before: bytes, item: Any) -> bytes:
     except (ValueError, RecursionError):
         body = encode(item)  # raises an error that says what is wrong
     return blake2b(before + body, digest_size=16).digest()
+
+
+#: Boundaries of one generation, some 90 bytes each; two generations are kept.
+_MOST: Final = 10_000
+
+
+class RecentBoundaries:
+    """The boundaries of recent conversations: digests of a conversation up to each of its messages.
+
+    They are kept in two generations; the older one is dropped as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._young: set[bytes] = set()
+        self._old: set[bytes] = set()
+
+    def add(self, known: Sequence[bytes]) -> int:
+        """Add a conversation's boundaries; return how many of them, from the first on, were known before."""
+        num = len(known)
+        while num and known[num - 1] not in self._young and known[num - 1] not in self._old:
+            num -= 1
+        self._young.update(known[max(0, num - 1) :])
+        if len(self._young) > _MOST:
+            self._young, self._old = set(), self._young
+        return num

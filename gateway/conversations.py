@@ -41,15 +41,14 @@ from turnkeep_client.subjects import session_key
 
 from . import logged_answers
 from .answer_feed import AnswerFeed, Receipt, SessionMatch
+from .boundaries import RecentBoundaries
 from .idempotency import first_copy, first_note, state_of
 from .images import attach
 from .index import IndexedRequest, IndexedSession, SessionIndex, append_id, tags
 from .latest_metrics import LatestMetrics
 from .logged_answers import FIRST_PAUSE_S, LAST_PAUSE_S, MISTAKEN, LoggedAnswer, follow
-from .message_groups import groups_ahead
-from .planning import new_name, plan_apart
+from .planning import groups_ahead, new_name, plan_apart
 from .planning import plan as make_plan
-from .recent_boundaries import RecentBoundaries
 from .recovery import recover
 from .removal import remove, sweep
 

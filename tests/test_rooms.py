@@ -47,7 +47,7 @@ FLOORS = {
 FACE = {"names", "kv", "store"}
 MLX = {
     "cache/kv",
-    *("worker/device", "worker/batch", "worker/models", "worker/models/vision", "worker/sizing.py"),
+    *("worker/device", "worker/batch", "worker/models", "worker/models/vision", "worker/weighing.py"),
     *(f"bench/programs/{name}.py" for name in ("device", "in_process")),
 }
 NATS = {
@@ -234,7 +234,7 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
         f"gateway/{name}.py"
         for name in (
             "app",
-            *(f"http/{one}" for one in ("answer_response", "bodies", "durable", "errors", "handlers")),
+            *(f"http/{one}" for one in ("answer_response", "bodies", "durable", "handlers")),
         )
     }
     of_console = {

@@ -40,7 +40,7 @@ from worker.wire.credentials import over_tls, worker_options
 from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
 from .observe.counters import Telemetry
-from .observe.tracing import start_traces
+from .observe.traces import start_traces
 from .parts import Groundwork, Parts
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
@@ -400,13 +400,8 @@ class App:
         loaded = self._model.loaded
         return Needs(
             folder=str(loaded.folder.absolute()),
-            model=loaded.name,
             context_tokens=self._model.context_tokens,
-            sampling=loaded.sampling,
-            reasoning=loaded.tokenizer.markup.has_reasoning,
-            makes=self._model.makes,
-            weight_bytes=loaded.weight_bytes,
-            model_changed_s=loaded.changed_s,
+            **self._model.described,
         )
 
     def _hangs(self) -> list[str]:

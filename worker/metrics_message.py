@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .parts import Parts
+    from .reports import Needs
 
 
 def collect(parts: Parts) -> Metrics:
@@ -29,13 +30,8 @@ def collect(parts: Parts) -> Metrics:
     return Metrics(
         worker=ground.settings.worker,
         version=ground.version,
-        model=model.loaded.name,
-        sampling=model.loaded.sampling,
-        reasoning=model.loaded.tokenizer.markup.has_reasoning,
+        **model.described,
         vision=model.loaded.tokenizer.image_processor is not None,
-        makes=model.makes,
-        weight_bytes=model.loaded.weight_bytes,
-        model_changed_s=model.loaded.changed_s,
         context_tokens=model.context_tokens,
         device=model.device.name,
         others=tuple(sorted(ground.members.others)),
@@ -71,8 +67,9 @@ def _own_bytes() -> int:
     return 0
 
 
-def unloaded(**known: Any) -> Metrics:
+def unloaded(needs: Needs, **known: Any) -> Metrics:
     """Build the message for a model that no worker serves now: the given fields, and zero for the rest."""
+    known |= {name: one for name, one in structs.asdict(needs).items() if name in Metrics.__struct_fields__}
     known |= Telemetry().figures() | {"device": UNLOADED, "uptime_s": 0.0}
     needed = {field.name: field.type for field in structs.fields(Metrics) if field.required}
     return Metrics(**known, **{name: kind() for name, kind in needed.items() if name not in known})

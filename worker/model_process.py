@@ -88,17 +88,10 @@ class ModelProcess:
 
     def metrics(self) -> Metrics:
         """Return the metrics message of the model while it has no worker."""
-        needs = self.needs or UNKNOWN
         return unloaded(
+            self.needs or UNKNOWN,
             worker=self.settings.worker,
             version=VERSION,
-            model=needs.model,
-            sampling=needs.sampling,
-            reasoning=needs.reasoning,
-            makes=needs.makes,
-            weight_bytes=needs.weight_bytes,
-            model_changed_s=needs.model_changed_s,
-            context_tokens=needs.context_tokens,
             interval_s=CONSTANTS.metrics_interval_s,
             max_message_bytes=self.settings.max_message_bytes,
         )

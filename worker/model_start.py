@@ -6,7 +6,7 @@ Refuses settings that do not fit the model. `App` calls `ModelStart.load`, and t
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from anyio.abc import TaskGroup
 
     from cache.names.identity import Identity
-    from turnkeep_client.messages import Made
     from worker.device.device import Device
     from worker.models.model import LoadedModel, Progress
 
@@ -56,7 +55,8 @@ class ModelStart:
     #: The most tokens that a session may hold, and the most bytes of device memory for KV.
     context_tokens: int
     kv_bytes: int
-    makes: tuple[Made, ...]
+    #: What metrics messages say of the model, by field.
+    described: dict[str, Any]
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ModelStart:
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()
-        self.makes = loaded.makes()
+        self.described = loaded.described()
         self._check_policy()
         self.is_loaded = True
 

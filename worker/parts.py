@@ -18,8 +18,7 @@ from worker.cluster.routing import Routing
 from worker.models import model
 from worker.models.model_files import text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
-from worker.process.concurrency import SharedLock
-from worker.process.rotation import Rotation
+from worker.process.concurrency import Rotation, SharedLock
 from worker.sessions.control import Control
 from worker.sessions.embedding import Embedder
 from worker.sessions.fold import Fold

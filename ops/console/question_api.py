@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from msgspec import Struct
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from ops.log.ending import end
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 from turnkeep_client.session_log import find_request
 from turnkeep_client.subjects import session_key
 
-from .actions import ACTIONS, PATIENCE_S, Act, Details
 from .json_http import as_json, read_body
 from .streams import events
+from .variants import VARIANT
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.client import Client
     from turnkeep_client.sampling import Sampling
+    from turnkeep_client.session import Session
 
 #: Most answers streamed at once, and how long sending one event to a reader may take.
 MAX_STREAMS: Final = 16
@@ -163,3 +165,59 @@ class _Events(StreamingResponse):
                 await super().__call__(scope, receive, in_time)
         finally:
             self._on_end()
+
+
+#: Time limit of an action, and of storing a question in the log.
+PATIENCE_S: Final = 20.0
+
+
+class Details(Struct, frozen=True, forbid_unknown_fields=True):
+    """The arguments of an action: a request's id, a fork's name, or a position in tokens."""
+
+    id: str = ""
+    name: str = ""
+    position: int | None = None
+    is_variant: bool = False
+
+
+class Act(NamedTuple):
+    """The client and session that an action works on, and its arguments."""
+
+    client: Client
+    session: Session
+    details: Details
+
+
+async def _open(act: Act) -> str:
+    await act.session.open(timeout_s=PATIENCE_S)
+    return "opened again"
+
+
+async def _cancel(act: Act) -> str:
+    return f"cancelled an answer that was {(await act.session.cancel(act.details.id)).was}"
+
+
+async def _close(act: Act) -> str:
+    closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=False)
+    return f"closed at position {closed.position}"
+
+
+async def _forget(act: Act) -> str:
+    closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=True)
+    rest = "" if closed.settled else "; some of it may stay on the disk until it is evicted"
+    return f"removed from the log and the worker's disk{rest}"
+
+
+async def _fork(act: Act) -> str:
+    tags = (VARIANT,) if act.details.is_variant else ()
+    await act.session.fork(act.details.name, act.details.position, tags=tags, timeout_s=PATIENCE_S)
+    return f"forked as {act.details.name}"
+
+
+ACTIONS: Final[dict[str, Callable[[Act], Awaitable[str]]]] = {
+    "open": _open,
+    "cancel": _cancel,
+    "close": _close,
+    "forget": _forget,
+    "fork": _fork,
+}

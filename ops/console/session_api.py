@@ -14,16 +14,15 @@ from starlette.routing import Route
 
 from ops.log import conversation, conversation_files, searching, session_file
 from ops.log.costs import SessionCosts
-from ops.log.sessions import begun, find_session, list_sessions, order, running
-from ops.log.tree import trees
+from ops.log.sessions import begun, find_session, list_sessions, order, running, trees
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.images import images_in, media_type
 from turnkeep_client.messages import Opened
 from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
 
-from .actions import PATIENCE_S
 from .json_http import as_json, read_number
+from .question_api import PATIENCE_S
 from .streams import pieces
 from .turns import inherited, shown
 from .variants import VARIANT, joined, may_vary, stem, variants

@@ -1,4 +1,4 @@
-"""Lists the sessions in the log with their states, derived from the last result and the number of entries.
+"""Lists the sessions in the log with their states, by the ends of their logs, also as trees of forks.
 
 Reads one entry of each session (two if requests wait, more if the last result does not say its state), so
 100,000 sessions take seconds. For sizes it reads all entries, and for first words the first entries of each
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Final, Literal
@@ -30,7 +31,7 @@ from turnkeep_client.session_log import End, ends, first
 from turnkeep_client.subjects import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Request
@@ -217,3 +218,44 @@ def order(rows: Iterable[SessionRow], by: str) -> list[SessionRow]:
         return sorted(rows, key=lambda row: (row.tenant, row.session))
     field = {"bytes": "size_bytes"}.get(by, by)
     return sorted(rows, key=lambda row: getattr(row, field) or 0, reverse=True)
+
+
+class Branch(Struct, frozen=True, kw_only=True):
+    """A session and its forks. `row` is None if the session is no longer in the log."""
+
+    tenant: str
+    session: str
+    row: SessionRow | None
+    forks: tuple[Branch, ...] = ()
+
+    def __iter__(self) -> Iterator[Branch]:
+        """Iterate over this branch and all branches below it."""
+        yield self
+        for fork in self.forks:
+            yield from fork
+
+
+def trees(rows: Iterable[SessionRow]) -> list[Branch]:
+    """Return the trees of forked sessions. `rows` must have their parents (see `sessions.begun`).
+
+    Parents are found by name: forks of a removed session belong to a new session of the same name.
+    """
+    known = {(row.tenant, row.session): row for row in rows}
+    forks: defaultdict[tuple[str, str], list[SessionRow]] = defaultdict(list)
+    for row in known.values():
+        if row.parent is not None:
+            forks[row.tenant, row.parent.session].append(row)
+    seen = set[tuple[str, str]]()
+
+    def grow(key: tuple[str, str]) -> Branch:
+        seen.add(key)
+        below = sorted(forks[key], key=lambda row: (row.parent.position if row.parent else 0, row.session))
+        grown = tuple(
+            grow((one.tenant, one.session)) for one in below if (one.tenant, one.session) not in seen
+        )
+        return Branch(tenant=key[0], session=key[1], row=known.get(key), forks=grown)
+
+    roots = sorted(key for key in forks if key not in known or known[key].parent is None)
+    grown = [grow(key) for key in roots]
+    # The rest are cycles of names: a session ended, and one of the same name was forked from its fork.
+    return grown + [grow(key) for key in sorted(forks) if key not in seen]

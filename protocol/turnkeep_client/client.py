@@ -52,7 +52,6 @@ if TYPE_CHECKING:
     )
     from typing import Self, Unpack
 
-    from .log import Stored
     from .messages import ControlRequest
     from .sampling import Sampling
 
@@ -246,11 +245,9 @@ class Client:
         `NoWorkerError` if the log cannot be read, or no worker has ever created it.
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
-        subjects = self._wire.subjects
-        return self._entries(await self._wire.read_all(subjects.log_stream, subjects.log(key)))
-
-    def _entries(self, stored: Sequence[Stored]) -> list[Entry]:
-        found = (entry(self._wire.subjects, one) for one in stored)
+        request = {"seq": 1, "next_by_subj": self.subjects.log(key)}
+        batches = self._wire.batches(self.subjects.log_stream, request)
+        found = [entry(self.subjects, one) async for batch in batches for one in batch]
         return [one for one in found if one is not None]
 
     @property

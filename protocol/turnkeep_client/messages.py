@@ -17,7 +17,17 @@ from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from .controls import *  # noqa: F403  # users import all messages from here
-from .controls import ControlRequest, CountRequest, ServeRequest
+from .controls import (
+    Cancelled,
+    ControlRequest,
+    Counted,
+    CountRequest,
+    Embedded,
+    Reranked,
+    ServeRequest,
+    Serving,
+    SessionInfo,
+)
 from .errors import InvalidMessageError
 from .explain import explain, field_of
 from .metrics import *  # noqa: F403  # users import all messages from here
@@ -27,16 +37,10 @@ from .requests import POLICIES, Append, Close, Id, Open, Rewind
 from .results import *  # noqa: F403  # users import all messages from here
 from .results import (
     Asked,
-    Cancelled,
     Chunk,
-    Counted,
-    Embedded,
     Failed,
     KnownResult,
-    Reranked,
     Result,
-    Serving,
-    SessionInfo,
     UnknownResult,
 )
 from .sampling import *  # noqa: F403  # users import all messages from here

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -243,25 +242,12 @@ class NatsWire:
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
         """Return the messages of `subject` in `stream` from `seq` on, in order; stop at any error."""
         found: list[Stored] = []
-        # The caller reads again after any error. A missing stream is an empty one.
-        with contextlib.suppress(*_NATS_ERRORS):
-            await self._read_on(stream, subject, seq, found)
+        with contextlib.suppress(TurnkeepError):  # the caller reads again
+            request = {"seq": seq, "next_by_subj": subject}
+            async with contextlib.aclosing(self.batches(stream, request)) as batches:
+                async for batch in batches:
+                    found += batch
         return found
-
-    async def read_all(
-        self, stream: str, subject: str, start: int = 1, end: float = math.inf
-    ) -> list[Stored]:
-        """Return all messages of `subject` in `stream` from `start` to before `end`.
-
-        Raises `NoWorkerError` if the stream cannot be read.
-        """
-        found: list[Stored] = []
-        self._check()
-        try:
-            await self._read_on(stream, subject, start, found, end)
-        except _NATS_ERRORS as error:
-            raise self._unreached(f"{stream} could not be read", error) from None
-        return [one for one in found if one.seq < end]
 
     async def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield the messages that match a batched direct get, one list per batch. Raises `StreamError`."""
@@ -423,20 +409,13 @@ class NatsWire:
         With `is_old` the message was stored so long ago that a replica without it must have removed it.
         """
         with contextlib.suppress(NoWorkerError):
-            if not await self.read_all(stream, subject, seq, seq + 1):
+            request = {"seq": seq, "next_by_subj": subject, "batch": 1}
+            async with contextlib.aclosing(self.batches(stream, request)) as batches:
+                found: list[Stored] = await anext(batches, [])
+            if not found or found[0].seq > seq:
                 # A replica that lags behind has neither this message nor a later one.
                 return is_old or await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
         return False
-
-    async def _read_on(
-        self, stream: str, subject: str, seq: int, found: list[Stored], end: float = math.inf
-    ) -> None:
-        request = {"seq": seq, "next_by_subj": subject}
-        async with contextlib.aclosing(self._batches(stream, request)) as batches:
-            async for batch in batches:
-                found += batch
-                if batch[-1].seq + 1 >= end:
-                    return
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield the messages that match a batched direct get, by batch. Raises nats-py's errors."""

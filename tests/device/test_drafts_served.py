@@ -17,7 +17,7 @@ from worker.batch import speculation
 from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
 from worker.models import model
 from worker.models.model_files import ModelError
-from worker.sizing import measure
+from worker.weighing import measure
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable

@@ -20,7 +20,7 @@ from cache.kv.size import KvSize
 from cache.names.blocks import spans
 from worker.device import machine
 from worker.device.memory import Estimator, Shape
-from worker.process import cgroups, mac_memory
+from worker.process import system_memory
 
 GIB = 2**30
 METAL = {
@@ -166,8 +166,8 @@ def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tm
         f"#!/bin/sh\ncat <<EOF\n{VM_STAT.format(free=10_000, files=393_216, purgeable=8_000)}EOF\n"
     )
     program.chmod(0o700)
-    monkeypatch.setattr(mac_memory, "_VM_STAT", str(program))
-    assert mac_memory.droppable_bytes() == (10_000 + 393_216 + 8_000) * 16_384
+    monkeypatch.setattr(system_memory, "_VM_STAT", str(program))
+    assert system_memory.droppable_bytes() == (10_000 + 393_216 + 8_000) * 16_384
     a_gpu({"max_recommended_working_set_size": 11 * GIB}, is_metal=True, free=GIB, active=5 * GIB)
     monkeypatch.setattr(machine, "left_bytes", lambda: None)
     assert machine.default_limit().size_bytes == int(11 * GIB * 0.92) - FREED
@@ -175,7 +175,7 @@ def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tm
 
 @pytest.mark.parametrize("told", ["", "Pages free: 10.", "page size of many bytes\nPages free: 1."])
 def test_an_unknown_output_of_vm_stat_counts_as_no_memory(told: str) -> None:
-    assert mac_memory.parsed(told) == 0
+    assert system_memory.parsed(told) == 0
 
 
 def test_a_worker_logs_the_memory_limit_that_it_chose_and_why(make_rig, make_model) -> None:
@@ -255,7 +255,7 @@ def group(folder: Path, files: dict[str, object]) -> None:
 
 def left(tmp_path: Path, own: str) -> int | None:
     (tmp_path / "own").write_text(own)
-    return cgroups.left_bytes(tmp_path / "own", tmp_path / "fs")
+    return system_memory.left_bytes(tmp_path / "own", tmp_path / "fs")
 
 
 def test_cgroup_v2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaimed(tmp_path: Path) -> None:
@@ -272,7 +272,7 @@ def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) ->
     group(fs / "a/b", {"memory.max": 500 * MIB, "memory.high": "max", "memory.current": 10 * MIB})
     assert left(tmp_path, "0::/a/b\n") == 40 * MIB
     assert left(tmp_path, "0::/a\n") == 40 * MIB
-    assert cgroups.limit_bytes(tmp_path / "own", fs) == 100 * MIB, "whatever is used of it"
+    assert system_memory.limit_bytes(tmp_path / "own", fs) == 100 * MIB, "whatever is used of it"
 
 
 def test_cgroup_v1_limits_are_read_from_the_memory_controllers_group(tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_a_group_that_exceeds_its_limit_leaves_no_memory(tmp_path: Path) -> None
 def test_an_absent_or_unreadable_limit_counts_as_no_limit(tmp_path: Path, own: str) -> None:
     group(tmp_path / "fs", {"memory.max": "max", "memory.current": "?", "memory.stat": "a b c\n\nd"})
     assert left(tmp_path, own) is None
-    assert cgroups.left_bytes(tmp_path / "gone", tmp_path) is None
+    assert system_memory.left_bytes(tmp_path / "gone", tmp_path) is None
 
 
 def test_the_default_memory_limit_of_a_device_respects_the_control_group(
@@ -335,7 +335,7 @@ def test_the_limit_of_a_real_control_group_is_read() -> None:
                 continue
             (made / name).write_text(str(256 * MIB))
             program = (
-                "import os; from pathlib import Path; from worker.process.cgroups import left_bytes;"
+                "import os; from pathlib import Path; from worker.process.system_memory import left_bytes;"
                 f"Path({str(made)!r}, 'cgroup.procs').write_text(str(os.getpid())); print(left_bytes())"
             )
             said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

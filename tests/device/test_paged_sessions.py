@@ -27,7 +27,7 @@ from cache.names.blocks import Span
 from cache.names.policy import CHUNK, FULL, Policy
 from cache.names.tokens import as_tokens
 from turnkeep_client.messages import Chunk
-from worker import sizing
+from worker import weighing as sizing
 from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart

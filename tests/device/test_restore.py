@@ -31,8 +31,8 @@ from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import RowSampling
 from worker.device.request import TurnRequest
-from worker.engine import restore_times as measured
-from worker.engine.restore_times import RestoreTimes
+from worker.engine import kv_lookup as measured
+from worker.engine.kv_lookup import RestoreTimes
 
 HOT = RowSampling(0.9, top_p=0.95, seed=77)
 

@@ -16,8 +16,8 @@ from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, loaded, prom
 from cache.kv import layers
 from worker.batch import draft_model as models
 from worker.batch.batch_kinds import draft_model_for
+from worker.batch.drafter import Lookup
 from worker.batch.gains import LEAST, Acceptance, DraftCosts, StepTimes, best
-from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.trials import Trials

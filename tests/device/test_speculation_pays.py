@@ -13,7 +13,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from worker.batch.lookup import MOST_SEEN, NGRAM, Lookup, looked_up
+from worker.batch.drafter import MOST_SEEN, NGRAM, Lookup, looked_up
 from worker.batch.row_sampler import DrawnToken, RowSampler, RowSampling
 from worker.batch.rows import Row
 from worker.batch.speculation import Speculation

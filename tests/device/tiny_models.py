@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
 from worker.batch.batch_kinds import batch_for
-from worker.batch.lookup import Lookup
+from worker.batch.drafter import Lookup
 from worker.batch.row_sampler import Draw, RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.sampling import draw_all

@@ -13,8 +13,8 @@ from crafted import LETTERS, user
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway import app
+from gateway.boundaries import RecentBoundaries
 from gateway.keys import Keys
-from gateway.recent_boundaries import RecentBoundaries
 
 CHAT = "/v1/chat/completions"
 SYSTEM = {"role": "system", "content": "A secret of 22 letters"}

@@ -15,8 +15,7 @@ import pytest
 
 from commands.screen import printable
 from ops.log.conversation import taken_over
-from ops.log.sessions import SessionRow, list_sessions
-from ops.log.tree import trees
+from ops.log.sessions import SessionRow, list_sessions, trees
 from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.client import connect

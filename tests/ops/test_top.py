@@ -13,9 +13,8 @@ from rich.console import Console
 
 from ops.figures import Figures, percentile, since
 from ops.fleet import MAX_MESSAGES, MAX_WORKERS, Fleet, Gateways
-from ops.formatting import amount, count, seconds, span
 from ops.history import MOST_POINTS, SERIES, FigureHistory
-from ops.screen import draw
+from ops.screen import amount, count, draw, seconds, span
 from tests.commands.command_runs import Terminal, turnkeep, where
 from tests.ops.test_exporter import key, page, samples
 from tests.parts import LocalWorker

@@ -16,8 +16,7 @@ from anyio.lowlevel import checkpoint
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.app import WorkerError
-from worker.process.concurrency import in_thread, shielded, task_group
-from worker.process.rotation import Rotation
+from worker.process.concurrency import Rotation, in_thread, shielded, task_group
 from worker.wire.intake import Intake
 from worker.wire.retention import Retention
 

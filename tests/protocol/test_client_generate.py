@@ -651,7 +651,7 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
     await heard(nc)
     assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5, is_old=True)
     with pytest.raises(NoWorkerError, match="could not be read"):
-        await client._wire.read_all(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"))
+        await client.log()
     await nc.close()
 
 

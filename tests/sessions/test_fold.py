@@ -48,8 +48,7 @@ from worker.device.request import TurnRequest
 from worker.engine.port import TurnResult
 from worker.models.tokenizer import Tokenizer
 from worker.observe.counters import Telemetry
-from worker.process.concurrency import SharedLock
-from worker.process.rotation import Rotation
+from worker.process.concurrency import Rotation, SharedLock
 from worker.sessions import answered_ids
 from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel

@@ -34,8 +34,8 @@ from cache.kv.states import leaves
 from . import matching, metal
 from .batch import Batch
 from .draft_model import DraftModel
+from .drafter import Lookup
 from .forward import Forward
-from .lookup import Lookup
 from .merged import WAYS, MergedRows, can_merge
 from .own_pass import OwnPass, run_alone
 from .parts import OwnPart

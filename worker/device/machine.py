@@ -16,9 +16,8 @@ import mlx.core as mx
 import psutil
 
 from turnkeep_client.errors import TurnkeepError
-from worker.process.cgroups import left_bytes
 from worker.process.formatting import size
-from worker.process.mac_memory import droppable_bytes
+from worker.process.system_memory import droppable_bytes, left_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

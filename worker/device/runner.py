@@ -18,7 +18,7 @@ from cache.kv import layers
 from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from worker.batch import plane
-from worker.batch.lookup import MOST_SEEN
+from worker.batch.drafter import MOST_SEEN
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 
 from . import machine

@@ -25,8 +25,8 @@ from cache.kv.states import leaves
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
+from worker.batch.drafter import Lookup
 from worker.batch.image_rows import takes_rows
-from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row, UnsoundError
 from worker.batch.trials import SHIPPED, Trials

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 from msgspec import Struct
 
-from worker.process.cgroups import limit_bytes
+from worker.process.system_memory import limit_bytes
 
 from .blas import computes_on_linux_cpu
 

@@ -90,6 +90,17 @@ class LoadedModel:
     vision_model: VisionModel | str = "the worker's model does not see images"  # or why it does not
     changed_s: float = 0.0  # when the folder's config.json was written, in seconds since 1970
 
+    def described(self) -> dict[str, Any]:
+        """Return what metrics messages say of the model, by field. Raises `ModelError`."""
+        return {
+            "model": self.name,
+            "sampling": self.sampling,
+            "reasoning": self.tokenizer.markup.has_reasoning,
+            "makes": self.makes(),
+            "weight_bytes": self.weight_bytes,
+            "model_changed_s": self.changed_s,
+        }
+
     def makes(self) -> tuple[Made, ...]:
         """Return what the model makes. Raises `ModelError`."""
         told = self.config, self.folder

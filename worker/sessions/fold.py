@@ -35,7 +35,7 @@ from turnkeep_client.messages import (
 )
 from worker.models.image_parts import with_marks, with_parts
 from worker.models.vision.image_file import ImageError
-from worker.process.rotation import Rotation
+from worker.process.concurrency import Rotation
 from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, MessageRecord, TemplateError
 

@@ -19,8 +19,7 @@ from turnkeep_client.messages import (
     NamedTool,
     TextFormat,
 )
-from worker.process.concurrency import in_thread
-from worker.process.rotation import Rotation
+from worker.process.concurrency import Rotation, in_thread
 from worker.text.arguments import OfferedTools
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars

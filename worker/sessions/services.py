@@ -15,8 +15,7 @@ if TYPE_CHECKING:
     from worker.engine.port import EnginePort
     from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
-    from worker.process.concurrency import SharedLock
-    from worker.process.rotation import Rotation
+    from worker.process.concurrency import Rotation, SharedLock
     from worker.wire.erasures import Erasures
     from worker.wire.journal import Journal
     from worker.wire.outbox import Outbox

@@ -27,8 +27,7 @@ from turnkeep_client.messages import (
     RegexFormat,
     TextFormat,
 )
-from worker.process.concurrency import in_thread
-from worker.process.rotation import Rotation
+from worker.process.concurrency import Rotation, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

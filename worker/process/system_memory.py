@@ -1,14 +1,16 @@
-"""Reads how much memory this process's control group still allows: the limit of a container or of systemd.
+"""Reads how much memory the system still allows this process: by its control group on Linux, or on macOS.
 
-Linux only.
-
-The limit may be lower than the machine's free memory. Before the kernel kills a process of the group, it
-frees file pages that were not read lately (`inactive_file`), so these pages count as free.
+The limit of a control group, of a container or of systemd, may be lower than the free memory of the machine.
+Before the kernel kills a process of the group, it frees file pages that were not read lately
+(`inactive_file`), so these pages count as free. macOS can hand out more than is free without taking any from
+programs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import re
+import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -67,3 +69,24 @@ def _stat(path: Path) -> dict[str, int]:
     with contextlib.suppress(OSError, ValueError):
         return {name: int(value) for name, value in map(str.split, path.read_text().splitlines())}
     return {}
+
+
+_VM_STAT: Final = "/usr/bin/vm_stat"
+#: Pages that hold nothing, or what can be dropped. Activity Monitor counts the same as not in use.
+_DROPPABLE: Final = re.compile(r"^(?:Pages free|Pages purgeable|File-backed pages):\s+(\d+)\.", re.MULTILINE)
+_PAGE_SIZE: Final = re.compile(r"page size of (\d+) bytes")
+
+
+def droppable_bytes() -> int:
+    """Return the bytes of memory that are free or hold copies of files; 0 if macOS does not say."""
+    try:
+        told = subprocess.run([_VM_STAT], capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return 0
+    return parsed(told)
+
+
+def parsed(told: str) -> int:
+    """Return the bytes of free, purgeable and file-backed pages by the output of `vm_stat`; 0 if unknown."""
+    page = _PAGE_SIZE.search(told)
+    return int(page[1]) * sum(map(int, _DROPPABLE.findall(told))) if page else 0
