@@ -53,6 +53,7 @@ def make(
     rings: bool = False,
     sketched: Collection[int] | None = None,
     block_tokens: int | None = None,
+    most_joint: int = 0,
     grid: int | None = None,
 ) -> list[Any]:
     """Make new caches for a model under a policy. A policy with a window turns plain layers into rings.
@@ -61,18 +62,23 @@ def make(
     `sketched` are the layers with sketches (2-bit copies of keys) if the policy needs them: by default all.
     With `block_tokens`, layers with chunks of two blocks or more are stored per token; a shorter chunk could
     be dropped before its block is copied, since a block may wait for one more piece of the prompt. The rings
-    of the model's own windows then keep at least a block; `grid` is theirs, if given. Raises `ValueError`
-    with the class of a layer that does not support the policy.
+    of the model's own windows then keep at least a block; `grid` is theirs, if given. They have room for
+    `most_joint` tokens of which the first one sees the last. Raises `ValueError` with the class of a layer
+    that does not support the policy.
     """
     new_ring = maker(policy, sketched)
-    own_ring = partial(RingCache, 0, grid=grid, kept=block_tokens or 0) if rings else None
+
+    def own_ring(window: int) -> RingCache:
+        return RingCache(0, window, grid=grid, kept=max(block_tokens or 0, window + most_joint - SLACK))
+
     own = (
         ChunkCache(cache.chunk_size)  # type: ignore[no-untyped-call]
         if type(cache) is ChunkedKVCache and block_tokens and cache.chunk_size >= 2 * block_tokens
         else cache
         for cache in make_prompt_cache(model)
     )
-    return [_under(policy, partial(new_ring, layer), cache, own_ring) for layer, cache in enumerate(own)]
+    given = own_ring if rings else None
+    return [_under(policy, partial(new_ring, layer), cache, given) for layer, cache in enumerate(own)]
 
 
 def _under(

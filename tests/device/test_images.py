@@ -64,6 +64,8 @@ class Seeing(NamedTuple):
             gaps = [(sides - one.shape) * (np.arange(one.ndim) != axis) for one in found]
             padded = [np.pad(one, [(0, n) for n in gap]) for one, gap in zip(found, gaps, strict=True)]
             arrays[name] = mx.array(np.concatenate(padded, axis))
+        if self.kind in GEMMA4 and views:
+            arrays = {"pixel_values": [mx.array(view.arrays["pixel_values"][0]) for view in views]}
         return self.direct.get_input_embeddings(_array(tokens), mask=_array([1] * len(tokens)), **arrays)
 
     def answer(self, tokens: Tokens, images: Sequence[bytes], num: int) -> tuple[list[int], list[Any]]:
@@ -76,8 +78,12 @@ class Seeing(NamedTuple):
             if (deep := getattr(features, "deepstack_visual_embeds", None)) is not None:
                 masked = ids == self.loaded.vision_model.processor.image_token
                 more |= {"visual_pos_masks": masked, "deepstack_visual_embeds": deep}
-            if self.kind == "gemma3":
+            if self.loaded.vision_model.tower.family.most_joint:
                 logits = self._joint_logits(tokens, rows)
+            elif getattr(features, "per_layer_inputs", None) is not None:
+                inputs = self.direct.get_input_embeddings(ids).per_layer_inputs
+                logits = self.direct.language_model(None, inputs_embeds=rows, per_layer_inputs=inputs)
+                logits = logits.logits[0, -1]
             else:
                 logits = self.direct.language_model(ids, inputs_embeds=rows, **more).logits[0, -1]
             if places is not None:
@@ -90,17 +96,23 @@ class Seeing(NamedTuple):
         return found, all_logits
 
     def _joint_logits(self, tokens: Tokens, rows: mx.array) -> mx.array:
-        """Return the logits of a pass of mlx-vlm's layers with the masks of transformers' Gemma 3."""
+        """Return the logits of a pass of mlx-vlm's layers with the masks of transformers' Gemma 3 or 4."""
         language = self.direct.language_model
         at = np.arange(rows.shape[1])
-        joint, near = at <= at[:, None], at > at[:, None] - language.config.sliding_window
+        causal, near = at <= at[:, None], at > at[:, None] - language.config.sliding_window
+        joint = np.array(causal)
         for span in tokens.spans:
             inside = (at >= span.start) & (at < span.end)
             joint |= inside & inside[:, None]
-        h = rows * mx.array(rows.shape[-1] ** 0.5, mx.bfloat16).astype(rows.dtype)
+        if self.kind == "gemma3":
+            h = rows * mx.array(rows.shape[-1] ** 0.5, mx.bfloat16).astype(rows.dtype)
+            for layer in language.layers:
+                h = layer(h, mx.array(joint & near if layer.self_attn.is_sliding else joint), None)
+            return language.lm_head(language.model.norm(h))[0, -1]
+        h = rows
         for layer in language.layers:
-            h = layer(h, mx.array(joint & near if layer.self_attn.is_sliding else joint), None)
-        return language.lm_head(language.model.norm(h))[0, -1]
+            h, _, _ = layer(h, mx.array(joint & near if layer.self_attn.is_sliding else causal), None)
+        return language.logits_from_hidden(language.model.norm(h))[0, -1]
 
 
 def _array(ids: Iterable[int]) -> mx.array:
@@ -108,7 +120,8 @@ def _array(ids: Iterable[int]) -> mx.array:
 
 
 #: Families whose images no pass cuts.
-JOINT = ["gemma3"]
+JOINT = ["gemma3", "gemma4"]
+GEMMA4 = ["gemma4", "gemma4_e", "large"]
 _made: dict[tuple[str, str], Seeing] = {}
 
 
@@ -266,16 +279,16 @@ def test_a_pass_goes_on_within_an_image_whose_first_tokens_have_kv(seeing, kind)
     tokens, model = seen.prompt("A text before @ and one behind it", image), seen.loaded.model
     (span,), vision_model = tokens.spans, seen.loaded.vision_model
     (view,) = vision_model.processor.views(image)
-    rows = vision_model.tower.stages(view)[-1]
+    rows, everywhere = vision_model.tower.stages(view)[-1], vision_model.tower.family.joins_everywhere
     expected = seen.answer(tokens, (image,), 1)[1][0]
     for middle in range(span.start, span.end, 5):
         forward, caches = Forward(model), layers.make(model, rings=True, block_tokens=BLOCK, grid=0)
         for start, end in ((0, span.end), (middle, len(tokens))):
             layers.trim(caches, start)
             at = [i for i in range(end - start) if span.start <= start + i < span.end]
-            some = ImageRows(at, rows[span.end - span.start - len(at) :])
+            some = ImageRows(at, rows[span.end - span.start - len(at) :], tokens.spans, everywhere)
             ids = tokens.ids(start, end).tolist()
-            piece = PrefillPiece(caches, start, ids, None, Embedding(), some, joint=tokens.spans)
+            piece = PrefillPiece(caches, start, ids, None, Embedding(), some)
             logits = np.array(forward([], (), [piece])[0])
         assert np.allclose(logits, expected, atol=1e-4 * np.abs(expected).max()), middle
 
@@ -292,6 +305,39 @@ async def test_an_image_on_both_sides_of_a_multiple_is_seen_whole(
     async with open_process(seen, num_blocks=32) as process:
         _, found = await run(process, tokens, 4, Reader(seen, image))
     assert found == seen.answer(tokens, (image,), 4)[0]
+
+
+async def test_an_image_of_more_tokens_than_a_rings_slack_is_seen_whole(seeing, open_process) -> None:
+    """Behind texts of which its first token still sees the end; rewound to, and restored."""
+    seen, image = seeing("large"), picture(1, 40, 28)
+    read, asked = Reader(seen, image), [seen.prompt("text" * num + "@?", image) for num in (2, 60, 150)]
+    for tokens in asked:
+        (span,) = tokens.spans
+        assert span.end - span.start == SLACK + 24
+        expected = seen.answer(tokens, (image,), 4)[0]
+        async with open_process(seen, num_blocks=32) as process:
+            assert (await run(process, tokens, 4, read))[1] == expected
+            await run(process, tokens[: span.start - 3] + as_tokens([5, 6]), 4, read)
+            assert (await run(process, tokens, 4, read))[1] == expected
+            await process.store.queue.drained(10)
+        async with open_process(seen, num_blocks=32) as process:
+            assert (await run(process, tokens, 4, read))[1] == expected
+
+
+def test_a_ring_has_room_for_an_image_and_the_window_of_its_first_token(seeing) -> None:
+    """The last layer's keys are those that follow from mlx-lm's windows, which overwrite nothing so early."""
+    seen, image = seeing("large"), picture(1, 40, 28)
+    tokens, vision_model = seen.prompt("a text" * 9 + "@", image), seen.loaded.vision_model
+    (span,), (view,) = tokens.spans, vision_model.processor.views(image)
+    at, keys = range(span.start, span.end), list[Any]()
+    rows = ImageRows(at, vision_model.tower.stages(view)[-1], tokens.spans, joins_everywhere=False)
+    for rings in (True, False):
+        most = vision_model.tower.family.most_joint
+        caches = layers.make(seen.loaded.model, rings=rings, most_joint=most, grid=0)
+        piece = PrefillPiece(caches, 0, tokens.ids(0, span.end).tolist(), images=rows)
+        mx.eval(Forward(seen.loaded.model)([], (), [piece]))
+        keys.append(np.array(caches[-1].keys))
+    assert np.allclose(*keys, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -513,7 +559,8 @@ def test_a_tower_that_runs_layer_by_layer_gives_the_same_bits(seeing, kind) -> N
         tokens = _array([vision_model.processor.image_token] * view.num_rows)
         features = seen.direct.get_input_embeddings(tokens, mask=mx.ones_like(tokens), **arrays)
         deep = getattr(features, "deepstack_visual_embeds", None) or []
-        assert mx.array_equal(rows, mx.concatenate([features.inputs_embeds[0], *deep], axis=-1))
+        scale = vision_model.tower.family.embedding_scale
+        assert mx.array_equal(rows, mx.concatenate([features.inputs_embeds[0], *deep], axis=-1) / scale)
 
 
 async def test_an_answer_waits_for_one_layer_of_the_tower_at_most(seeing, open_process, monkeypatch) -> None:
@@ -586,7 +633,7 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     image_processor = seen.loaded.vision_model.processor
     family = seen.loaded.vision_model.tower.family
     placeholder = tiny_seeing.PLACEHOLDER.get(kind, "<image>")
-    name = "qwen3_vl" if kind.startswith("qwen3") else kind
+    name = "qwen3_vl" if kind.startswith("qwen3") else kind.removesuffix("_e")
     module = import_module(f"mlx_vlm.models.{name}.processing_{name}")
     names = {
         "lfm2_vl": "Lfm2VlProcessor",
@@ -599,8 +646,8 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
         tokenizer_file=str(seen.folder / "tokenizer.json"),
         extra_special_tokens={
             "image_token": family.image if kind.startswith(("qwen", "gemma")) else "<image>",
-            "boi_token": "<start_of_image>",
-            "eoi_token": "<end_of_image>",
+            "boi_token": "<|image>" if name == "gemma4" else "<start_of_image>",
+            "eoi_token": "<image|>" if name == "gemma4" else "<end_of_image>",
             "fake_image_token": "<fake_token_around_image>",
             "global_image_token": "<global-img>",
             "image_start_token": "<|image_start|>",

@@ -198,6 +198,66 @@ CONFIGS["gemma3"] = {
     "hidden_size": 32,
     "pad_token_id": 319,
 }
+_GEMMA_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA_ROTARY = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+}
+#: As the models of 26B and 31B: experts, and images that attend in both directions.
+CONFIGS["gemma4"] = {
+    "model_type": "gemma4",
+    "text_config": {
+        **_TEXT,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 3,
+        "global_head_dim": 16,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+        "sliding_window": 24,
+        "layer_types": _GEMMA_LAYERS,
+        "rope_parameters": _GEMMA_ROTARY,
+        "use_bidirectional_attention": "vision",
+    },
+    "vision_config": {
+        **_VISION,
+        "model_type": "gemma4_vision",
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "position_embedding_size": 512,
+        "standardize": True,
+    },
+    "vocab_size": 320,
+}
+#: As E2B and E4B: inputs for each layer, layers that use the KV of others, and a tower for sounds.
+CONFIGS["gemma4_e"] = {
+    "model_type": "gemma4",
+    "text_config": {
+        **_TEXT,
+        "model_type": "gemma4_text",
+        "num_hidden_layers": 5,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 320,
+        "num_kv_shared_layers": 2,
+        "sliding_window": 24,
+        "layer_types": [*_GEMMA_LAYERS, *_GEMMA_LAYERS[1:]],
+        "rope_parameters": _GEMMA_ROTARY,
+    },
+    "vision_config": {**CONFIGS["gemma4"]["vision_config"], "use_clipped_linears": True},
+    "audio_config": {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "subsampling_conv_channels": [8, 4],
+    },
+    "vocab_size": 320,
+}
 FAMILIES = [*CONFIGS]
 #: Heads of a size that can be quantised.
 CONFIGS["wide"] = {
@@ -206,6 +266,8 @@ CONFIGS["wide"] = {
     "text_config": {**_TEXT, "model_type": "llama", "hidden_size": 128, "head_dim": 32},
     "vision_config": {**_VISION, "model_type": "smolvlm_vision"},
 }
+#: An image has more tokens than a ring has places besides its window.
+CONFIGS["large"] = CONFIGS["gemma4"]
 CONFIGS["bright"] = {**CONFIGS["smolvlm"], "model_type": "smolvlm"}
 _SQUARE = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -215,6 +277,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "bright": {**_SPLITS, "image_mean": [0.1, 0.1, 0.1]},
     "llava": _SQUARE,
     "gemma3": {"size": {"height": 32, "width": 32}},
+    "gemma4": {"patch_size": 4, "max_soft_tokens": 70},
+    "gemma4_e": {"patch_size": 4, "max_soft_tokens": 70},
+    "large": {"patch_size": 4, "max_soft_tokens": 280},
     "pixtral": {"size": {"longest_edge": 24}},
     "mistral3": {"size": {"longest_edge": 40}},
     "qwen2_vl": {
@@ -239,6 +304,9 @@ _MARKS = (
     "<start_of_image>",
     "<image_soft_token>",
     "<end_of_image>",
+    "<|image>",
+    "<|image|>",
+    "<image|>",
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
@@ -253,6 +321,7 @@ _MARKS = (
 #: How each family's chat template writes an image.
 PLACEHOLDER = {
     "gemma3": "<start_of_image>",
+    **dict.fromkeys(("gemma4", "gemma4_e", "large"), "<|image|>"),
     "pixtral": "[IMG]",
     "mistral3": "[IMG]",
     **{kind: "<|vision_start|><|image_pad|><|vision_end|>" for kind in FAMILIES if kind.startswith("qwen")},
@@ -302,6 +371,13 @@ NAMES["qwen3_vl"] = {
     "language_model.model.": "model.language_model.",
     "vision_tower.": "model.visual.",
 }
+NAMES["gemma4"] = NAMES["gemma4_e"] = {
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.vision_tower.",
+    "embed_vision.": "model.embed_vision.",
+    "audio_tower.": "model.audio_tower.",
+    "embed_audio.": "model.embed_audio.",
+}
 NAMES["qwen3_5"] = NAMES["qwen3_5_moe"] = NAMES["qwen3_vl"]
 
 
@@ -330,6 +406,7 @@ def write(kind: str, folder: Path, layout: str = "mlx") -> Any:
     tokenizer = _tokenizer()
     mark = "<|image_pad|>" if kind.startswith("qwen") else PLACEHOLDER.get(kind, "<image>")
     mark = "<image_soft_token>" if kind == "gemma3" else mark
+    mark = "<|image|>" if CONFIGS[kind].get("model_type") == "gemma4" else mark
     image, start = tokenizer.token_to_id(mark), tokenizer.token_to_id("<|vision_start|>")
     config = {"model_type": kind, "image_token_id": image, "image_token_index": image, **CONFIGS[kind]}
     config["vision_start_token_id"] = start
@@ -342,10 +419,15 @@ def write(kind: str, folder: Path, layout: str = "mlx") -> Any:
     given = module.ModelConfig.from_dict(dict(config))
     given.text_config = module.TextConfig.from_dict(config.get("text_config", config))
     given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
+    if "audio_config" in config:
+        given.audio_config = module.AudioConfig.from_dict(config["audio_config"])
     mx.random.seed(11)
     model = module.Model(given)
     # Livelier than the initial weights, so that every token depends on those before it.
     model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
+    if config["model_type"] == "gemma4":  # whose head is its embeddings: it would repeat each token
+        model.language_model.model.embed_tokens.weight *= 0.1
+        model.vision_tower.patch_embedder.position_embedding_table *= 0.1  # and see hardly more than places
     mx.eval(model.parameters())
     if layout == "4-bit":
         nn.quantize(model, group_size=32, bits=4, class_predicate=_can_quantise)

@@ -97,7 +97,7 @@ class _Family:
 
     image = "<image>"
     placeholder = around = ""
-    is_plane = is_joint = False
+    is_plane, most_joint = False, 0
     processor = SimpleNamespace()
 
     def views(self, image: Any) -> tuple[tuple[int, ...], list[Any]]:

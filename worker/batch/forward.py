@@ -164,7 +164,7 @@ class Forward:
         parts = [
             *parts,
             *(
-                OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.joint)
+                OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.images)
                 for piece in pieces
             ),
         ]
@@ -186,7 +186,7 @@ class Forward:
         if any(piece.images is not None for piece in pieces):
             starts = [0, *ends][num_parts:-1]
             images = [(start, piece.images) for start, piece in zip(starts, pieces, strict=True)]
-            embeddings = embedded(self._model, tokens, images)
+            embeddings, tokens = embedded(self._model, tokens, images)
             options["input_embeddings"] = embeddings[:, None]
             for view, more in zip(views, added(embeddings, images), strict=False):
                 view.added = more[:, None]

@@ -14,29 +14,39 @@ from mlx_lm.models.cache import make_prompt_cache
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from cache.names.images import ImageSpan
+
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
     """Input embeddings for the tokens of a piece at the indices `at`: `rows`, (tokens, hidden size).
 
-    Rows may be longer: what follows is added to the outputs of the first layers, a hidden size for each.
+    Rows may be longer: what follows is added to the outputs of the first layers, a hidden size for each. The
+    tokens of each image in `joint` attend to each other in both directions: in layers with windows, and if it
+    `joins_everywhere`, in all.
     """
 
     at: Sequence[int]
     rows: mx.array
+    joint: Sequence[ImageSpan] = ()
+    joins_everywhere: bool = True
 
 
-def embedded(model: Any, tokens: mx.array, images: Sequence[tuple[int, ImageRows | None]]) -> mx.array:
-    """Return the input embeddings of `tokens`, (tokens, hidden size); `images` replace some of them.
+def embedded(
+    model: Any, tokens: mx.array, images: Sequence[tuple[int, ImageRows | None]]
+) -> tuple[mx.array, mx.array]:
+    """Return the input embeddings of `tokens`, (tokens, hidden size), and the tokens for later layers.
 
-    Each of the `images` has the index in `tokens` of its piece's first token.
+    `images` replace some embeddings, for which later layers get the token 0, padding. Each of the `images`
+    has the index in `tokens` of its piece's first token.
     """
-    found: mx.array = embedding(model)(tokens)
+    found, later = embedding(model)(tokens), mx.array(tokens)
     for start, image in images:
         if image is not None and len(image.at):
-            rows = image.rows[:, : found.shape[-1]].astype(found.dtype)
-            found[mx.array([start + i for i in image.at])] = rows
-    return found
+            at = mx.array([start + i for i in image.at])
+            found[at] = image.rows[:, : found.shape[-1]].astype(found.dtype)
+            later[at] = 0
+    return found, later
 
 
 def added(embeddings: mx.array, images: Sequence[tuple[int, ImageRows | None]]) -> list[mx.array]:
@@ -58,16 +68,18 @@ def embedding(model: Any) -> Any:
     return getattr(model, "language_model", model).model.embed_tokens
 
 
-def takes_rows(model: Any) -> bool:
+def takes_rows(model: Any, *, uses_tokens: bool) -> bool:
     """Say whether a model accepts input embeddings, and computes the same from them as from the tokens.
 
-    Some models scale embeddings, or use the tokens in later layers too.
+    Some models scale embeddings. Its later layers may use the tokens too only if it is known that it
+    `uses_tokens`.
     """
     tokens = mx.arange(1, 5)
     try:
         plain = model(tokens[None], cache=make_prompt_cache(model))
-        rows = embedded(model, tokens, ())[None]
-        other = model(mx.zeros_like(tokens)[None], cache=make_prompt_cache(model), input_embeddings=rows)
+        rows, later = embedded(model, tokens, ())
+        later = later if uses_tokens else mx.zeros_like(later)
+        other = model(later[None], cache=make_prompt_cache(model), input_embeddings=rows[None])
         return bool(mx.array_equal(plain, other).item())
     except (AttributeError, TypeError):
         return False

@@ -55,19 +55,19 @@ class OwnPass:
             elif isinstance(part, OwnPart):
                 found.append(run_alone(self._model, _shown_at(part), some, self._rotations)[0])
         for piece in pieces:
-            part = OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.joint)
+            part = OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.images)
             # In a separate call, so that no logits are computed for these tokens.
             num_plain = len(piece.tokens) - piece.has_output
-            rows, more = None, list[mx.array]()
+            rows, whole, more = None, mx.array(piece.tokens), list[mx.array]()
             if piece.images is not None:
-                rows = embedded(self._model, mx.array(piece.tokens), [(0, piece.images)])
+                rows, whole = embedded(self._model, whole, [(0, piece.images)])
                 more = added(rows, [(0, piece.images)])
             if num_plain:
-                some, shown = mx.array(piece.tokens[:num_plain]), _shown_at(part, 0, num_plain, more)
+                some, shown = whole[:num_plain], _shown_at(part, 0, num_plain, more)
                 run_alone(self._model, shown, some, self._rotations, rows)
             if piece.has_output:
                 model = self._model.model if hidden else self._model
-                last, shown = mx.array(piece.tokens[num_plain:]), _shown_at(part, num_plain, more=more)
+                last, shown = whole[num_plain:], _shown_at(part, num_plain, more=more)
                 rows = rows[num_plain:] if rows is not None else None
                 found.append(run_alone(model, shown, last, self._rotations, rows)[0])
         return mx.concatenate(found) if found else mx.array([])

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cache.names.images import ImageSpan
 
     from .attention import Attention
+    from .image_rows import ImageRows
     from .plane import Position
     from .ring_attention import VisibleSlots
 
@@ -55,13 +56,14 @@ class OwnPart:
         start: int,
         num_tokens: int,
         positions: Sequence[Position] | None = None,
-        joint: Sequence[ImageSpan] = (),
+        images: ImageRows | None = None,
     ) -> None:
         """`start` is the first token's number in the session; so are the `positions`, unless given.
 
-        The tokens of each image in `joint` attend to each other in both directions.
+        `images` are those among the tokens.
         """
-        self.joint = joint
+        self._images = images
+        self.joint: Sequence[ImageSpan] = images.joint if images is not None else ()
         self.caches = caches
         self._num_tokens = num_tokens
         self._fetched: tuple[Any, Any] = (None, None)
@@ -74,7 +76,7 @@ class OwnPart:
         if not start and end is None:
             return self
         numbers, positions = self.numbers[start:end], self.positions[start:end]
-        return OwnPart(self.caches, numbers[0], len(numbers), positions, self.joint)
+        return OwnPart(self.caches, numbers[0], len(numbers), positions, self._images)
 
     def grid(self, layer: int) -> int:
         """Return the number modulo which a ring counts positions (its grid); 0 for any other cache."""
@@ -88,7 +90,8 @@ class OwnPart:
             return None
         if self._num_tokens == 1 and not hasattr(cache, "make_mask"):
             return None
-        if not self.joint or self._num_tokens == 1:
+        joins = self._images is not None and (self._images.joins_everywhere or options.get("window_size"))
+        if not (joins and self.joint) or self._num_tokens == 1:
             return cache.make_mask(self._num_tokens, **options)
         mask = cache.make_mask(self._num_tokens, **{**options, "return_array": True})
         numbers, num = np.array(self.numbers), self._num_tokens

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     import mlx.core as mx
 
-    from cache.names.images import ImageSpan
-
     from .image_rows import ImageRows
     from .parts import Part
     from .plane import Position
@@ -85,8 +83,7 @@ class PrefillPiece:
 
     A piece with a `row` ends the prompt, and the row's first token is drawn from the logits of its last
     token. An `embedding` receives the vector of the piece's last token. `images` are the input embeddings of
-    tokens that belong to images. Rotary `positions` are the tokens' numbers in the session, unless given. The
-    tokens of each image in `joint` attend to each other in both directions.
+    tokens that belong to images. Rotary `positions` are the tokens' numbers in the session, unless given.
     """
 
     caches: list[Any]
@@ -96,7 +93,6 @@ class PrefillPiece:
     embedding: Embedding | None = None
     images: ImageRows | None = None
     positions: Sequence[Position] | None = None
-    joint: Sequence[ImageSpan] = ()
 
     @property
     def has_output(self) -> bool:

@@ -104,7 +104,7 @@ class Runner:
         #: Copies KV into snapshots for the disk, once its `room` is set.
         self.cutter = Cutter(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
         self._scheduler = Scheduler(
-            max_batch, block_tokens, max_tenant_rows, joins_images=self.served.joins_images
+            max_batch, block_tokens, max_tenant_rows, joins_images=bool(self.served.most_joint)
         )
         device = machine.profile()
         self._prefill_budget = PrefillBudget(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
@@ -441,8 +441,7 @@ class Runner:
         embedding = request.embedding if end == request.target else None
         tokens, images = context.ids(start, end).tolist(), self._vision.rows(turn, start, end)
         positions = plane.positions(context.spans, start, end)
-        joint = context.spans if self.served.joins_images and images is not None else ()
-        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images, positions, joint)
+        return PrefillPiece(turn.caches or [], start, tokens, turn.row, embedding, images, positions)
 
     def _prefilled(self, turn: DeviceTurn, num_tokens: int, step_s: float) -> None:
         """Count a piece of a prompt as done; after the last piece, begin the answer or end the turn.

@@ -150,15 +150,17 @@ class ServedModel:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         #: What the model sees with, or why it cannot see.
         self.vision_model: VisionModel | str = loaded.vision_model
-        if not isinstance(self.vision_model, str) and not takes_rows(loaded.model):
+        family = None if isinstance(self.vision_model, str) else self.vision_model.tower.family
+        if family is not None and not takes_rows(loaded.model, uses_tokens=family.uses_tokens):
+            family = None
             self.vision_model = (
                 "the worker's language model takes no input embeddings, so it cannot see images"
             )
-        #: Whether the tokens of an image attend to each other in both directions, so that no pass cuts it.
-        self.joins_images = not isinstance(self.vision_model, str) and self.vision_model.tower.family.is_joint
+        #: The most tokens of an image that attend to each other in both directions, so that no pass cuts it.
+        self.most_joint = family.most_joint if family is not None else 0
         self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
         self._no_window = _no_window(loaded.model, self.batch)
-        if self.joins_images:
+        if self.most_joint:
             self._no_window = "this model sees images as a whole; use the policy full"
 
     def _choose_batch(
@@ -195,7 +197,8 @@ class ServedModel:
             rings=self.batch.windows_are_rings,
             sketched=self.batch.sketched,
             block_tokens=block_tokens,
-            grid=0 if self.joins_images else None,  # no image lies on both sides of its multiples
+            most_joint=self.most_joint,
+            grid=0 if self.most_joint else None,  # no image lies on both sides of its multiples
         )
         caches = make()
         if not self.works(caches):

@@ -104,7 +104,7 @@ class Vision:
         spans = [span for span in request.context.spans if turn.num_cached < span.end]
         # The token with an output may run in a pass of its own.
         whole = request.target - (request.draws or request.embedding is not None)
-        if spans and self._seeing().tower.family.is_joint and spans[-1].end > whole:
+        if spans and self._seeing().tower.family.most_joint and spans[-1].end > whole:
             raise ValueError("the session ends within an image; add text behind the image")
         wanted = dict.fromkeys(span.fingerprint for span in spans if span.start < request.target)
         for name in wanted.keys() & self._kept.keys():
@@ -172,7 +172,7 @@ class Vision:
         context, at, found = turn.request.context, list[int](), list[mx.array]()
         if not context.spans:
             return None
-        image_token = self._seeing().processor.image_token
+        image_token, family = self._seeing().processor.image_token, self._seeing().tower.family
         for span in context.spans:
             if span.start >= end or span.end <= start:
                 continue
@@ -184,7 +184,8 @@ class Vision:
             places = np.flatnonzero(tokens[first - span.start :])
             at += (places + (first - start)).tolist()
             found.append(turn.rows[span.fingerprint][num_before : num_before + len(places)])
-        return ImageRows(at, mx.concatenate(found)) if at else None
+        joint = context.spans if family.most_joint else ()
+        return ImageRows(at, mx.concatenate(found), joint, family.joins_everywhere) if at else None
 
     def _seeing(self) -> VisionModel:
         if isinstance(self._vision_model, str):
@@ -237,12 +238,14 @@ class Vision:
 def view_bytes(family: Family, num_patches: int) -> int:
     """Estimate the bytes of temporary arrays while the tower of a family runs a view.
 
-    Counts a mask between all patches. Outputs of earlier layers are freed as the layers are evaluated.
+    Counts a mask between all patches. Outputs of earlier layers are freed as the layers are evaluated. Before
+    them, Gemma 4 compares each patch with all places: measured 20 bytes each.
     """
     shape, device = shape_of(family.vision), machine.profile()
     fused, kept = shape.fuses(device.fused_head_dims), device.kept_layers
     step = Estimator(shape, 0, 0, KvSize(0), kept, fused, kept_layers=kept)
-    return step.scratch_bytes(0, [(num_patches, num_patches)]) + 4 * 2 * num_patches**2
+    layer_bytes = step.scratch_bytes(0, [(num_patches, num_patches)]) + 4 * 2 * num_patches**2
+    return max(layer_bytes, 20 * num_patches * int(family.vision.get("position_embedding_size", 0)))
 
 
 def reserved_bytes(family: Family, limit_bytes: int) -> int:

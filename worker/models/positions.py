@@ -82,7 +82,9 @@ def check(model: Any, config: Mapping[str, Any]) -> None:
 
 def _check_base(text: dict[str, Any], layers: dict[str, dict[str, Any]], modules: list[Any]) -> None:
     bases = {each.base for each in modules if type(each).__name__ in {"RoPE", "DynamicNTKScalingRoPE"}}
-    declared = [text.get("rope_theta"), *(part["rope_theta"] for part in map(dict, layers.values()))]
+    # Modules that scale frequencies keep no base.
+    plain = [part for part in map(dict, layers.values()) if _kind(part) in _NEUTRAL]
+    declared = [part["rope_theta"] for part in plain] if layers else [text.get("rope_theta")]
     for base in (base for base in declared if isinstance(base, int | float)):
         if bases and base not in bases:
             used = " and ".join(f"{each:g}" for each in sorted(bases))

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from cache.names.policy import SLACK
-
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import TypeAlias
@@ -53,8 +51,14 @@ class Family:
     axes: Sequence[int] = ()
     #: How many layers of the language model get further rows of an image (DeepStack).
     num_deep: int = 0
-    #: Whether the tokens of an image attend to each other in both directions.
-    is_joint: bool = False
+    #: The most tokens of an image that attend to each other in both directions; 0 if none do.
+    most_joint: int = 0
+    #: Whether they do so in all layers, not only in those with windows.
+    joins_everywhere: bool = True
+    #: By which the language model multiplies input embeddings, while the tower's rows are not divided by it.
+    embedding_scale: float = 1.0
+    #: Whether later layers of the language model use the tokens, too.
+    uses_tokens: bool = False
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Take a model's config.json and its processor's settings; raises anything if they do not fit."""
@@ -326,7 +330,6 @@ class Gemma3Family(Family):
     image = "<image_soft_token>"
     placeholder = "<start_of_image>"
     around = "\n\n"
-    is_joint = True
     processor_class = (
         "transformers.models.gemma3.image_processing_pil_gemma3",
         "Gemma3ImageProcessorPil",
@@ -334,8 +337,7 @@ class Gemma3Family(Family):
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
-        if self._num_rows > min(config["text_config"].get("sliding_window", 512), SLACK):
-            raise ValueError("its windows are smaller than an image")
+        self.most_joint = self._num_rows
 
     def make(self, processor: Any) -> Any:
         """Make the processor, which adds no parts of the image as further images."""
@@ -357,6 +359,39 @@ class Gemma3Family(Family):
         return f"{self.placeholder}{self.image * self._num_rows}<end_of_image>"
 
 
+class Gemma4Family(Family):
+    """Gemma 4: one view in about the image's shape; in large models, its tokens attend to each other."""
+
+    module = "gemma4"
+    image = "<|image|>"
+    joins_everywhere = False
+    processor_class = ("mlx_vlm.models.gemma4.processing_gemma4", "Gemma4ImageProcessor")
+
+    def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        super().__init__(config, settings)
+        text = config["text_config"]
+        is_joint = text.get("use_bidirectional_attention") == "vision"
+        self.most_joint = int(self.processor.max_soft_tokens) if is_joint else 0
+        self.embedding_scale = text["hidden_size"] ** 0.5
+        self.uses_tokens = bool(text.get("hidden_size_per_layer_input", 256))
+
+    @property
+    def _pooled(self) -> int:
+        return int(self.processor.pooling_kernel_size)
+
+    @property
+    def most_patches(self) -> int:  # noqa: D102
+        return int(self.processor.max_soft_tokens) * self._pooled**2
+
+    def views(self, image: Image) -> tuple[Grid, list[View]]:  # noqa: D102
+        found, _ = self.processor.preprocess([image])
+        rows, columns = (side // self.patch // self._pooled for side in found["pixel_values"].shape[-2:])
+        return (rows, columns), [View(found, rows * columns, rows * columns * self._pooled**2)]
+
+    def text(self, grid: Sequence[int]) -> str:  # noqa: D102
+        return f"<|image>{self.image * (grid[0] * grid[1])}<image|>"
+
+
 _LFM2_SETTINGS: Final = (
     *("downsample_factor", "encoder_patch_size", "min_image_tokens", "max_image_tokens", "tile_size"),
     *("max_pixels_tolerance", "do_image_splitting", "min_tiles", "max_tiles", "use_thumbnail"),
@@ -375,6 +410,7 @@ FAMILIES: Final[dict[str, type[Family]]] = {
     "qwen2_5_vl": Qwen25Family,
     "qwen3_vl": Qwen3Family,
     "gemma3": Gemma3Family,
+    "gemma4": Gemma4Family,
     "qwen3_5": Qwen35Family,
     "qwen3_5_moe": Qwen35MoeFamily,
 }

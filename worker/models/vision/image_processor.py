@@ -54,7 +54,7 @@ class ImageProcessor:
         #: The texts that stand for an image only where the worker writes them.
         self.marks = (self.image, family.image)
         #: Whether the tokens of an image attend to each other in both directions.
-        self.is_joint = family.is_joint
+        self.is_joint = bool(family.most_joint)
         self._family = family
         self._encode = encode
         settings = json.dumps(family.processor.__dict__, sort_keys=True, default=str)

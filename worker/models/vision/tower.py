@@ -23,10 +23,15 @@ if TYPE_CHECKING:
     from .families import Family, View
 
 _LANGUAGE: Final = "language_model"
+#: The beginnings of the names of weights that are no tower's.
+_OTHERS: Final = (f"{_LANGUAGE}.", "audio_tower.", "embed_audio.")
 
 
 class _Blank:
     """Stands for mlx-vlm's language model, of which a tower uses the embeddings: they are all zero."""
+
+    embed_scale = 1  # as Gemma 4 names it
+    hidden_size_per_layer_input = 0
 
     def __init__(self, size: int, dtype: mx.Dtype) -> None:
         self.model = self  # some have the embeddings there
@@ -77,7 +82,7 @@ class Tower:
             rows = self._model.get_input_embeddings(tokens, mask=seen, **arrays).inputs_embeds[0]
         used = self._outputs[: len(self._outputs) + 1 + self.family.last_layer]
         self._outputs.clear()
-        return [*used, rows]
+        return [*used, rows / self.family.embedding_scale]
 
 
 def _record_layers(model: Any) -> list[mx.array]:
@@ -112,7 +117,7 @@ def _record_layers(model: Any) -> list[mx.array]:
 def build(family: Family, config: Mapping[str, Any], dtype: mx.Dtype) -> tuple[Any, Any]:
     """Build mlx-vlm's model of a family without a language model; return it, and its module."""
     module = import_module(f"mlx_vlm.models.{family.module}")
-    given = module.ModelConfig.from_dict(dict(config))  # which some change
+    given = module.ModelConfig.from_dict({**config, "audio_config": None})  # a copy, which some change
     text = {k: v for k, v in config.get("text_config", config).items() if k != "rope_scaling"}
     given.text_config = module.TextConfig.from_dict(text)
     given.vision_config = module.VisionConfig.from_dict(config["vision_config"])
@@ -142,7 +147,7 @@ def load(files: list[Path], family: Family, config: Mapping[str, Any], dtype: st
     if not is_converted:
         weights = model.sanitize(weights) if hasattr(model, "sanitize") else weights
         weights = module.VisionModel(model.config.vision_config).sanitize(weights)
-    weights = {name: one for name, one in weights.items() if not name.startswith(f"{_LANGUAGE}.")}
+    weights = {name: one for name, one in weights.items() if not name.startswith(_OTHERS)}
 
     def quantised(path: str, part: Any) -> Any:
         return f"{path}.scales" in weights and utils.infer_quant_config(path, part, weights)
