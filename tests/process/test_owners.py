@@ -170,32 +170,6 @@ async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
     assert second.app._parts.intake.num_sessions == 0
 
 
-async def test_a_fork_is_served_by_the_worker_that_has_its_parents_kv(cluster: Start, look: Any) -> None:
-    first, _ = await cluster("first"), await cluster("second")
-    await turns(first.client)
-    log = look(first.settings.prefix)
-    for name in SESSIONS:
-        fork = await first.client.session(name).fork(f"{name}-fork", timeout_s=PATIENCE_S)
-        appended = await fork.append(text="more", timeout_s=PATIENCE_S)
-        assert set(await log.makers(f"{name}-fork")) == {await log.last_maker(name)}
-        assert appended.prefilled_tokens < 40
-
-
-async def test_new_sessions_go_to_a_worker_with_far_less_work(cluster: Start, look: Any) -> None:
-    first = await cluster("first")
-    busy = [first.client.session(f"busy{n}").generate(text="eee", max_tokens=1900) for n in range(12)]
-    await asyncio.gather(*(generation.send() for generation in busy))
-    await cluster("second")
-    await until(lambda: first.app._parts.intake.num_sessions >= 12)
-    log = look(first.settings.prefix)
-    for name in SESSIONS:  # one after another, so that the second worker's load stays low
-        for _ in range(2):
-            await first.client.session(name).append(text="hello", timeout_s=PATIENCE_S)
-        assert await log.makers(name) == ["second"] * 2
-    for generation in busy:
-        await generation.cancel()
-
-
 async def test_a_draining_worker_hands_each_session_over_between_two_requests(
     cluster: Start, look: Any
 ) -> None:
@@ -230,22 +204,6 @@ async def test_a_draining_worker_hands_each_session_over_between_two_requests(
     await log.nc.request(address, b"true", timeout=5)
     await turns(first.client)
     assert {await log.last_maker(name) for name in SESSIONS} == {drained.settings.worker}
-
-
-async def test_a_stopping_worker_hands_its_sessions_over_within_seconds(cluster: Start, look: Any) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    await turns(second.client, number=2)
-    stopping = asyncio.create_task(first.stop())
-    late = []
-    while not stopping.done():
-        begun_s = time.monotonic()
-        await turns(second.client)
-        late.append(time.monotonic() - begun_s)
-    await stopping
-    await turns(second.client)
-    assert max(late) < 5.0
-    for name in SESSIONS:
-        assert (await look(second.settings.prefix).makers(name))[-1] == "second"
 
 
 async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_at_either(

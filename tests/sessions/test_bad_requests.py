@@ -288,13 +288,13 @@ async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
     wire: Start, *, restart: bool
 ) -> None:
     """Each repeat's result has the repeat's sequence and names the first one's, also if that is a failure."""
-    w = await wire()
+    w = await wire(metrics_interval_s=60.0)
     first = await w.send("s", generate("a", text="once", temperature=1.0))
     refused = await w.send("s", {"type": "rewind", "id": "b", "position": 99})
     first, refused = ({name: one[name] for name in one if name != "asked"} for one in (first, refused))
     if restart:
         await w.worker.stop()
-        w = await wire()
+        w = await wire(metrics_interval_s=60.0)
     await asyncio.sleep(200)  # no memory of ids ends while the session exists
     # The same request with other bytes: the order of keys and the spacing do not matter.
     body = b'{ "temperature": 1, "text": "once",\n "max_tokens": 4, "id": "a", "type": "generate" }'
@@ -325,14 +325,6 @@ async def test_what_an_invalid_request_was_is_known_once_it_is_only_in_its_resul
     assert all(isinstance(turn.result, Failed) for turn in turns)
     await w.worker.stop()
     await check_goes_on(await wire(), "s")
-
-
-async def test_five_copies_of_a_request_published_at_once_run_once(wire: Start) -> None:
-    w = await wire()
-    seqs = [await w.publish("s", append("a")) for _ in range(5)]
-    results = [await w.result(seq) for seq in seqs]
-    assert [result.get("repeat_of") for result in results] == [None, *[seqs[0]] * 4]
-    assert await w.position("s") == 5
 
 
 async def test_a_request_whose_expect_position_is_not_the_sessions_position_is_refused(wire: Start) -> None:

@@ -151,24 +151,6 @@ async def test_a_fork_has_the_parents_last_turn_even_if_a_replica_lags_behind(
     assert (await fork.info()).position == position
 
 
-async def test_a_repeated_fork_request_gets_the_recorded_result(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client)
-    fork = await parent.fork("fork", request_id="once")
-    position = (await fork.info()).position
-    await tokens_after(parent)
-    for _ in range(2):
-        again = await parent.fork("fork", request_id="once")
-        assert (await again.info()).position == position
-        await worker.stop()
-        worker = await local_worker(model=str(endless_model))
-        parent = worker.client.session("parent")
-    with pytest.raises(RequestFailedError, match="the id 'once' was used before for another request"):
-        await parent.fork("fork", 3, request_id="once")
-
-
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
 async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(
