@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from parts import BLOCK
-from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
