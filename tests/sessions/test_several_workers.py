@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 from nats.aio.msg import Msg
-from raw_wire import Start, Wire, append, generate
+from nats.js.errors import NotFoundError
+from raw_wire import LONG, Start, Wire, append, generate
 
 from tests.parts import until
 from turnkeep_client.log import BUILD_HEADER, words
-from worker.cluster.owners import Owners
+from turnkeep_client.subjects import SessionKey
+from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
 from worker.process.setting_kinds import TenantLimits
 from worker.sessions.sessions import Sessions
 from worker.wire import intake, retention
+from worker.wire.records import Member
 
 pytestmark = pytest.mark.simulated
 
@@ -226,3 +231,119 @@ async def test_only_one_of_two_workers_runs_retention_and_the_other_one_does_onc
     assert set(swept) == {first.worker.app._parts.retention}
     await first.worker.stop()
     await until(lambda: second.worker.app._parts.retention in swept)
+
+
+async def makers(wire: Wire, session: str) -> list[str]:
+    """Return the workers that stored the results of a session, in order; each request has one."""
+    found: dict[str, list[Any]] = {"in": [], "out": []}
+    stream = f"{wire.prefix}_log"
+    for seq in range(1, (await wire.js.stream_info(stream)).state.last_seq + 1):
+        with contextlib.suppress(NotFoundError):
+            message = await wire.js.get_msg(stream, seq)
+            _, _, name, kind = str(message.subject).split(".")
+            if name == session and kind in found:
+                found[kind].append(words((message.headers or {}).get(BUILD_HEADER, "")).get("worker"))
+    assert len(found["in"]) == len(found["out"])
+    return found["out"]
+
+
+async def two(wire: Start) -> tuple[Wire, Wire]:
+    first, second = [await wire(worker=name, ack_wait_s=60.0) for name in ("first", "second")]
+    return first, second
+
+
+async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_for_idle(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a worker that was paused goes on too, and a request that has crashed nobody is given up."""
+    listed = Routing._listed
+
+    async def late(self: Routing, *args: Any) -> bytes:
+        await asyncio.sleep(0.5)  # longer than a worker that joins would wait
+        return await listed(self, *args)
+
+    monkeypatch.setattr(Routing, "_listed", late)
+    workers, key = await two(wire), SessionKey("default", "s")
+    seq = await workers[0].publish("s", generate("a", **LONG))
+    parts = [one.worker.app._parts for one in workers]
+    await until(lambda: any(key in one.intake.at_work for one in parts))
+    (idle,) = (one.owners for one in parts if key not in one.intake.at_work)
+    assert await asyncio.gather(idle.num_busy(key), idle.is_elsewhere(key)) == [1, True]
+    await workers[0].control("s", {"type": "cancel", "id": "a"})
+    await workers[0].result(seq)
+
+
+async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(wire: Start) -> None:
+    first, _ = await two(wire)
+    for name in SESSIONS[:4]:
+        seq = await first.publish(name, generate("a", **LONG))
+        await first.until(name, "running")
+        assert (await first.control(name, {"type": "cancel", "id": "a"}))["was"] == "running"
+        await first.result(seq)
+        assert len(await makers(first, name)) == 1
+
+
+async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(wire: Start) -> None:
+    """Although no result names its worker yet, and hashing would choose the other one from now on."""
+    both = [Member(name, "host", 1, name, boot=name) for name in ("first", "second")]
+    name = next(one for one in SESSIONS if chosen(both, SessionKey("default", one)).worker == "second")
+    first = await wire(worker="first", ack_wait_s=60.0)
+    await first.publish(name, generate("a", **LONG))
+    await until(lambda: first.worker.app._parts.intake.num_sessions)
+    second = await wire(worker="second", ack_wait_s=60.0)
+    await asyncio.gather(*(first.send(name, append(f"a{n}")) for n in range(4)))
+    assert set(await makers(first, name)) == {"first"}
+    assert not len(second.worker.app._parts.sessions), "it did not even read its log"
+    assert second.worker.app._parts.intake.num_sessions == 0
+
+
+async def test_a_draining_worker_hands_each_session_over_between_two_requests(wire: Start) -> None:
+    first, second = await two(wire)
+    names = SESSIONS[:16]
+
+    async def turn(number: int) -> set[str]:
+        """Append once to each session; return the workers that did it."""
+        await asyncio.gather(*(first.send(name, append(f"a{number}")) for name in names))
+        return {(await makers(first, name))[-1] for name in names}
+
+    async def drain(one: Wire, body: bytes) -> Any:
+        members = one.worker.app._members
+        return json.loads(
+            (await first.nc.request(members.address(members.me, "drain"), body, timeout=5)).data
+        )
+
+    assert await turn(1) == {"first", "second"}
+    await first.send("busy", append("a"))
+    is_first = await makers(first, "busy") == ["first"]
+    (drained, name), (other, others) = [(first, "first"), (second, "second")][:: 1 if is_first else -1]
+    busy = await first.publish("busy", generate("g", **LONG))
+    await first.until("busy", "running")
+    assert await drain(drained, b"true") == [others]
+    names.append("new")
+    assert await turn(2) == {others}
+    assert (await first.control("busy", {"type": "cancel", "id": "g"}))["was"] == "running"
+    await first.result(busy)
+    assert (await makers(first, "busy"))[-1] == name
+    await first.send("busy", append("b"))
+    assert (await makers(first, "busy"))[-1] == others
+    assert drained.worker.app._parts.intake.num_sessions == 0
+    assert await drain(drained, b"false") == [others]
+    await first.send("fork", {"type": "open", "id": "o", "from": {"session": "new"}})
+    assert await makers(first, "fork") == [others], "which has its parent"
+    await drain(other, b"true")
+    assert await turn(3) == {name}
+
+
+@pytest.mark.parametrize("name", ["s", "not~a~name"])
+async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_receives_it(
+    quiet_wire: Start, name: str
+) -> None:
+    """A tenant may send requests to subjects whose session name is not valid."""
+    first, _ = await two(quiet_wire)
+    members, seq = first.worker.app._members, await first.publish(name, b"[]")
+    for passed in (b"[]", json.dumps({"subject": first.subject(name, "in"), "seq": seq}).encode()):
+        with contextlib.suppress(nats.errors.TimeoutError):  # what makes no sense gets no answer
+            await first.nc.request(members.address(members.me, "deliver"), passed, timeout=1)
+    assert (await first.result(seq))["code"] == "invalid_request"
+    assert (await first.send("other", append("a")))["position"] == 5
+    assert not first.worker.task.done()
