@@ -283,8 +283,11 @@ async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(wi
         assert len(await makers(first, name)) == 1
 
 
-async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(wire: Start) -> None:
+async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
+    wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Although no result names its worker yet, and hashing would choose the other one from now on."""
+    monkeypatch.setattr(intake, "_FETCH", 1)  # so that both get some
     both = [Member(name, "host", 1, name, boot=name) for name in ("first", "second")]
     name = next(one for one in SESSIONS if chosen(both, SessionKey("default", one)).worker == "second")
     first = await wire(worker="first", ack_wait_s=60.0)
