@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from command_runs import Terminal, environment, turnkeep, where
 
-from commands.close import rewind_last
+from commands.branches import rewind_last
 from commands.exchanges import last_exchanges
 from tests.parts import LocalWorker
 from turnkeep_client import session_log

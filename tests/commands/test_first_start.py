@@ -71,14 +71,6 @@ def test_importing_the_worker_does_not_import_rich() -> None:
     assert done.stdout == "set()\n"
 
 
-def test_a_demo_with_a_missing_model_fails_and_says_why(tmp_path: Path) -> None:
-    done = turnkeep("demo", "--data-dir", tmp_path / "data", "--model", "no/where/at/all")
-    assert done.returncode == 1
-    why, end = done.stderr.splitlines()[-2:]
-    assert why.startswith("turnkeep: there is no model at no/where/at/all; give a model folder")
-    assert end == "turnkeep: the worker ended with exit code 1"
-
-
 @pytest.mark.parametrize("has_lock", [True, False])
 def test_ask_waits_for_a_worker_that_is_still_starting(
     tmp_path: Path, tiny_model: Path, *, has_lock: bool

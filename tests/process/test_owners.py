@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import json
 import time
@@ -78,9 +77,6 @@ class Look:
         assert len(requests) == len(results), "each request has one result"
         return [_maker(one) for one in results]
 
-    async def results(self, session: str) -> list[Msg]:
-        return await self._bodies(session, "out")
-
     async def last_maker(self, session: str) -> str:
         """Return the worker that stored a session's last result, even while the log removes the session."""
         return _maker((await self._bodies(session, "out"))[-1])
@@ -108,144 +104,6 @@ async def turns(client: Client, *, number: int = 1) -> list[Any]:
         appends = (client.session(name).append(text="x" * 64, timeout_s=PATIENCE_S) for name in SESSIONS)
         found += await asyncio.gather(*appends)
     return found
-
-
-async def until_at_work(workers: list[Any], key: SessionKey) -> None:
-    await until(lambda: any(key in one.app._parts.intake.at_work for one in workers))
-
-
-async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_for_idle(
-    cluster: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else a worker that was paused goes on too, and a request that has crashed nobody is given up."""
-    listed = Routing._listed
-
-    async def late(self: Routing, *args: Any) -> bytes:
-        await asyncio.sleep(0.5)  # longer than a worker that joins would wait
-        return await listed(self, *args)
-
-    monkeypatch.setattr(Routing, "_listed", late)
-    workers = [await cluster("first"), await cluster("second")]
-    generation = workers[0].client.session("s").generate(text="eee", max_tokens=1500)
-    await generation.send()
-    key = SessionKey("default", "s")
-    await until_at_work(workers, key)
-    (idle,) = (one.app._parts.owners for one in workers if key not in one.app._parts.intake.at_work)
-    assert await asyncio.gather(idle.num_busy(key), idle.is_elsewhere(key)) == [1, True]
-    await generation.cancel()
-    await generation
-
-
-async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(
-    cluster: Start, look: Any
-) -> None:
-    first, _ = await cluster("first"), await cluster("second")
-    client, log = first.client, look(first.settings.prefix)
-    generations = [client.session(name).generate(text="eee", max_tokens=1500) for name in SESSIONS[:4]]
-    for name, generation in zip(SESSIONS, generations, strict=False):
-        await generation.send()
-        async with asyncio.timeout(PATIENCE_S):
-            while (await client.session(name).info()).state != "running":  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        assert (await generation.cancel()).was == "running"
-        assert len(await log.makers(name)) == 1
-
-
-async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
-    cluster: Start, look: Any
-) -> None:
-    """Although no result names its worker yet, and hashing would choose the other one from now on."""
-    both = [member("first"), member("second")]
-    name = next(one for one in SESSIONS if chosen(both, SessionKey("default", one)).worker == "second")
-    first = await cluster("first")
-    session = first.client.session(name)
-    generation = session.generate(text="eee", max_tokens=1500)
-    await generation.send()
-    await until(lambda: first.app._parts.intake.num_sessions)
-    second = await cluster("second")
-    appends = [session.append(text="more", timeout_s=PATIENCE_S) for _ in range(4)]
-    await asyncio.gather(*appends)
-    assert set(await look(first.settings.prefix).makers(name)) == {"first"}
-    assert not len(second.app._parts.sessions), "it did not even read its log"
-    assert second.app._parts.intake.num_sessions == 0
-
-
-async def test_a_fork_is_served_by_the_worker_that_has_its_parents_kv(cluster: Start, look: Any) -> None:
-    first, _ = await cluster("first"), await cluster("second")
-    await turns(first.client)
-    log = look(first.settings.prefix)
-    for name in SESSIONS:
-        fork = await first.client.session(name).fork(f"{name}-fork", timeout_s=PATIENCE_S)
-        appended = await fork.append(text="more", timeout_s=PATIENCE_S)
-        assert set(await log.makers(f"{name}-fork")) == {await log.last_maker(name)}
-        assert appended.prefilled_tokens < 40
-
-
-async def test_new_sessions_go_to_a_worker_with_far_less_work(cluster: Start, look: Any) -> None:
-    first = await cluster("first")
-    busy = [first.client.session(f"busy{n}").generate(text="eee", max_tokens=1900) for n in range(12)]
-    await asyncio.gather(*(generation.send() for generation in busy))
-    await cluster("second")
-    await until(lambda: first.app._parts.intake.num_sessions >= 12)
-    log = look(first.settings.prefix)
-    for name in SESSIONS:  # one after another, so that the second worker's load stays low
-        for _ in range(2):
-            await first.client.session(name).append(text="hello", timeout_s=PATIENCE_S)
-        assert await log.makers(name) == ["second"] * 2
-    for generation in busy:
-        await generation.cancel()
-
-
-async def test_a_draining_worker_hands_each_session_over_between_two_requests(
-    cluster: Start, look: Any
-) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    await turns(first.client)
-    log, session = look(first.settings.prefix), first.client.session("busy")
-    await session.append(text="hello", timeout_s=PATIENCE_S)
-    is_first = await log.last_maker("busy") == "first"
-    drained, other = (first, second) if is_first else (second, first)
-    busy = session.generate(text="eee", max_tokens=1500)
-    await busy.send()
-    async with asyncio.timeout(PATIENCE_S):
-        while (await session.info()).state != "running":  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    members, others = drained.app._members, other.settings.worker
-    drain = members.address(members.me, "drain")
-    assert json.loads((await log.nc.request(drain, b"true", timeout=5)).data) == [others]
-    await turns(first.client)
-    new = first.client.session("new")
-    await new.append(text="hello", timeout_s=PATIENCE_S)
-    assert {await log.last_maker(name) for name in [*SESSIONS, "new"]} == {others}
-    assert (await busy.cancel()).was == "running"
-    assert await log.last_maker("busy") == drained.settings.worker
-    await session.append(text="hello", timeout_s=PATIENCE_S)
-    assert await log.last_maker("busy") == others
-    assert drained.app._parts.intake.num_sessions == 0
-    assert json.loads((await log.nc.request(drain, b"false", timeout=5)).data) == [others]
-    fork = await new.fork("fork", timeout_s=PATIENCE_S)
-    assert await log.last_maker("fork") == others, "which has its parent"
-    await fork.close()
-    address = other.app._members.address(other.app._members.me, "drain")
-    await log.nc.request(address, b"true", timeout=5)
-    await turns(first.client)
-    assert {await log.last_maker(name) for name in SESSIONS} == {drained.settings.worker}
-
-
-async def test_a_stopping_worker_hands_its_sessions_over_within_seconds(cluster: Start, look: Any) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    await turns(second.client, number=2)
-    stopping = asyncio.create_task(first.stop())
-    late = []
-    while not stopping.done():
-        begun_s = time.monotonic()
-        await turns(second.client)
-        late.append(time.monotonic() - begun_s)
-    await stopping
-    await turns(second.client)
-    assert max(late) < 5.0
-    for name in SESSIONS:
-        assert (await look(second.settings.prefix).makers(name))[-1] == "second"
 
 
 async def test_parent_and_fork_forgotten_together_at_two_workers_leave_nothing_at_either(
@@ -320,29 +178,6 @@ async def test_a_worker_that_still_runs_a_session_does_not_confirm_that_its_kv_i
                 break
         assert not await first.app._parts.sessions.erase(key), "as another worker asks for it"
         assert _stored(first.app._store, tokens)
-
-
-@pytest.mark.parametrize("name", ["s", "not~a~name"])
-async def test_a_malformed_forwarded_request_does_not_stop_the_worker_that_receives_it(
-    cluster: Start, look: Any, name: str
-) -> None:
-    """A tenant may send requests to subjects whose session name is not valid."""
-    first, _ = await cluster("first"), await cluster("second")
-    log, members, subject = (
-        look(first.settings.prefix),
-        first.app._members,
-        f"{first.settings.prefix}.default",
-    )
-    ack = await log.nc.jetstream().publish(f"{subject}.{name}.in", b"[]")
-    for passed in (b"[]", json.dumps({"subject": f"{subject}.{name}.in", "seq": ack.seq}).encode()):
-        with contextlib.suppress(nats.errors.TimeoutError):  # what makes no sense gets no answer
-            await log.nc.request(members.address(members.me, "deliver"), passed, timeout=1)
-    async with asyncio.timeout(PATIENCE_S):
-        while not (results := await log.results(name)):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
-    assert json.loads(results[0].data)["code"] == "invalid_request"
-    assert (await first.client.session("other").append(text="hello", timeout_s=PATIENCE_S)).position == 5
-    assert not first.task.done()
 
 
 @pytest.fixture

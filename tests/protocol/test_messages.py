@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import NAMES, refused
 from scripted_worker import generated, metrics, session_info
 
 from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
@@ -216,72 +217,16 @@ def test_deeply_nested_json_is_refused(body: bytes) -> None:
             decode(body)
 
 
-RULE = "1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit"
-
-
-@pytest.mark.parametrize(
-    ("body", "sentence"),
-    [
-        (b"", "the body is empty: a request must be one JSON object"),
-        (b" \n", "the body is empty: a request must be one JSON object"),
-        (b"[1]", "a request must be `object`, not `array`"),
-        (b"\xff", "the body is not UTF-8: byte 0 is 0xff"),
-        (b'{"type":"close","id":"\xc3\x28"}', "the body is not UTF-8: byte 22 is 0xc3"),
-        (b'{"type":"generate","id":"a","top_p":NaN}', "the body is not JSON"),
-        (b'{"type":"append","id":"a","text":"\\ud800"}', "it holds half of a surrogate pair"),
-        (b'{"type":"close","id":"a"} x', "the body is not JSON"),
-        (b"{}", "a request needs the field 'type': open, append, generate, rewind or close"),
-        (b'{"type":"close"}', f"close needs the field 'id': {RULE}"),
-        (b'{"type":"close","id":"a.b"}', f"id must be {RULE}"),
-        (b'{"type":"close","id":"a\\n"}', f"id must be {RULE}"),
-        (
-            b'{"type":"genrate"}',
-            (
-                "the type of a request must be open, append, generate, rewind or close, not 'genrate'"
-                " (did you mean 'generate'?)"
-            ),
-        ),
-        (
-            b'{"type":"rewind","id":"a","postion":1}',
-            (
-                "rewind has no field 'postion' (did you mean 'position'?);"
-                " it takes type, position, id, expect_position"
-            ),
-        ),
-        (
-            b'{"type":"append","id":"a","messages":[{"role":"user","content":""},{"role":"user","contnt":"x"}]}',
-            (
-                "messages[1] has no field 'contnt' (did you mean 'content'?);"
-                " it takes role, content, name, tool_calls, tool_call_id"
-            ),
-        ),
-        (b'{"type":"append","id":"a","messages":[{}]}', "messages[0] needs the field 'role'"),
-        (b'{"type":"append","id":"a"}', "append takes exactly one of messages, text, tokens; it has 0"),
-        (
-            b'{"type":"generate","id":"a","text":"","tokens":[]}',
-            "generate takes at most one of messages, text, tokens; it has 2",
-        ),
-        (b'{"type":"generate","id":"a","max_tokens":"9"}', "max_tokens must be `int`, not `str`"),
-        (b'{"type":"generate","id":"a","stop":["x",""]}', "stop[1] must be text of at least 1 character"),
-        (
-            b'{"type":"open","id":"a","cache":{"policy":"half"}}',
-            "cache.policy must be full, paged or sink_window, not 'half'",
-        ),
-        (b'{"type":"rewind","id":"a","position":1e99}', "position must be `int`"),
-        (
-            b'{"type":"generate","id":"a","tool_choice":"any"}',
-            "tool_choice must be auto, none, required or an object, not 'any'",
-        ),
-        (
-            b'{"type":"generate","id":"a","tools":[],"tool_choice":{"type":"function","function":{"name":"f"}}}',
-            "generate has a tool_choice of f, which is none of its tools",
-        ),
-    ],
-)
-def test_the_refusal_of_a_request_says_what_is_wrong_and_what_is_allowed(body: bytes, sentence: str) -> None:
-    with pytest.raises(InvalidMessageError) as caught:
-        decode_request(body)
-    assert sentence in str(caught.value)
+@pytest.mark.parametrize("kind", ["in", "ctl", "ask"])
+def test_a_refusal_says_in_one_line_what_is_wrong_and_what_is_allowed(kind: str) -> None:
+    decode: Any = {"in": decode_request, "ctl": decode_control, "ask": lambda body: decode_ask(body, "a1")}[
+        kind
+    ]
+    for body, says in refused(kind):
+        with pytest.raises(InvalidMessageError) as caught:
+            decode(body)
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_refusal_of_an_unknown_field_lists_every_field_of_that_request() -> None:
@@ -314,10 +259,6 @@ def test_the_refusal_of_a_very_long_field_name_stays_short() -> None:
 def test_decoding_an_ask_fills_in_a_missing_type_and_id() -> None:
     assert decode_ask(b'{"text": "hi"}', "a1") == Generate(id="a1", text="hi")
     assert decode_ask(b'{"type": "generate", "id": "own"}', "a1") == Generate(id="own")
-    with pytest.raises(InvalidMessageError, match="ask takes a generate, not close"):
-        decode_ask(b'{"type": "close"}', "a1")
-    with pytest.raises(InvalidMessageError, match="generate has no field 'prompt'"):
-        decode_ask(b'{"prompt": "hi"}', "a1")
 
 
 def test_a_client_reads_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:
@@ -349,13 +290,6 @@ def test_a_copy_of_a_decoded_request_encodes_the_keys_of_its_tools_in_the_sent_o
         )
 
 
-@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt"])
-def test_a_request_may_not_set_template_variables_that_the_worker_sets(name: str) -> None:
-    body = b'{"type":"generate","id":"a","text":"x","chat_template_kwargs":{"%s":1}}' % name.encode()
-    with pytest.raises(InvalidMessageError, match=f"has {name} in chat_template_kwargs"):
-        decode_request(body)
-
-
 def opening(cache: bytes) -> CachePolicy:
     request = decode_request(b'{"type":"open","id":"a","cache":%s}' % cache)
     assert isinstance(request, Open)
@@ -382,61 +316,6 @@ def opening(cache: bytes) -> CachePolicy:
 )
 def test_an_open_request_can_choose_a_cache_policy_and_its_sizes(cache: bytes, meant: CachePolicy) -> None:
     assert opening(cache) == meant
-
-
-@pytest.mark.parametrize(
-    ("cache", "refusal"),
-    [
-        (b'{"policy":"lru"}', "cache.policy must be full, paged or sink_window, not 'lru'"),
-        (b'{"policy":7}', "cache.policy must be `str | null`, not `int`"),
-        (b'{"policy":"full","sink":4}', "cache takes sink with the policy sink_window only"),
-        (b'{"sink":4,"window":64}', "cache takes sink and window with the policy sink_window only"),
-        (
-            b'{"policy":"sink_window","sink":0}',
-            (
-                "cache needs a sink of 1 to 2147483647 tokens, not 0: attention rests on the first tokens,"
-                " and without them in sight answers fall apart"
-            ),
-        ),
-        (b'{"policy":"sink_window","sink":-4}', "cache needs a sink of 1 to 2147483647 tokens, not -4: "),
-        (
-            b'{"policy":"sink_window","window":0}',
-            "cache needs a window of 1 to 2147483647 tokens, not 0",
-        ),
-        (b'{"policy":"sink_window","window":-1}', "cache needs a window of 1 to 2147483647 tokens, not -1"),
-        (b'{"policy":"full","pin":[[0,9]]}', "cache takes pin with the policy paged only"),
-        (
-            b'{"policy":"paged","prefill":"exact"}',
-            ("cache has no field 'prefill'; it takes policy, sink, window, resident, pin"),
-        ),
-        (b'{"policy":"paged","window":64}', "cache takes window with the policy sink_window only"),
-        (b'{"policy":"paged","resident":0}', "cache needs a resident of 1 to 2147483647 tokens, not 0"),
-        (
-            b'{"policy":"paged","pin":[[9,9]]}',
-            "cache needs pins of a start and a larger end, from 0, not [9, 9]",
-        ),
-        (
-            b'{"policy":"paged","pin":[[-1,9]]}',
-            "cache needs pins of a start and a larger end, from 0, not [-1, 9]",
-        ),
-        (b'{"policy":"sink_window","window":1e30}', "cache.window must be `int | null`"),
-        (b'{"policy":"sink_window","window":1.5}', "cache.window must be `int | null`, not `float`"),
-        (b'{"policy":"sink_window","window":"64"}', "cache.window must be `int | null`, not `str`"),
-        (b'{"policy":"sink_window","sink":true}', "cache.sink must be `int | null`, not `bool`"),
-        (
-            b'{"policy":"sink_window","sinks":4}',
-            (
-                "cache has no field 'sinks' (did you mean 'sink'?); it takes policy, sink, window, resident,"
-                " pin"
-            ),
-        ),
-    ],
-)
-def test_an_invalid_cache_policy_is_refused_in_one_line(cache: bytes, refusal: str) -> None:
-    with pytest.raises(InvalidMessageError) as caught:
-        opening(cache)
-    assert str(caught.value).startswith(refusal)
-    assert "\n" not in str(caught.value)
 
 
 def test_messages_of_sessions_under_the_policy_full_are_encoded_without_cache_fields() -> None:
@@ -492,7 +371,7 @@ def test_a_valid_id_has_at_most_64_characters_and_none_that_is_special_in_nats_s
     assert not set(text) & set(". *>\n\t\0/\\")
 
 
-@pytest.mark.parametrize("bad", ["", "a.b", "a b", "*", ">", "-a", "_a", "a\n", "ä", "x" * 65, "a\0"])
+@pytest.mark.parametrize("bad", NAMES)
 def test_an_invalid_tenant_or_session_id_is_refused_and_named(bad: str) -> None:
     with pytest.raises(InvalidMessageError, match=r"tenant .* is not valid: it must be 1 to 64"):
         session_key(bad, "s1")
@@ -545,12 +424,6 @@ def append(*messages: dict[str, Any]) -> Append:
     assert isinstance(request, Append)
     assert decode_request(encode(request)) == request
     return request
-
-
-def refusal(*messages: dict[str, Any]) -> str:
-    with pytest.raises(InvalidMessageError) as caught:
-        append(*messages)
-    return str(caught.value)
 
 
 def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> None:
@@ -622,25 +495,9 @@ def test_an_image_is_named_by_its_digest_however_its_file_was_sent(part: dict[st
     assert files_of(again) == {DIGEST: PNG}
 
 
-@pytest.mark.parametrize(
-    ("part", "why"),
-    [
-        ({"type": "image", "data": "no base64!"}, "an image's data must be base64"),
-        ({"type": "image", "data": "QUJD"}, "the image is of no known format; send a PNG"),
-        ({"type": "image", "digest": "12"}, "must be the SHA-256 of its file, as 64 hex digits"),
-        ({"type": "image_url", "image_url": {"url": "http://x/y.png"}}, "images are not fetched; send the"),
-        ({"type": "image", "data": "/9j/" * 6_666_667}, "the image has 20000001 bytes; the most are"),
-    ],
-)
-def test_an_image_that_cannot_be_one_is_refused(part: dict[str, Any], why: str) -> None:
-    said = refusal({"role": "user", "content": [{"type": "text", "text": ""}, part]})
-    assert said.startswith("messages[0] has no valid content[1]: ")
-    assert why in said
-
-
-def test_a_text_part_without_text_is_refused() -> None:
-    said = refusal({"role": "user", "content": [{"type": "text"}]})
-    assert said == "messages[0] has no valid content[0]: a part of the type text must have a text"
+def test_an_image_of_more_than_20_mb_is_refused() -> None:
+    with pytest.raises(InvalidMessageError, match="the image has 20000001 bytes; the most are"):
+        append({"role": "user", "content": [{"type": "image", "data": "/9j/" * 6_666_667}]})
 
 
 def test_messages_and_tool_calls_are_sent_with_their_keys_in_the_clients_order() -> None:
@@ -664,25 +521,6 @@ def test_a_single_stop_string_equals_a_list_of_one() -> None:
     assert alone == decode_request(b'{"type":"generate","id":"a","stop":["\\n"]}')
     assert alone == Generate(id="a", stop=("\n",))
     assert encode(alone) == b'{"type":"generate","stop":["\\n"],"id":"a"}'
-    with pytest.raises(InvalidMessageError, match="stop must be text of at least 1 character"):
-        decode_request(b'{"type":"generate","id":"a","stop":""}')
-    with pytest.raises(InvalidMessageError, match="stop must be"):
-        decode_request(b'{"type":"generate","id":"a","stop":7}')
-
-
-@pytest.mark.parametrize(
-    "role", ["", "ipython", "System", "system\n", "user<|im_end|>", "<|im_start|>system"]
-)
-def test_a_message_with_an_unknown_role_is_refused(role: str) -> None:
-    said = refusal({"role": "user", "content": "x"}, {"role": role, "content": "x"})
-    assert "messages[1].role must be assistant, developer, system, tool or user" in said
-
-
-@pytest.mark.parametrize("role", ["system", "user", "tool", "assistant"])
-def test_a_message_without_content_or_tool_calls_is_refused(role: str) -> None:
-    said = refusal({"role": role, "content": None})
-    assert said == "messages[0] needs content; only an assistant message with tool_calls may have none"
-    assert said == refusal({"role": role})
 
 
 @pytest.mark.parametrize(

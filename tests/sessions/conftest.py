@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from raw_wire import Start, Wire
+from session_world import World, make_often
 
 import turnkeep_client.wire
 from tests.parts import BLOCK, TINY_CONTEXT, LocalWorker, split, until
-from tests.simulation import device, loop
-from tests.simulation.history import Outcome, world
+from tests.simulation import device, history, loop
 from tests.simulation.world import Server
 from turnkeep_client.client import Client, connect
+from worker.models.tokenizer import Tokenizer
 
 StartWorker = Callable[..., Awaitable[LocalWorker]]
 
@@ -63,12 +64,12 @@ def _function_scoped_runner(
     if not is_simulated(request.node):
         yield _function_scoped_runner
         return
-    outcome, next_token = Outcome(7, []), device.next_token
+    outcome, next_token = history.Outcome(7, []), device.next_token
     monkeypatch.setattr(device, "CONTEXT", TINY_CONTEXT)
     monkeypatch.setattr(device, "_DISK_FAILS", 0.0)
     monkeypatch.setattr(device, "next_token", lambda *seen: max(next_token(*seen), 3))
     monkeypatch.setattr(loop, "MOST_HANDLES", 3_000_000)
-    with loop.simulated(outcome.seed) as found, world(found, outcome, tell=True) as (server, _):
+    with loop.simulated(outcome.seed) as found, history.world(found, outcome, tell=True) as (server, _):
         yield SimulatedRunner(found, server)
         print(*outcome.story, sep="\n")
         assert found.faults == []
@@ -151,6 +152,25 @@ async def wire(quiet_wire: Start) -> AsyncIterator[Start]:
     yield start
     for one in made:
         await one.check_log()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.from_folder(tiny_model)
+
+
+@pytest.fixture
+def world(tokenizer: Tokenizer) -> World:
+    """A session of the tiny model with its log, without server and device."""
+    return World(tokenizer)
+
+
+@pytest.fixture
+def often() -> Iterator[None]:
+    """Let sessions store checkpoints often, in small messages."""
+    with pytest.MonkeyPatch.context() as patch:
+        make_often(patch)
+        yield
 
 
 @pytest.fixture

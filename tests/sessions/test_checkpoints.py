@@ -9,7 +9,7 @@ import asyncio
 import gc
 import json
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_wire import Start
-from test_fold import OPERATIONS, World, assert_same, live, nothing
+from session_world import EVERY, OPERATIONS, World, assert_same, live, make_often, nothing
 
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import pack
@@ -30,32 +30,10 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, record
 from worker.sessions.attachments import _Body
 from worker.sessions.session import ServedSession
-from worker.text import segments
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.written import answers
 
-EVERY = 4
 WINDOW = Policy(2, 40)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.from_folder(tiny_model)
-
-
-@pytest.fixture
-def often() -> Iterator[None]:
-    """Make sessions store checkpoints often, in small messages."""
-    with pytest.MonkeyPatch.context() as patch:
-        _make_often(patch)
-        yield
-
-
-def _make_often(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(record, "_CHECKPOINT_EVERY", EVERY)
-    patch.setattr(attachments, "_PART_BYTES", 700)
-    patch.setattr("cache.names.tokens._PART", 8)
-    patch.setattr(segments, "_PART", 3)
 
 
 @pytest.fixture(params=[FULL, WINDOW], ids=["full", "window"])
@@ -133,7 +111,7 @@ def test_a_session_opened_from_a_checkpoint_equals_one_read_from_its_whole_log(
         assert len(one.log.record.answered_ids) == len(other.log.record.answered_ids)
 
     with pytest.MonkeyPatch.context() as patch:
-        _make_often(patch)
+        make_often(patch)
         patch.setattr(record, "_CHECKPOINT_EVERY", 2)
         asyncio.run(play())
 

@@ -155,40 +155,6 @@ async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_un
         assert (whole.tokens, whole.text) == (result.tokens, result.text)
 
 
-async def snapshots_are_durable(session: Any) -> None:
-    """Wait until all snapshots are on disk: a tiny model computes blocks faster than the disk syncs them."""
-    while (await session.info()).worker.snapshots.in_flight:  # noqa: ASYNC110  # only the worker knows
-        await asyncio.sleep(0.02)
-
-
-async def test_the_turn_after_a_kill_prefills_its_own_tokens_and_at_most_one_earlier_block(
-    started: Any, alone: Client
-) -> None:
-    """The session has 1,500 tokens, and the next turn's answer is that of an uninterrupted worker."""
-    process, client = await started()
-    long, news = "All work and no play. " * 67, "What now? "
-
-    async def first_turn(session: Any) -> Generated:
-        await session.append(text=long)
-        result: Generated = await session.generate(max_tokens=50, temperature=0.7, seed=1)
-        return result
-
-    async def next_turn(session: Any) -> Generated:
-        result: Generated = await session.generate(text=news, max_tokens=60, temperature=0.7, seed=2)
-        return result
-
-    session, uninterrupted = client.session("s"), alone.session("s")
-    before = await first_turn(session)
-    assert before.position > 1500
-    assert before.tokens == (await first_turn(uninterrupted)).tokens
-    await snapshots_are_durable(session)
-    restart(process)
-    after, expected = await next_turn(session), await next_turn(uninterrupted)
-    assert after.tokens == expected.tokens
-    assert after.usage.prefilled_tokens <= BLOCK + len(news) + 1
-    assert after.usage.cached_tokens + after.usage.prefilled_tokens == before.position + len(news)
-
-
 async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, alone: Client) -> None:
     """The worker restarts its server, completes the running answer, and answers the waiting requests."""
     process, client = await started()
@@ -207,32 +173,4 @@ async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, 
     assert len(await answered(client, "s")) == 4
     assert process.server_pid != killed
     whole = await alone.session("s").generate(text="Begin: ", max_tokens=1000)
-    assert whole.tokens == result.tokens
-
-
-async def test_requests_unfinished_at_sigterm_are_answered_after_the_next_start(
-    started: Any, alone: Client
-) -> None:
-    """The worker exits with 0 within seconds. Its successor continues the answer with the same tokens."""
-    process, client = await started()
-    answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000, temperature=0.9))
-    task = asyncio.create_task(answer.follow())
-    await until(lambda: len(answer.tokens) >= 20)
-    waiting = await client.submit(SessionKey("default", "s"), Append(id="waits", text="more. "))
-    assert process.stop() == 0
-    num_seen = len(answer.tokens)
-    assert not task.done()
-    assert num_seen < 1000
-    process.start()
-    result = await asyncio.wait_for(task, 90)
-    appended = await asyncio.wait_for(waiting.wait(), 90)
-    assert appended.position == result.position + 6
-    assert "resuming an interrupted answer" in process.log
-    assert result.usage.prefilled_tokens <= len("Begin: "), "its tail was cut on the way down"
-    (request, recorded), _ = await answered(client, "s")
-    assert recorded == result
-    await assert_stream_is_record(client, "s", result)
-    whole = await alone.session("s").generate(
-        text="Begin: ", max_tokens=1000, temperature=0.9, seed=seed_of("s", request, result.seq)
-    )
     assert whole.tokens == result.tokens

@@ -103,19 +103,6 @@ async def test_a_prompt_still_being_prefilled_at_its_deadline_adds_nothing(
 
 
 @pytest.mark.simulated
-async def test_an_answer_cancelled_before_its_deadline_has_the_finish_reason_cancelled(
-    local_worker: Any, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_draft=0)
-    session = worker.client.session("cancelled")
-    generation = session.generate(tokens=[40, 41], max_tokens=50_000, deadline_s=60)
-    async for _ in generation:
-        await generation.cancel()
-        break
-    assert (await generation).finish_reason == "cancelled"
-
-
-@pytest.mark.simulated
 async def test_time_without_a_running_worker_counts_towards_the_deadline(local_worker: Any) -> None:
     """A deadline counts from the time at which the log stored the request, also across restarts."""
     worker = await local_worker()

@@ -1,486 +1,45 @@
-"""The fold: reading a session's log from its beginning gives the state that the session had in memory.
-
-Here the log is a list, and the device's tokens come from a hash; sessions, requests and templates are real.
-"""
+"""The fold: reading a session's log gives the state that it had in memory; changed logs are not continued."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import random
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
-from hashlib import blake2b
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import hypothesis.strategies as st
 import msgspec
 import pytest
-from anyio import TaskHandle
 from hypothesis import given
+from session_world import NO_RESULT, OPERATIONS, STORED, World, live, tampered
 
-from cache.names.policy import FULL, Policy
-from turnkeep_client.log import BEGAN_HEADER, EXPECT_HEADER, HISTORY_HEADER
+from cache.names.tokens import as_tokens
+from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import (
     Append,
-    CachePolicy,
     Chunk,
     Close,
     Closed,
     Failed,
     Generate,
-    Message,
-    Model,
     Open,
-    Reasoning,
-    Request,
-    Result,
     Rewind,
-    Tool,
-    ToolFunction,
-    decode_result,
+    UnknownResult,
     encode,
 )
-from turnkeep_client.subjects import SessionKey
-from worker.device.request import TurnRequest
-from worker.engine.port import TurnResult
-from worker.models.tokenizer import Tokenizer
-from worker.observe.counters import Telemetry
-from worker.process.concurrency import Rotation, SharedLock
 from worker.sessions import answered_ids
 from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
-from worker.sessions.fold import Fold
-from worker.sessions.formats import Formats
-from worker.sessions.history import TokenHistory
-from worker.sessions.limits import RequestLimits
-from worker.sessions.services import Services
-from worker.sessions.session import ServedSession
-from worker.sessions.shares import Shares
-from worker.wire.chunks import PublishedChunks
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
-from worker.wire.intake import Delivery
-from worker.wire.retention import Retention
-
-KEY = SessionKey("default", "s")
-NO_RESULT = b"not a result"
-PAGE = 3  # entries that are read at a time
-STORED = datetime(2026, 1, 2, tzinfo=UTC)
-
-
-class AnswerChunks:
-    """A token stream in memory; `looks` has the request ids whose chunks were read."""
-
-    def __init__(self) -> None:
-        self.stored: list[Chunk] = []
-        self.looks: list[str] = []
-
-    async def publish(self, *_: Any, **__: Any) -> int:
-        return 1
-
-    async def seal(self, *_: Any, **__: Any) -> None:
-        pass
-
-    async def ids(self, _: SessionKey) -> set[str]:
-        return set()
-
-    async def remove(self, *_: Any) -> None:
-        pass
-
-    async def read(self, _: SessionKey, request_id: str, __: int, ___: datetime) -> PublishedChunks:
-        self.looks.append(request_id)
-        return PublishedChunks(self.stored)
-
-
-class Log:
-    """The journal, which reads and writes the log, on a list in memory."""
-
-    server = "one"
-    is_alone = True
-
-    def __init__(self) -> None:
-        self.entries: list[StoredMessage] = []
-        self.asked: list[int] = []  # the sequences of all requests
-        self.chunks = AnswerChunks()
-        self.notes: list[bytes] = []
-
-    def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
-        self.asked += [len(self.entries) + 1] if kind == "in" else []
-        self.entries.append(StoredMessage(len(self.entries) + 1, kind, STORED, body, headers or {}))
-        return len(self.entries)
-
-    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[StoredMessage], int]:
-        found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
-        return found[:PAGE], len(found[PAGE:])
-
-    async def commit(self, _: SessionKey, body: bytes, after: int, headers: dict[str, str], **__: str) -> int:
-        last = max((entry.seq for entry in self.entries if entry.kind == "out"), default=0)
-        if last != after:
-            raise FencedError(str(last))
-        return self.add("out", body, {**headers, EXPECT_HEADER: str(after)})
-
-    async def last_seq(self, _: SessionKey, kind: str) -> int:
-        return max((entry.seq for entry in self.entries if entry.kind == kind), default=0)
-
-    async def last(self, _: SessionKey, kind: str) -> StoredMessage | None:
-        if kind == "attempt":
-            return StoredMessage(1, "out", STORED, self.notes[-1], {}) if self.notes else None
-        return next((entry for entry in reversed(self.entries) if entry.kind == kind), None)
-
-    async def is_there(self, _: int) -> bool:
-        return True
-
-    async def entry(self, seq: int) -> StoredMessage | None:
-        found = self.entries[seq - 1]
-        return found if found.kind == "in" else None
-
-    async def append(self, _: SessionKey, kind: str, body: bytes, *__: Any) -> None:
-        if kind == "attempt":
-            self.notes.append(body)
-
-    async def purge(self, *_: Any) -> None:
-        self.notes.clear()
-
-    async def count(self, _: SessionKey) -> int:
-        return len(self.entries)
-
-    async def remove(self, *_: Any) -> None:
-        pass
-
-    async def delete(self, _: int) -> None:
-        pass
-
-    async def get(self, seq: int) -> bytes | None:
-        found = self.entries[seq - 1] if 0 < seq <= len(self.entries) else None
-        return found.body if found and found.kind in ("in", "out", "checkpoint") else None
-
-    async def store_checkpoint(self, _: SessionKey, body: bytes) -> int:
-        return self.add("checkpoint", body)
-
-
-class Formula:
-    """An engine whose next token is a hash of the tokens before it; `cancel_after` ends answers early."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._choices = sorted(tokenizer.eos_ids) + tokenizer.encode("ab \n\u00e9", at_start=False)
-        self.cancel_after: int | None = None
-
-    async def run(self, asked: TurnRequest, cancelled: Any, *_: Any, **__: Any) -> TurnResult | None:
-        if cancelled():
-            return None
-        context, answer = asked.context, asked.answer
-        tokens = [len(context), *context[max(len(context) - 16, 0) :]]
-        while answer is not None and answer.finish_reason is None and self.cancel_after != len(answer.tokens):
-            digest = blake2b(str(tokens).encode(), digest_size=4).digest()
-            tokens.append(self._choices[int.from_bytes(digest, "big") % len(self._choices)])
-            answer.push(tokens[-1])
-        return TurnResult(
-            complete=True,
-            num_cached=0,
-            num_prefilled=len(context),
-            live_bytes=0,
-            prefill_s=0.0,
-            started_s=0.0,
-            first_token_s=0.0,
-        )
-
-    def refusal(self, _: Policy) -> None:
-        return None
-
-    def live_bytes(self, *_: Any) -> int:
-        return 0
-
-    def size_bytes(self, *_: Any) -> int:
-        return 0
-
-    def most_tokens(self, most: int, _: Policy) -> int:
-        return most
-
-    def forget(self, _: SessionKey) -> None:
-        pass
-
-    async def erase(self, *_: Any) -> Any:
-        return SimpleNamespace(num_snapshots=0, settled=True)
-
-    @property
-    def max_bytes(self) -> int:
-        return 0
-
-
-class Outbox:
-    """An outbox that records the ends of token streams: the request ids, and text published with the end."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-        self.ended: list[str] = []
-
-    async def end(self, _: SessionKey, request_id: str, __: int, rest: Chunk | None) -> None:
-        self.texts += [rest.text] if rest else []
-        self.ended.append(request_id)
-
-
-class Tasks:
-    """A task group without an end; `started` has its tasks."""
-
-    def __init__(self) -> None:
-        self.started: list[asyncio.Task[None]] = []
-
-    def start_soon(self, work: Any, *args: Any, name: str) -> TaskHandle[None]:
-        handle: TaskHandle[None] = TaskHandle(work(*args), name)
-        self.started.append(asyncio.create_task(handle._run_coro()))
-        return handle
-
-
-async def alone(*_: Any) -> dict[str, bool]:
-    """Stands for asking other workers to erase a session: there are none."""
-    return {}
-
-
-async def nothing(*_: Any) -> Any:
-    """Stands for questions about other sessions, such as parents: there are none."""
-    return 0
-
-
-class World:
-    """A session with its log. `crash` drops the session from memory, and it is read from the log again."""
-
-    max_message_bytes = 2**20
-
-    def __init__(
-        self, tokenizer: Tokenizer, model: Model | None = None, others: tuple[Tokenizer, ...] = ()
-    ) -> None:
-        """`others` are the tokenizers of other models that may serve the session."""
-        self.log = Log()
-        self.takes_over = True
-        self._others = (tokenizer, tokenizer, *others)
-        self.serve(tokenizer, model)
-
-    def serve(self, tokenizer: Tokenizer, model: Model | None = None) -> None:
-        """Crash, and continue with the model of this tokenizer."""
-        self._tokenizer = tokenizer
-        self.engine = Formula(tokenizer)
-        self.model = model or Model(name="tiny", weights="1", tokenizer=tokenizer.fingerprint.hex())
-        self.crash()
-
-    def crash(self, policy: Policy = FULL) -> None:
-        """Drop everything except the log, as a new worker with the default cache policy `policy`."""
-        self.fold = Fold(self._tokenizer, policy, self.model, takes_over=self.takes_over)
-        self.outbox = Outbox()
-        self.num_released = 0
-        sizes = {
-            "context_tokens": 10_000,
-            "block_tokens": 32,
-            "vocab_size": 2**20,
-            "max_result_bytes": self.max_message_bytes,
-        }
-        retention = Retention(self.log, closed_ttl_s=None, max_bytes=2**30, sync_s=0)  # type: ignore[arg-type]
-        self.tasks = Tasks()
-        parts: Any = {
-            "journal": self.log,
-            "engine": self.engine,
-            "limits": RequestLimits(self.engine, policy, **sizes),  # type: ignore[arg-type]
-            "outbox": self.outbox,
-            "erasures": SimpleNamespace(note=nothing),
-        }
-        services = Services(
-            fold=self.fold,
-            formats=Formats(self._tokenizer),
-            telemetry=Telemetry(),
-            asides=self.tasks,
-            ack=self._release,
-            is_elsewhere=nothing,
-            hand_over=nothing,
-            erase_elsewhere=alone,
-            reading=Rotation(2),
-            shares=Shares(4),
-            max_attempts=3,
-            boot="",
-            erases=(),
-            runs=nothing,
-            num_busy=nothing,
-            device_lock=SharedLock(),
-            retention=retention,
-            own_sampling={},
-            token_ttl_s=900.0,
-            model="tiny",
-            worker="w",
-            build="",
-            **parts,
-        )
-        self.session = ServedSession(KEY, services, lambda _: None, parent=nothing, num_shared=nothing)
-
-    async def _release(self, _: SessionKey) -> None:
-        self.num_released += 1
-
-    def ring(self, seq: int, body: bytes = b"", *, again: bool = False, first_seq: int = 0) -> None:
-        self.session.ring(Delivery(KEY, seq, STORED, body, again, first_seq))
-
-    def publish(self, request: Request | bytes) -> int:
-        body = request if isinstance(request, bytes) else encode(request)
-        seq = self.log.add("in", body)
-        self.ring(seq, body)
-        return seq
-
-    async def ask(self, request: Request | bytes) -> Result:
-        seq = self.publish(request)
-        await self.session.run()
-        return self.result(seq)
-
-    def result(self, seq: int) -> Result:
-        (found,) = [result for result in self.results if result.seq == seq]
-        return found
-
-    @property
-    def results(self) -> list[Result]:
-        bodies = [entry.body for entry in self.log.entries if entry.kind == "out"]
-        return [decode_result(body) for body in bodies if body != NO_RESULT]
-
-    async def refolded(self) -> ServedSession:
-        """Return the session as read from its log, up to the first request without a result.
-
-        The default policy there is one that no session here has, so that the log must name the policy.
-        """
-        other = World(self._tokenizer, self.model)
-        other.log = self.log
-        other.crash(Policy(9, 999))
-        await other.session.log.catch_up()
-        return other.session
-
-    def remove(self, share: int) -> None:
-        """Remove every `share`-th request with a result from the log, as the retention does in time."""
-        seqs = [result.seq for result in self.results][::share]
-        gone: Any = "gone"
-        self.log.entries = [
-            replace(one, kind=gone, body=b"") if one.seq in seqs else one for one in self.log.entries
-        ]
-
-    async def assert_fold_is_life(self) -> None:
-        live, folded = self.session.log.record, (await self.refolded()).log.record
-        assert folded.diverged is None
-        assert_same(folded.history, live.history)
-        for request_id in {result.id for result in self.results if result.id}:
-            assert folded.answered_ids.find(request_id) == live.answered_ids.find(request_id)
-        assert len(folded.answered_ids) == len(live.answered_ids)
-        assert [(p.seq, p.id) for p in folded.pending] == [(p.seq, p.id) for p in live.pending]
-        assert folded.out_seq == live.out_seq
-
-
-def assert_same(one: TokenHistory, other: TokenHistory) -> None:
-    """Assert that two histories are equal; either may have only the last messages of the conversation."""
-    assert one.tokens == other.tokens
-    assert (one.exists, one.closed, one.model) == (other.exists, other.closed, other.model)
-    assert not one.exists or one.policy == other.policy
-    steps, others = one.conversation._segments, other.conversation._segments
-    num_common = min(len(steps), len(others))
-    assert steps[len(steps) - num_common :] == others[len(others) - num_common :]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.from_folder(tiny_model)
-
-
-@pytest.fixture
-def world(tokenizer) -> World:
-    return World(tokenizer)
-
-
-TEXTS = st.sampled_from(["", "hi", "a b\n", "<|im_end|>", "x<|im_start|>user\n", "\u00e9\u20ac"])
-MESSAGES = st.lists(
-    st.builds(Message, role=st.sampled_from(["system", "user", "assistant"]), content=TEXTS),
-    min_size=1,
-    max_size=2,
-).map(tuple)
-TOKENS = st.lists(st.integers(0, 300), max_size=4).map(tuple)  # 259 and above are outside of the vocabulary
-TOOL = Tool(function=ToolFunction(name="look", parameters={"type": "object"}))
-EXTRAS = st.sampled_from([{}, {}, {}, {"tools": (TOOL,)}, {"chat_template_kwargs": {"mood": "grim"}}])
-INPUTS = st.one_of(
-    st.builds(dict.__or__, st.fixed_dictionaries({"messages": MESSAGES}), EXTRAS),
-    st.fixed_dictionaries({"text": TEXTS}),
-    st.fixed_dictionaries({"tokens": TOKENS}),
-)
-CACHES = [
-    CachePolicy(),
-    CachePolicy(policy="full"),
-    CachePolicy(policy="sink_window"),
-    CachePolicy(policy="sink_window", sink=2, window=40),
-    CachePolicy(policy="sink_window", sink=2, window=4),  # a window smaller than a block
-]
-EXPECTED = st.sampled_from([{}, {}, {}, {"expect_position": 0}, {"expect_position": 40}])
-REQUESTS = st.one_of(
-    st.builds(lambda given, expected: lambda id_: Append(id=id_, **given, **expected), INPUTS, EXPECTED),
-    st.builds(
-        lambda given, n, raw, more: (
-            lambda id_: Generate(id=id_, max_tokens=n, raw=raw, stop=("ba",), **given, **more)
-        ),
-        st.one_of(st.just({}), INPUTS),
-        st.integers(1, 6),
-        st.booleans(),
-        st.sampled_from([{}, {}, {"prefix": "so "}, {"reasoning": Reasoning(keep=False)}]),
-    ),
-    st.builds(lambda position: lambda id_: Rewind(id=id_, position=position), st.integers(0, 60)),
-    st.builds(lambda cache: lambda id_: Open(id=id_, cache=cache), st.sampled_from(CACHES)),
-    st.sampled_from([lambda id_: Close(id=id_), lambda id_: b'{"type": "' + id_.encode()]),
-)
-OPERATIONS = st.lists(
-    st.one_of(
-        st.tuples(st.just("publish"), REQUESTS),
-        st.tuples(st.just("publish"), REQUESTS),
-        st.tuples(st.just("publish and run"), REQUESTS),
-        st.tuples(st.just("publish and run"), REQUESTS),
-        st.tuples(st.just("repeat"), st.integers(0, 20)),
-        st.tuples(st.just("reuse"), st.integers(0, 20)),
-        st.tuples(st.just("cancel waiting"), st.integers(0, 5)),
-        st.tuples(st.just("run, cancelled after"), st.integers(0, 4)),
-        st.tuples(st.just("crash"), st.sampled_from([FULL, FULL, Policy(4, 64)])),
-        st.tuples(st.just("remove"), st.integers(1, 3)),
-        st.tuples(st.just("serve"), st.integers(0, 4)),
-    ),
-    max_size=24,
-)
 
 
 @given(operations=OPERATIONS)
 def test_reading_the_log_gives_the_state_that_the_session_had_in_memory(tokenizer, operations) -> None:
     """After random valid and invalid requests, repeats, conflicts, cancellations, crashes and removals."""
     asyncio.run(live(World(tokenizer), operations))
-
-
-async def live(world: World, operations: list[tuple[str, Any]]) -> None:
-    requests: list[Request | bytes] = []
-    for number, (operation, argument) in enumerate(operations):
-        if operation.startswith("publish"):
-            requests.append(argument(f"r{number}"))
-            world.publish(requests[-1])
-        elif operation == "repeat" and requests:
-            world.publish(requests[argument % len(requests)])
-        elif operation == "reuse" and requests:
-            first = requests[argument % len(requests)]
-            if not isinstance(first, bytes):
-                world.publish(Append(id=first.id, text=f"another request {number}"))
-        elif operation == "cancel waiting":
-            await world.session.log.catch_up()
-            if (waiting := world.session.pending) and (id_ := waiting[argument % len(waiting)].id):
-                known = world.session.log.record.answered_ids.find(id_) is not None
-                assert isinstance(await cancel(world.session, id_), Failed) == known
-        elif operation == "crash":
-            world.crash(argument)
-        elif operation == "remove":
-            world.remove(argument)
-        elif operation == "serve":
-            tokenizer = world._others[argument % len(world._others)]
-            fingerprint = tokenizer.fingerprint.hex()
-            world.serve(tokenizer, Model(name="other", weights=str(argument), tokenizer=fingerprint))
-        world.engine.cancel_after = argument if operation == "run, cancelled after" else None
-        if "run" in operation:
-            await world.session.run()
-            await world.assert_fold_is_life()
-    await world.session.run()
-    await world.assert_fold_is_life()
-    assert sorted(result.seq for result in world.results) == world.log.asked, "each has exactly one result"
 
 
 @pytest.mark.parametrize(
@@ -652,20 +211,6 @@ async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(
     assert not world.log.notes
 
 
-def tampered(entries: list[StoredMessage], index: int, **fields: Any) -> list[StoredMessage]:
-    """Change fields of the `index`-th result; `headers` are merged."""
-    outs = [entry for entry in entries if entry.kind == "out"]
-    changed = dict(fields)
-    if "headers" in changed:
-        changed["headers"] = {**outs[index].headers, **changed["headers"]}
-    return [
-        StoredMessage(**{**{name: getattr(entry, name) for name in StoredMessage.__slots__}, **changed})
-        if entry is outs[index]
-        else entry
-        for entry in entries
-    ]
-
-
 async def diverged(world: World, entries: list[StoredMessage]) -> str:
     """Read the session from these entries; return the message with which it refuses a new request."""
     world.log.entries = entries
@@ -791,3 +336,182 @@ def test_looking_up_an_id_finds_the_first_of_its_results_that_were_not_dropped(
             ids.load(ids.pack())
         assert {name: ids.find(name) for name in left} == {name: (*of, None)[0] for name, of in left.items()}
         assert len(ids) == sum(map(len, left.values()))
+
+
+#: More workers, one after the other, than any limit on attempts allows.
+MANY = 20
+
+
+def given_up(world: World) -> None:
+    """Start a worker that no longer tries to read the session's log, since many reads have failed."""
+    world.crash()
+    world.session.log.num_failures = MANY
+    world.session.log.reset()
+
+
+async def again(world: World, request: Any) -> Any:
+    """Publish a request that counts as redelivered; return its result."""
+    seq = world.log.add("in", encode(request))
+    world.ring(seq, encode(request), again=True)
+    await world.session.run()
+    return world.result(seq)
+
+
+ASKED: dict[str, Any] = {
+    "append": Append(id="a", text="one"),
+    "generate": Generate(id="g", text="more", max_tokens=3),
+    "rewind": Rewind(id="r", position=2),
+    "close": Close(id="c"),
+    "open": Open(id="o"),
+}
+
+
+@pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
+async def test_a_repeat_answered_by_a_worker_that_cannot_read_the_log_does_not_end_the_session(
+    world: World, repeated: Any
+) -> None:
+    for request in ASKED.values():
+        await world.ask(request)
+    await world.ask(Append(id="last", text="one"))
+    given_up(world)
+    answer = await again(world, repeated)
+    assert answer.repeat_of
+    refused = await world.ask(Append(id="b", text="two"))
+    assert (refused.code, refused.position) == ("history_diverged", 3)
+    world.crash()
+    appended = await world.ask(Append(id="d", text="three"))
+    assert appended.position == 8
+
+
+async def test_a_session_continues_even_if_a_repeats_result_has_the_digest_of_an_empty_history(
+    world: World,
+) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Append(id="a", text="one"))
+    nothing = {HISTORY_HEADER: as_tokens().digest()}
+    world.log.entries = tampered(world.log.entries, -1, headers=nothing)
+    world.crash()
+    assert (await world.ask(Append(id="b", text="two"))).position == 6
+    await world.assert_fold_is_life()
+
+
+async def test_a_failure_of_a_session_that_cannot_be_read_has_the_logged_position(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    given_up(world)
+    refused = await again(world, Append(id="b", text="two"))
+    assert (refused.code, refused.position) == ("history_diverged", 3)
+
+
+@pytest.mark.parametrize("forget", [False, True])
+async def test_a_failure_on_a_closed_session_has_position_0_before_and_after_a_restart(
+    world: World, forget: bool
+) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Close(id="c", forget=forget))
+    before = await world.ask(Append(id="b", text="two"))
+    world.crash()
+    after = await world.ask(Append(id="d", text="two"))
+    assert (before.code, before.position) == (after.code, after.position) == ("unknown_session", 0)
+
+
+async def test_waiting_for_another_sessions_last_attempt_does_not_count_as_a_failed_read_of_the_log(
+    world: World,
+) -> None:
+    """Each of the workers reads the session's log, and none crashes because of it."""
+    await world.ask(Append(id="a", text="one"))
+    seq = world.log.add("in", encode(Append(id="b", text="two")))
+    for _ in range(MANY):
+        world.crash()
+        world.ring(seq, again=True)
+        async with AsyncExitStack() as alone:
+            lock = world.session.services.device_lock
+            await alone.enter_async_context(lock.enter(lambda: False, alone=True))
+            life = asyncio.create_task(world.session.run())
+            while not world.session.pending:  # noqa: ASYNC110 - the session says nothing as it begins to wait
+                await asyncio.sleep(0)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            life.cancel()
+    world.crash()
+    world.ring(seq, again=True)
+    await world.session.run()
+    assert world.result(seq).position == 6
+
+
+def changed(world: World, **fields: Any) -> None:
+    """Change fields of the last result, as if a newer worker had stored it, and start another worker."""
+    body = json.loads(world.log.entries[-1].body) | fields
+    build = {BUILD_HEADER: "worker=w version=9.1"}
+    world.log.entries = tampered(world.log.entries, -1, body=json.dumps(body).encode(), headers=build)
+    world.crash()
+
+
+async def test_a_session_continues_after_an_answer_with_an_unknown_finish_reason(world: World) -> None:
+    asked = await world.ask(Generate(id="g", text="one", max_tokens=3))
+    changed(world, finish_reason="content_filter")
+    answer = await world.ask(Append(id="a", text="two"))
+    assert answer.position == asked.position + 3
+    assert [result.seq for result in world.results] == [1, 3]
+    assert world.result(1).finish_reason == "content_filter"
+
+
+async def test_a_logged_failure_with_an_unknown_code_counts_as_the_requests_result(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Rewind(id="r", position=99))
+    changed(world, code="out_of_credit")
+    assert (await world.ask(Append(id="b", text="two"))).position == 6
+    repeated = await world.ask(Rewind(id="r", position=99))
+    assert (repeated.code, repeated.repeat_of) == ("out_of_credit", 3)
+
+
+async def test_a_logged_failure_with_unknown_field_values_counts_as_the_requests_result(world: World) -> None:
+    """A failure never changes a session, whatever fields a newer version adds."""
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Rewind(id="r", position=99))
+    changed(world, retryable="later")
+    assert (await world.ask(Append(id="b", text="two"))).position == 6
+    assert [result.seq for result in world.results] == [1, 3, 5]
+    repeated = await world.ask(Rewind(id="r", position=99))
+    assert (repeated.type, repeated.repeat_of) == ("failed", 3)
+
+
+NEW_SHAPES = {"a new type": {"type": "forked"}, "a new shape": {"seconds": {"prefill": 1}}}
+
+
+@pytest.mark.parametrize("fields", NEW_SHAPES.values(), ids=NEW_SHAPES)
+async def test_a_logged_result_of_an_unknown_form_stops_the_session_and_repeats_still_get_it(
+    world: World, fields: Any
+) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Append(id="b", text="two"))
+    changed(world, **fields)
+    refused = await world.ask(Append(id="c", text="three"))
+    assert (refused.code, refused.position) == ("history_diverged", 6)
+    assert "newer version" in refused.message
+    assert "9.1" in refused.message
+    assert [result.seq for result in world.results] == [1, 3, 5]
+    repeated = await world.ask(Append(id="b", text="two"))
+    assert isinstance(repeated, UnknownResult)
+    assert (repeated.repeat_of, repeated.position) == (3, 6)
+
+
+async def test_a_repeated_result_keeps_fields_that_the_worker_does_not_know(world: World) -> None:
+    await world.ask(Append(id="a", text="one"))
+    changed(world, weather={"sky": "blue"})
+    await world.ask(Append(id="a", text="one"))
+    body = json.loads(world.log.entries[-1].body)
+    assert (body["seq"], body["repeat_of"], body["weather"]) == (3, 1, {"sky": "blue"})
+
+
+async def test_an_answered_request_with_an_unknown_field_stops_the_session_with_the_reason(
+    world: World,
+) -> None:
+    await world.ask(Append(id="a", text="one"))
+    answered = world.log.entries[1]
+    told = answered.body.replace(b'"text":"one"', b'"text":"one","mood":"good"')
+    world.log.entries[1] = replace(answered, body=told)
+    world.crash()
+    refused = await world.ask(Append(id="b", text="two"))
+    assert refused.code == "history_diverged"
+    assert "newer version" in refused.message
+    assert [result.seq for result in world.results] == [1, 3]

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from parts import BLOCK
-from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
 
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
@@ -149,24 +148,6 @@ async def test_a_fork_has_the_parents_last_turn_even_if_a_replica_lags_behind(
     worker = await local_worker(model=str(endless_model))
     fork = await worker.client.session("parent").fork("fork", position)
     assert (await fork.info()).position == position
-
-
-async def test_a_repeated_fork_request_gets_the_recorded_result(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client)
-    fork = await parent.fork("fork", request_id="once")
-    position = (await fork.info()).position
-    await tokens_after(parent)
-    for _ in range(2):
-        again = await parent.fork("fork", request_id="once")
-        assert (await again.info()).position == position
-        await worker.stop()
-        worker = await local_worker(model=str(endless_model))
-        parent = worker.client.session("parent")
-    with pytest.raises(RequestFailedError, match="the id 'once' was used before for another request"):
-        await parent.fork("fork", 3, request_id="once")
 
 
 @pytest.mark.usefixtures("often")

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from anyio import move_on_after
 from msgspec import structs
-from test_fold import STORED
+from session_world import STORED
 
 from tests.parts import until
 from turnkeep_client.log import BUILD_HEADER

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from hypothesis import given
-from test_fold import OPERATIONS, AnswerChunks, World, live
+from session_world import OPERATIONS, AnswerChunks, World, live
 
 from cache.names.policy import Policy
 from cache.names.tokens import from_compact
@@ -45,11 +45,6 @@ NUMBERED = "{% for m in messages %}{{ messages | length }}. {{ m.content }}\n{% 
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.from_folder(tiny_model)
-
-
-@pytest.fixture(scope="module")
 def corrected(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
     """The tiny model's tokenizer with another chat template."""
     return Tokenizer.from_folder(model_with_template("corrected", OTHER_TEMPLATE))
@@ -59,11 +54,6 @@ def corrected(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
 def foreign(packaged_folder: Path) -> Tokenizer:
     """The packaged model's tokenizer and chat template."""
     return Tokenizer.from_folder(packaged_folder)
-
-
-@pytest.fixture
-def world(tokenizer: Tokenizer) -> World:
-    return World(tokenizer)
 
 
 def asks(number: int, text: str = "so?", **more: Any) -> Generate:

@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace as replace_fields
+from session_world import World
 from test_checkpoints import converse, opened, resumed_at, whole
-from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
-from test_checkpoints import tokenizer as tokenizer  # noqa: PLC0414
-from test_fold import World
 
 from cache.names.policy import FULL, Policy
 from turnkeep_client.messages import (
@@ -24,17 +22,11 @@ from turnkeep_client.messages import (
     SessionCache,
 )
 from worker.device.request import TurnRequest
-from worker.models.tokenizer import Tokenizer
 from worker.sessions.history import RefusedError
 from worker.sessions.limits import MOST_POLICIES, RequestLimits, misfit
 
 SINK_WINDOW = CachePolicy(policy="sink_window", sink=4, window=40)
 SAID = SessionCache(policy="sink_window", sink=4, window=40)
-
-
-@pytest.fixture
-def world(tokenizer: Tokenizer) -> World:
-    return World(tokenizer)
 
 
 def append(number: int, num_tokens: int = 1) -> Append:

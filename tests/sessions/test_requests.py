@@ -204,15 +204,6 @@ async def test_a_cancelled_append_adds_nothing_to_the_session(wire: Start) -> No
     assert 0 < again["cached_tokens"] < 2000
 
 
-async def test_a_request_can_be_cancelled_as_soon_as_the_log_has_stored_it(wire: Start) -> None:
-    """`cancel` reads the log, so it works before the request is delivered to the worker."""
-    w = await wire()
-    for number in range(10):
-        seq = await w.publish(f"s{number}", generate("a", **LONG))
-        assert (await w.control(f"s{number}", {"type": "cancel", "id": "a"}))["type"] == "cancelled"
-        assert (await w.result(seq))["finish_reason"] == "cancelled"
-
-
 @pytest.mark.parametrize("is_fenced", [False, True])
 async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_same_time(
     wire: Start, monkeypatch: pytest.MonkeyPatch, *, is_fenced: bool
@@ -235,16 +226,6 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
 
 
 # Many at once
-
-
-async def test_requests_of_one_session_are_answered_in_order(wire: Start) -> None:
-    w = await wire()
-    seqs = [await w.publish("s", append(f"a{n}", "x" * (n % 3 + 1))) for n in range(30)]
-    results = [await w.result(seq) for seq in seqs]
-    expected = [sum(m % 3 + 1 for m in range(n + 1)) for n in range(30)]
-    assert [result["position"] for result in results] == expected
-    out = [json.loads(body)["seq"] for _, subject, body in await w.entries() if subject.endswith(".out")]
-    assert out == seqs
 
 
 @pytest.mark.real

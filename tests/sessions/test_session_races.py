@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from dataclasses import replace
-from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import pytest
+from session_world import PAGE, STORED, World
 from structlog.testing import capture_logs
-from test_fold import PAGE, STORED, World
 
 from cache.names.policy import FULL
 from turnkeep_client.messages import (
@@ -31,7 +30,6 @@ from turnkeep_client.messages import (
     encode,
 )
 from worker.engine.port import DeviceFaultError
-from worker.models.tokenizer import Tokenizer
 from worker.models.vision.image_file import ImageError
 from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids, cancelling
@@ -40,16 +38,6 @@ from worker.sessions.dead_letters import AttemptNote, excuse
 from worker.sessions.pending import PendingRequest
 from worker.wire.chunks import PublishedChunks
 from worker.wire.fence import FencedError
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.from_folder(tiny_model)
-
-
-@pytest.fixture
-def world(tokenizer: Tokenizer) -> World:
-    return World(tokenizer)
 
 
 def beside(world: World) -> World:

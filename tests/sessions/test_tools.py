@@ -10,10 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_checkpoints import often as often  # noqa: PLC0414  # a fixture
+from session_world import STORED, Formula, World
 from test_checkpoints import opened, resumed_at, stored
-from test_checkpoints import tokenizer as tokenizer  # noqa: PLC0414  # a fixture
-from test_fold import STORED, Formula, World
 
 from turnkeep_client.messages import (
     Append,
