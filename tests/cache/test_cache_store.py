@@ -49,30 +49,6 @@ async def test_queued_snapshots_are_dropped_to_free_memory_while_the_disk_hangs(
     assert await num_restored(store, TOKENS) == 10
 
 
-@pytest.mark.parametrize(
-    ("tokens", "found"),
-    [
-        (TOKENS, 10),
-        ([*TOKENS, 77, 78], 10),
-        (TOKENS[:9], 9),  # a part of the tail
-        ([*TOKENS[:9], 77], 9),
-        (TOKENS[:8], 8),
-        (TOKENS[:7], 7),
-        ([*TOKENS[:5], 77, 78, 79], 5),
-        ([0, 77], 1),
-        ([77, *TOKENS[1:]], 0),
-        ([], 0),
-    ],
-)
-async def test_a_restore_gives_the_longest_stored_prefix_exact_to_the_token(
-    open_store, tokens, found
-) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
-    assert await num_restored(store, tokens) == found
-
-
 async def test_a_snapshot_forgotten_while_its_header_is_read_does_not_extend_a_match(
     open_store, monkeypatch
 ) -> None:
@@ -101,16 +77,6 @@ async def test_a_block_is_not_read_for_fewer_than_a_quarter_of_its_tokens(open_s
     await store.queue.drained(5)
     assert (await extended(store, [0, 1, 2, 99])).num_tokens == 0
     assert (await extended(store, [0, 1, 2, 3, 99])).num_tokens == 4
-
-
-async def test_a_tail_replaced_by_a_longer_one_is_still_found_by_other_sessions(open_store) -> None:
-    """For example a shared system prompt: its tail was removed, but the block that replaced it has it."""
-    store = await open_store()
-    save_all(store, "a", [1, 2, 3])
-    await store.queue.drained(5)
-    save_all(store, "a", [1, 2, 3, 50, 51])
-    await store.queue.drained(5)
-    assert await num_restored(store, [1, 2, 3, 60, 61]) == 3
 
 
 async def test_another_model_finds_no_snapshots_and_leaves_the_files_in_place(open_store) -> None:
@@ -183,19 +149,6 @@ async def test_a_snapshot_for_which_only_its_own_prefix_could_be_evicted_is_drop
     assert await num_restored(store, TOKENS) == 4
 
 
-async def test_a_lowered_disk_limit_shrinks_the_cache_at_the_next_start(open_store, tmp_path) -> None:
-    store = await open_store()
-    for session in range(60):
-        save_all(store, "a", [session, 1])
-    await store.queue.drained(5)
-    size = store.stats().stored_bytes // 60
-    await store.close()
-    store = await open_store(max_bytes=5 * size + 50)
-    assert await store.queue.drained(5)
-    assert store.stats().stored == files(tmp_path) == 5
-    assert store.kv.match(store.kv.chain("a"), [59, 1]).num_tokens == 2
-
-
 async def test_a_snapshot_too_large_for_the_disk_limit_or_the_queue_is_not_saved(open_store) -> None:
     store = await open_store(max_bytes=100)
     assert save_all(store, "a", [1, 2]) == [False]
@@ -225,12 +178,6 @@ async def test_a_full_queue_drops_new_snapshots(open_store, gate) -> None:
     assert store.queue.vacant_bytes() == 3000
     assert_sum_rule(store)
     assert save_all(store, "a", [2] * 4) == [True]
-
-
-async def test_saves_are_dropped_when_the_disk_lacks_the_required_free_space(open_store) -> None:
-    store = await open_store(min_free_bytes=1 << 60)
-    assert save_all(store, "a", [1, 2]) == [False]
-    assert store.stats().dropped == {"disk_limit": 1}
 
 
 async def test_opening_a_directory_in_use_raises_an_error_that_names_the_other_process(
@@ -432,12 +379,3 @@ async def test_a_cancelled_load_releases_its_snapshots(open_store) -> None:
         await loading
     assert store.eraser.forget("a", pack([1, 2])) == 1
     assert store.stats().stored == 0
-
-
-async def test_concurrent_loads_of_different_sessions_all_succeed(open_store) -> None:
-    store = await open_store()
-    sessions = [[i, *range(20)] for i in range(8)]
-    for tokens in sessions:
-        save_all(store, "a", tokens)
-    await store.queue.drained(5)
-    assert await asyncio.gather(*(num_restored(store, tokens) for tokens in sessions)) == [21] * 8

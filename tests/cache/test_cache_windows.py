@@ -1,4 +1,4 @@
-"""Layers that see only sinks and a window: all KV is stored, what is visible restored, the rest evicted first."""
+"""Layers that see only sinks and a window: all KV is stored, the visible part restored, the rest evicted."""
 
 from __future__ import annotations
 

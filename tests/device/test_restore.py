@@ -158,6 +158,7 @@ async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_f
     device, too.
     """
     turns = [(1, BLOCK - 1), (1, 6), (8, 8), (3, 2), (30, 11)]  # tokens added and answered
+    turns = turns[3:] if kind in OTHERS else turns
     history: list[int] = []
     async with open_process(folder="whole", kind=kind, kv_bits=kv_bits) as whole:
         expected = []
@@ -178,7 +179,7 @@ async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_f
             process.engine.forget(key())
             again = await process.generate(history, num_answered, HOT, policy=policy)
             assert again[1] == tokens
-            assert turn < 2 or again[0].num_cached > 0
+            assert len(history) < 2 * BLOCK or again[0].num_cached > 0
             history = history + tokens
 
 

@@ -16,7 +16,7 @@ from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, loaded, prom
 from cache.kv import layers
 from worker.batch import draft_model as models
 from worker.batch.batch_kinds import draft_model_for
-from worker.batch.gains import LEAST, Acceptance, DraftCosts, StepTimes, best
+from worker.batch.gains import Acceptance, StepTimes
 from worker.batch.lookup import Lookup
 from worker.batch.row_sampler import RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from worker.batch.draft_model import DraftModel
+
 
 __all__ = ["grammar"]  # a fixture
 
@@ -316,26 +317,6 @@ def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
     answer = piece.row.known[30:]
     assert answer == alone(model, prompt(30), len(answer))[0]
     assert not batch.can_draft
-
-
-def test_the_expected_gain_of_drafts_follows_their_acceptance_and_cost() -> None:
-    times = StepTimes()
-    assert times.plain_s(1, ahead=False) is None
-    for _ in range(3):
-        times.note_plain(1, 1.0, ahead=False, could=False)
-    assert times.plain_s(1, ahead=True) == 1.0
-    free, dear = (best(DraftCosts(times, 1, pass_share), [0.8], 8) for pass_share in (0.0, 0.3))
-    assert free[0] > dear[0] > LEAST
-    assert free[1] > dear[1] >= 1
-    assert best(DraftCosts(times, 1, 0.3), [0.2], 8)[0] < LEAST
-    times.note_drafted(1, 4, 9.0)
-    assert times.checked(1, 4) < 1.5, "something else may have taken the time"
-    for _ in range(3):
-        times.note_drafted(1, 4, 3.0)
-    assert times.checked(1, 2) == 2.0
-    assert times.checked(1, 8) == 5.0
-    assert best(DraftCosts(times, 1), [0.8], 4)[1] < 4
-    assert best(DraftCosts(times, 1, late=2.0), [0.8], 1)[0] < best(DraftCosts(times, 1), [0.8], 1)[0]
 
 
 def test_the_measured_cost_of_drafts_is_forgotten_after_many_steps_without_drafts() -> None:

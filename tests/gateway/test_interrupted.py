@@ -278,9 +278,8 @@ async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_l
     await until(lambda: not served.index.sessions)
 
 
-@pytest.mark.serves("endless_model")
 async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither(
-    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
+    local_worker: Any, door: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""
     real, num, stops = Control.answer, 0, False
@@ -293,7 +292,8 @@ async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither
         return await real(control, subject, body)
 
     monkeypatch.setattr(Control, "answer", answer)
-    served = await gateway(idle_s=1)
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
         (name,) = served.index.sessions
