@@ -50,7 +50,7 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q -n 2 -m 'hypothesis and not soak'
 	TURNKEEP_TEST_HISTORIES=3000 $(BIN)/python -m pytest -q tests/simulation/test_simulation.py -k new_histories
 	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
-	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_checks.py
+	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_core.py
 
 simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000)
 	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1)

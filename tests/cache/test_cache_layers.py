@@ -100,29 +100,6 @@ async def test_attention_never_reads_the_unused_memory_behind_a_restored_session
     assert decode(model, again, prefill(model, again, [*tokens, 9, 9]), 20) == expected
 
 
-def test_copied_kv_does_not_change_when_the_cache_is_trimmed_and_continued(model) -> None:
-    """A view of a cache in use would change, since assigning to a slice changes the array in place."""
-    caches = make_prompt_cache(model)
-    logits = prefill(model, caches, prompt(2 * BLOCK))
-    tensors = layers.cut(caches, 0, 2 * BLOCK)
-    before = [bytes(tensor.data) for tensor in tensors]
-    layers.trim(caches, 1)
-    decode(model, caches, logits, 20)
-    assert [bytes(tensor.data) for tensor in tensors] == before
-
-
-def test_a_copy_of_a_span_holds_exactly_the_kv_of_its_tokens(model) -> None:
-    caches = make_prompt_cache(model)
-    prefill(model, caches, prompt(20))
-    tensors = {tensor.name: tensor for tensor in layers.cut(caches, 3, 11)}
-    assert list(tensors) == ["0.keys", "0.values", "1.keys", "1.values"]
-    for layer, cache in enumerate(caches):
-        for part, expected in zip(("keys", "values"), state(cache, 3, 11), strict=True):
-            tensor = tensors[f"{layer}.{part}"]
-            assert (tensor.dtype, tensor.shape) == ("F32", expected.shape)
-            assert bytes(tensor.data) == expected.tobytes()
-
-
 def test_kv_copied_in_one_transfer_equals_kv_copied_array_by_array(model, monkeypatch) -> None:
     """CUDA uses one transfer. This includes states of several dtypes."""
     caches = [*make_prompt_cache(model), ArraysCache(2)]
@@ -161,18 +138,6 @@ def test_live_bytes_is_the_size_of_the_tokens_kv_and_not_of_the_allocated_memory
     assert layers.live_bytes(caches) == 13 * 2 * 2 * 8 * 4 * 2
     layers.trim(caches, 99)
     assert [cache.offset for cache in caches] == [13, 13]
-
-
-def test_a_trimmed_cache_continues_with_the_same_tokens_and_logits_as_a_cache_never_longer(model) -> None:
-    tokens = prompt(20)
-    caches, short = make_prompt_cache(model), make_prompt_cache(model)
-    prefill(model, caches, tokens)
-    layers.trim(caches, 2 * BLOCK)
-    prefill(model, short, tokens[: 2 * BLOCK])
-    other = [*tokens[: 2 * BLOCK], 9, 9, 9]
-    assert decode(model, caches, prefill(model, caches, other), 5) == decode(
-        model, short, prefill(model, short, other), 5
-    )
 
 
 def test_the_first_unsupported_cache_class_is_named(model) -> None:

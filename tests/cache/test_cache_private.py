@@ -239,8 +239,3 @@ async def test_an_import_stops_after_a_thousand_members_that_are_no_snapshots(fi
             tar.addfile(tarfile.TarInfo(f"{i}.jpg"))
     with pytest.raises(CacheError, match="more than 1000 members that are no snapshots"):
         take(filled, tmp_path / "bad.tar")
-
-
-def test_the_help_of_import_says_that_an_archive_is_trusted_content() -> None:
-    said = CliRunner().invoke(main, ["cache", "import", "--help"]).stdout
-    assert "An archive is trusted content" in said

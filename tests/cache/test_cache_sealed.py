@@ -62,21 +62,6 @@ async def test_files_of_an_encrypted_cache_show_no_tokens_or_digests_but_plain_f
     assert traces(tmp_path / "cache", TOKENS) == shown
 
 
-async def test_a_reopened_encrypted_cache_still_has_its_snapshots_and_order_of_use(open_store) -> None:
-    other = [TOKENS[1], *TOKENS]
-    store = await filled(open_store, TOKENS, other, codec=KEY)
-    store.kv.release(store.kv.match(store.kv.chain("a"), TOKENS))
-    used = [node.digest for node in store._index]
-    await store.close()
-    store = await open_store(codec=KEY)
-    assert [node.digest for node in store._index] == used
-    assert (await num_restored(store, TOKENS), await num_restored(store, other)) == (10, 11)
-    assert (await store.eraser.erase("a", pack(other), 10)).settled
-    await store.close()
-    store = await open_store(codec=KEY)
-    assert await num_restored(store, other) == 0
-
-
 async def test_the_reported_size_of_an_encrypted_cache_is_that_of_its_encrypted_files(
     open_store, tmp_path
 ) -> None:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
-import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from made_kv import LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, save_all
+from made_kv import assert_is_kv_of, assert_sum_rule, cut, identity, save_all
 
 from cache.disk.folder import Folder
 from cache.disk.header import read_name
 from cache.names import blocks
 from cache.names.blocks import Span
 from cache.names.tokens import pack
-from cache.store import Store
 
 LONG = 16  # tokens of a block, enough for a tail of several pieces
 
@@ -45,47 +42,6 @@ def test_a_token_is_written_at_most_2_plus_log2_of_block_tokens_over_turn_tokens
     most = math.ceil(math.log2(max(1, block / min(turns)))) + 2
     assert max(writes.values()) <= most
     assert len(edges) <= 2 + math.isqrt(2 * block), "pieces at the end are shorter and shorter"
-
-
-HISTORIES = st.lists(
-    st.tuples(st.integers(0, 3), st.integers(0, 40), st.lists(st.integers(0, 1), min_size=1, max_size=9)),
-    min_size=1,
-    max_size=12,
-)
-
-
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
-@given(HISTORIES)
-def test_saved_tokens_are_found_again_after_growth_rewinds_and_forks(history) -> None:
-    async def live(directory: Path) -> None:
-        settings = {"max_bytes": 1 << 30, "queue_bytes": 1 << 30, "min_free_bytes": 0}
-        store = await Store.open(directory, identity=identity(block_tokens=LONG), layout=LAYOUT, **settings)
-        sessions: list[list[int]] = [[], [], [], []]
-        for session, keep, more in history:
-            sessions[session] = [*sessions[keep % 4][:keep], *more]  # grows, rewinds or forks another session
-            tokens = sessions[session]
-            save_all(store, "a", tokens)
-            assert await store.queue.drained(5)
-            restored = await store.kv.load(store.kv.match(store.kv.chain("a"), tokens))
-            found = restored.num_tokens if restored else 0
-            assert found == len(tokens)
-            if restored:
-                assert_is_kv_of(restored.tensors, tokens[:found])
-            assert_sum_rule(store)
-        before = piece_starts(store)
-        assert await store.close()
-        store = await Store.open(directory, identity=identity(block_tokens=LONG), layout=LAYOUT, **settings)
-        assert piece_starts(store) == before
-        for tokens in sessions:
-            match = store.kv.match(store.kv.chain("a"), tokens)
-            restored = await store.kv.load(match)
-            if restored is not None:
-                assert_is_kv_of(restored.tensors, tokens[: restored.num_tokens])
-        assert store.stats().rejected == 0
-        await store.close()
-
-    with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(live(Path(folder)))
 
 
 async def test_a_growing_tail_does_not_rewrite_its_first_piece(open_store) -> None:

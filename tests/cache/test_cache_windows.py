@@ -1,4 +1,4 @@
-"""Layers with sinks and a window: all KV is stored, what is visible restored, the rest goes first."""
+"""Layers that see only sinks and a window: all KV is stored, the visible part restored, the rest evicted."""
 
 from __future__ import annotations
 

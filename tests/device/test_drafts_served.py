@@ -11,7 +11,6 @@ import mlx.core as mx
 import pytest
 
 from cache.names.policy import FULL
-from tests.matrices import first
 from tests.parts import CHAT_TEMPLATE
 from worker.batch import speculation
 from worker.batch.draft_model import MOST_HELD, MOST_SHADOWS
@@ -113,9 +112,10 @@ async def test_answers_with_a_draft_model_equal_those_without_one(
     assert 0 < metrics.accepted_draft_tokens < metrics.draft_tokens
 
 
+@pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("num", first([5, 300]), ids=str)
+@pytest.mark.parametrize("num", [5, 300], ids=str)
 async def test_answers_with_a_draft_model_across_worker_kills_equal_those_without_one(
     worker_process: Any, local_worker: Callable[..., Awaitable[Any]], pair: Any, tmp_path: Path, num: int
 ) -> None:

@@ -129,17 +129,24 @@ def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(m
     assert not batch.roll_back()
 
 
+def answered_as_alone(batch: Any, model: Any, lengths: tuple[int, ...], num: int) -> list[PrefillPiece]:
+    """Answer prompts of these lengths together, each with the first `num` tokens that it gets alone."""
+    contexts = [prompt(length, salt=length) for length in lengths]
+    pieces = [begin(model, tokens) for tokens in contexts]
+    batch.step(pieces)
+    for _ in range(num - 1):
+        batch.step([])
+    for piece, tokens in zip(pieces, contexts, strict=True):
+        assert piece.row is not None
+        assert piece.row.known[len(tokens) :] == alone(model, tokens, num)[0]
+    return pieces
+
+
 def test_rows_run_one_after_the_other_if_there_is_no_memory_to_merge_them(make_model) -> None:
     model = make_model("recurrent_gemma")
     batch = batched(model, lambda _: False, where=NO_RINGS)
-    contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
-    pieces = [begin(model, tokens) for tokens in contexts]
-    batch.step(pieces)
-    for _ in range(5):
-        batch.step([])
-    for piece, tokens in zip(pieces, contexts, strict=True):
+    for piece in answered_as_alone(batch, model, (9, 5, 14), 6):
         assert piece.row.caches is piece.caches
-        assert piece.row.known[len(tokens) :] == alone(model, tokens, 6)[0]
 
 
 def test_windowed_rows_whose_merging_fails_its_trial_decode_with_their_own_caches(
@@ -148,15 +155,9 @@ def test_windowed_rows_whose_merging_fails_its_trial_decode_with_their_own_cache
     model = make_model("exaone4")
     monkeypatch.setattr(batch_kinds, "WAYS", ({},))
     batch = batch_for(model)
-    contexts = [prompt(n, salt=n) for n in (9, 5, 14)]
-    pieces = [begin(model, tokens) for tokens in contexts]
-    batch.step(pieces)
-    for _ in range(9):
-        batch.step([])
+    answered_as_alone(batch, model, (9, 5, 14), 10)
     assert not any(map(is_merged, batch.rows))
     assert not batch.roll_back()
-    for piece, tokens in zip(pieces, contexts, strict=True):
-        assert piece.row.known[len(tokens) :] == alone(model, tokens, 10)[0]
 
 
 def test_rows_of_a_cache_class_that_cannot_be_merged_run_one_by_one_with_a_warning(make_model) -> None:
@@ -167,13 +168,7 @@ def test_rows_of_a_cache_class_that_cannot_be_merged_run_one_by_one_with_a_warni
     assert {"missing": "ChunkedKVCache"}.items() <= lines[-2].items()
     assert lines[-1]["log_level"] == "warning"
     assert lines[-1]["event"].startswith("this model's sessions run one after the other")
-    contexts = [prompt(n, salt=n) for n in (4, 3, 13)]
-    pieces = [begin(model, tokens) for tokens in contexts]
-    batch.step(pieces)
-    for _ in range(7):
-        batch.step([])
-    for piece, tokens in zip(pieces, contexts, strict=True):
-        assert piece.row.known[len(tokens) :] == alone(model, tokens, 8)[0]
+    answered_as_alone(batch, model, (4, 3, 13), 8)
 
 
 class Careless(BatchKVCache):

@@ -70,22 +70,6 @@ async def test_a_tool_call_sent_back_with_other_spacing_and_key_order_continues_
     assert without.headers["x-turnkeep-session"].split()[1] == "begun", "the tools are part of the prompt"
 
 
-async def test_a_stream_sends_each_tool_call_in_parts_that_have_its_index(served: Any) -> None:
-    stream = await served.openai.chat.completions.create(
-        messages=[QUESTION], stream=True, **options(CALL, max_tokens=2)
-    )
-    chunks = [chunk.choices[0] async for chunk in stream]
-    parts = [part for one in chunks for part in one.delta.tool_calls or ()]
-    assert {part.index for part in parts} == {0, 1}
-    for index in (0, 1):
-        own = [part for part in parts if part.index == index]
-        assert (own[0].function.name, own[0].type) == ("weather", "function")
-        assert [part.id is not None for part in own] == [True, *[False] * (len(own) - 1)]
-        text = "".join(part.function.arguments for part in own)
-        assert json.loads(text) == {"city": "Rome", "days": 2}
-    assert chunks[-1].finish_reason in {"tool_calls", "length"}
-
-
 async def test_a_malformed_tool_call_is_returned_as_text_with_finish_reason_stop(served: Any) -> None:
     create = served.openai.chat.completions.create
     bias = {str(HALF): 50, str(END): 100}

@@ -1,19 +1,19 @@
-"""Embeddings over HTTP, as clients of OpenAI and of Ollama request them."""
+"""Embeddings and ranks over HTTP, as clients of OpenAI, Ollama, Cohere and Jina request them."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
 from parts import TINY_CONTEXT
-
-if TYPE_CHECKING:
-    pass
-
-pytestmark = pytest.mark.serves("embedding_model")
 
 TEXTS = ["Is water wet?", "Why is the sky blue?"]
 
@@ -23,6 +23,7 @@ async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
         return await http.post(path, json={"model": "m", **body})
 
 
+@pytest.mark.serves("embedding_model")
 async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(served: Any) -> None:
     """By default the library requests base64, and returns floats to its caller."""
     create = served.openai.embeddings.create
@@ -38,6 +39,7 @@ async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(serv
     assert np.dot(alone.data[0].embedding, cut / np.linalg.norm(cut)) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.serves("embedding_model")
 async def test_token_ids_are_embedded_without_adding_tokens(served: Any) -> None:
     create = served.openai.embeddings.create
     ids = [40, 41, 42]
@@ -46,6 +48,7 @@ async def test_token_ids_are_embedded_without_adding_tokens(served: Any) -> None
     assert np.dot(one.data[0].embedding, several.data[1].embedding) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.serves("embedding_model")
 async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_order(served: Any) -> None:
     texts = [f"text {number}" for number in range(70)]
     found = await served.openai.embeddings.create(model="m", input=texts)
@@ -55,6 +58,7 @@ async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_o
         assert np.dot(one.embedding, other.embedding) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.serves("embedding_model")
 async def test_ollamas_embed_endpoint_returns_unit_vectors_and_a_token_count(served: Any) -> None:
     answer = await posted(served, "/api/embed", input=TEXTS)
     assert answer.status_code == 200
@@ -65,6 +69,7 @@ async def test_ollamas_embed_endpoint_returns_unit_vectors_and_a_token_count(ser
     assert np.linalg.norm(told["embeddings"][0]) == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.serves("embedding_model")
 async def test_ollamas_embed_endpoint_cuts_long_inputs_unless_told_otherwise(served: Any) -> None:
     long = "word " * TINY_CONTEXT
     cut = await posted(served, "/api/embed", input=[*TEXTS, long])
@@ -78,12 +83,14 @@ async def test_ollamas_embed_endpoint_cuts_long_inputs_unless_told_otherwise(ser
         assert answer.status_code == status
 
 
+@pytest.mark.serves("embedding_model")
 async def test_an_empty_input_of_ollamas_embed_endpoint_is_no_error(served: Any) -> None:
     for given, num in (("", 0), ([], 0), (None, 0), (["", "a"], 2)):
         answer = await posted(served, "/api/embed", input=given, dimensions=0)
         assert (answer.status_code, len(answer.json()["embeddings"])) == (200, num), given
 
 
+@pytest.mark.serves("embedding_model")
 async def test_truncate_prompt_tokens_cuts_each_input_also_to_what_fits(served: Any) -> None:
     """As vLLM has it; without it, OpenAI's API refuses an input that is too long."""
     long = "ab" * TINY_CONTEXT
@@ -95,6 +102,7 @@ async def test_truncate_prompt_tokens_cuts_each_input_also_to_what_fits(served: 
         assert answer.status_code == 400
 
 
+@pytest.mark.serves("embedding_model")
 async def test_an_embedding_model_says_what_it_is(served: Any) -> None:
     assert (await posted(served, "/api/show")).json()["capabilities"] == ["embedding"]
     async with httpx2.AsyncClient(base_url=served.url) as http:
@@ -102,6 +110,7 @@ async def test_an_embedding_model_says_what_it_is(served: Any) -> None:
         assert (await http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
 
 
+@pytest.mark.serves("embedding_model")
 async def test_a_list_whose_client_has_disconnected_is_not_embedded_any_further(
     worker: Any, served: Any
 ) -> None:
@@ -116,3 +125,84 @@ async def test_a_list_whose_client_has_disconnected_is_not_embedded_any_further(
     await asyncio.sleep(1)
     assert calls.num <= num_asked + 1
     assert num_asked < 100
+
+
+QUERY = "Why is the sky blue?"
+DOCUMENTS = ["no", "Air scatters blue light.", "Cats sleep for most of the day.", "yes"]
+
+
+@pytest.mark.serves("reranker")
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_request(
+    served: Any, http: httpx2.AsyncClient, path: str
+) -> None:
+    """In the format of Jina and of llama.cpp's server."""
+    scores = (await served.worker.client.rerank(QUERY, DOCUMENTS)).scores
+    best = sorted(range(4), key=lambda index: -scores[index])
+    answer = await http.post(path, json={"model": "m", "query": QUERY, "documents": DOCUMENTS})
+    told = answer.json()
+    assert [one["index"] for one in told["results"]] == best
+    assert [one["relevance_score"] for one in told["results"]] == pytest.approx([scores[one] for one in best])
+    assert told["model"] == "m"
+    assert told["usage"]["total_tokens"] > sum(map(len, DOCUMENTS))
+    asked = {"query": QUERY, "documents": [{"text": one} for one in DOCUMENTS], "top_n": 2}
+    few = (await http.post(path, json=asked | {"return_documents": True, "rank_fields": ["text"]})).json()
+    assert [(one["index"], one["document"]["text"]) for one in few["results"]] == [
+        (index, DOCUMENTS[index]) for index in best[:2]
+    ]
+
+
+@pytest.mark.serves("reranker")
+@pytest.mark.packaging
+@pytest.mark.registry
+@pytest.mark.timeout(300)
+async def test_coheres_client_ranks_documents_with_both_versions_of_its_api(
+    served: Any, tmp_path: Path
+) -> None:
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv" / "bin" / "python"
+    uv = Path(sys.executable).with_name("uv")
+    subprocess.run([uv, "pip", "install", "-q", "--python", python, "cohere"], check=True)  # noqa: ASYNC221
+    program = f"""
+import cohere, json
+for kind in (cohere.Client, cohere.ClientV2):
+    asked = {{"model": "m", "query": {QUERY!r}, "documents": {DOCUMENTS!r}, "top_n": 3}}
+    client = kind(api_key="none", base_url={served.url!r})
+    print(json.dumps([(one.index, one.relevance_score) for one in client.rerank(**asked).results]))
+try:
+    client.rerank(model="m", query="a", documents=[])
+except cohere.BadRequestError as error:
+    print(json.dumps(error.body["error"]["param"]))
+"""
+    process = await asyncio.create_subprocess_exec(python, "-c", program, stdout=asyncio.subprocess.PIPE)
+    older, newer, param = map(json.loads, (await process.communicate())[0].splitlines())
+    scores = (await served.worker.client.rerank(QUERY, DOCUMENTS)).scores
+    assert older == newer
+    assert dict(older) == pytest.approx(dict(sorted(enumerate(scores), key=lambda one: -one[1])[:3]))
+    assert param == "documents"
+
+
+@pytest.mark.serves("reranker")
+async def test_an_instruction_is_passed_to_the_reranker(served: Any, http: httpx2.AsyncClient) -> None:
+    asked = {"query": QUERY, "documents": DOCUMENTS[:1]}
+    told = (await http.post("/v1/rerank", json=asked | {"instruction": "Find poems"})).json()
+    (expected,) = (await served.worker.client.rerank(**asked, instruction="Find poems")).scores
+    assert told["results"] == [{"index": 0, "relevance_score": pytest.approx(expected, abs=1e-6)}]
+
+
+@pytest.mark.serves("reranker")
+async def test_many_documents_are_ranked_and_a_long_one_is_truncated_only_if_requested(
+    served: Any, http: httpx2.AsyncClient
+) -> None:
+    long = {"query": QUERY, "documents": ["words " * 2000, *DOCUMENTS * 10], "max_tokens_per_doc": 20}
+    answer = await http.post("/v2/rerank", json=long)
+    ranked = answer.json()["results"]
+    assert sorted(one["index"] for one in ranked) == list(range(41))
+    scores = [one["relevance_score"] for one in ranked]
+    assert scores == sorted(scores, reverse=True)
+    assert len({round(score, 6) for score in scores}) > 1
+    fits = await http.post("/v1/rerank", json=long | {"max_tokens_per_doc": None, "truncation": True})
+    assert sorted(one["index"] for one in fits.json()["results"]) == list(range(41))
+    refused = await http.post("/v2/rerank", json=long | {"max_tokens_per_doc": None})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("documents[0] has 12")

@@ -1,19 +1,23 @@
-"""Workers and gateways that are killed during an answer, clients that disconnect, and slow clients."""
+"""Answers of workers and gateways that are killed, stopped, restarted or silent for long."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from anthropic import AsyncAnthropic
 from crafted import LETTERS
+from openai import AsyncOpenAI
 from parts import free_port
 
 from gateway.dialects.openai import chat
@@ -278,9 +282,8 @@ async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_l
     await until(lambda: not served.index.sessions)
 
 
-@pytest.mark.serves("endless_model")
 async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither(
-    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
+    local_worker: Any, door: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""
     real, num, stops = Control.answer, 0, False
@@ -293,7 +296,8 @@ async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither
         return await real(control, subject, body)
 
     monkeypatch.setattr(Control, "answer", answer)
-    served = await gateway(idle_s=1)
+    worker = await local_worker(model=str(endless_model))
+    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         assert (await http.post(CHAT, json=question("My secret.", 4))).status_code == 200
         (name,) = served.index.sessions
@@ -423,3 +427,106 @@ async def test_a_client_that_reads_slowly_gets_its_whole_answer(worker: Any, ser
     assert len(result.tokens) == 400
     assert len(received) > 500_000, "more than the sockets keep"
     assert b"data: [DONE]" in received[-100:]
+
+
+NUM_TOKENS = 300
+HELLO = [{"role": "user", "content": "Hello."}]
+BIASED = {"logit_bias": LETTERS}
+CHAT_BODY: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": NUM_TOKENS, "stream": True}
+COMPLETION = {"model": "m", "prompt": "Hello.", "max_tokens": NUM_TOKENS, "stream": True}
+MESSAGE: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": NUM_TOKENS}
+RESPONSE: dict[str, Any] = {"model": "m", "input": "Hello.", "max_output_tokens": NUM_TOKENS, "stream": True}
+BY_CLIENT = ("chat", "completion", "message", "response")
+RAW: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "raw chat": ("/v1/chat/completions", CHAT_BODY, {}),
+    "two answers": ("/v1/chat/completions", CHAT_BODY | {"n": 2}, {}),
+    "chat with a key": ("/v1/chat/completions", CHAT_BODY, {"idempotency-key": "one"}),
+    "raw completion": ("/v1/completions", COMPLETION, {}),
+    "raw message": ("/v1/messages", MESSAGE | {"stream": True}, {}),
+    "raw response": ("/v1/responses", RESPONSE, {}),
+    "durable stream": ("/v1/responses", RESPONSE | {"stream": False, "background": True}, {}),
+}
+
+
+async def texts(openai: AsyncOpenAI, anthropic: AsyncAnthropic, name: str) -> AsyncIterator[str]:
+    """Stream an answer from the API of this name with its client, and yield the parts of its text."""
+    match name:
+        case "chat":
+            async for chunk in await openai.chat.completions.create(**CHAT_BODY, extra_body=BIASED):
+                yield chunk.choices[0].delta.content or ""
+        case "completion":
+            async for part in await openai.completions.create(**COMPLETION, extra_body=BIASED):
+                yield part.choices[0].text
+        case "response":
+            async for event in await openai.responses.create(**RESPONSE, extra_body=BIASED):
+                yield event.delta if event.type == "response.output_text.delta" else ""
+        case "message":
+            async with anthropic.messages.stream(**MESSAGE, extra_body=BIASED) as stream:
+                async for text in stream.text_stream:
+                    yield text
+
+
+async def blocks(url: str, name: str) -> AsyncIterator[str]:
+    """Send a request without a client, and yield what is between two blank lines of its stream."""
+    path, body, headers = RAW[name]
+    asked = {"method": "POST", "url": path, "json": body | BIASED, "headers": headers}
+    async with httpx2.AsyncClient(base_url=url, timeout=60) as http:
+        if name == "durable stream":
+            begun = (await http.request(**asked)).json()
+            asked = {"method": "GET", "url": f"{path}/{begun['id']}/stream?offset=-1&live=sse"}
+        async with http.stream(**asked) as answer:
+            written = ""
+            async for text in answer.aiter_text():
+                *whole, written = (written + text).split("\n\n")
+                for block in whole:
+                    yield block
+            assert not written
+
+
+@pytest.mark.parametrize("has_begun", [False, True], ids=["before the first chunk", "after it"])
+async def test_no_client_takes_a_sign_of_life_for_an_event_or_an_end(
+    worker_process: Any, endless_model: Path, door: Any, monkeypatch: pytest.MonkeyPatch, *, has_begun: bool
+) -> None:
+    """OpenAI's client for Python makes an event of each blank line once an event had an id."""
+    for name in ("answer_response._HEARTBEAT_S", "answer_response._PATIENCE_S", "durable._POLL_S"):
+        monkeypatch.setattr(f"gateway.http.{name}", 0.05)
+    monkeypatch.setattr("gateway.latest_metrics._SEEN_S", 60.0)
+    process = worker_process(model=endless_model)
+    process.start()
+    while '"event": "ready"' not in process.log:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    served = await door(process.url)
+    has_text = {name: asyncio.Event() for name in (*BY_CLIENT, *RAW)}
+
+    async def follow(name: str, parts: AsyncIterator[str]) -> list[str]:
+        found = []
+        try:
+            async for part in parts:
+                found.append(part)
+                if "delta" in part or '"text"' in part or (part and name in BY_CLIENT):
+                    has_text[name].set()
+        finally:
+            has_text[name].set()
+        return found
+
+    async with AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as anthropic:
+        await served.openai.chat.completions.create(model="m", messages=HELLO, max_tokens=1)
+        if not has_begun:
+            os.kill(process.worker_pid, signal.SIGSTOP)
+        streams = {name: texts(served.openai, anthropic, name) for name in BY_CLIENT}
+        streams |= {name: blocks(served.url, name) for name in RAW}
+        tasks = {name: asyncio.create_task(follow(name, parts)) for name, parts in streams.items()}
+        if has_begun:
+            await asyncio.gather(*(one.wait() for one in has_text.values()))
+            os.kill(process.worker_pid, signal.SIGSTOP)
+        await asyncio.sleep(0.5)
+        os.kill(process.worker_pid, signal.SIGCONT)
+        await asyncio.wait(tasks.values())
+    assert {name: error for name, task in tasks.items() if (error := task.exception())} == {}
+    found = {name: task.result() for name, task in tasks.items()}
+    assert {name: len("".join(found[name])) for name in BY_CLIENT} == dict.fromkeys(BY_CLIENT, NUM_TOKENS)
+    for name in RAW:
+        for block in found[name]:
+            data = [line.removeprefix("data: ") for line in block.split("\n") if line.startswith("data: ")]
+            assert len(data) == 1, (name, block)
+            assert data == ["[DONE]"] or json.loads(data[0])

@@ -61,31 +61,6 @@ async def ask(http: httpx2.AsyncClient, *said: dict[str, Any], **more: Any) -> t
     return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
 
 
-async def test_an_answer_of_the_messages_api_has_anthropics_fields_and_usage(
-    http: httpx2.AsyncClient,
-) -> None:
-    answer, how = await ask(http, user("Hello."), system="Answer in rhymes.")
-    (block,) = answer["content"]
-    assert (block["type"], len(block["text"]), how) == ("text", 8, "begun")
-    again, _ = await ask(http, user("Hello."), system="Answer in rhymes.")
-    assert answer["id"].startswith("msg_")
-    assert answer["id"] != again["id"]
-    assert {name: answer[name] for name in ("type", "role", "model", "stop_reason", "stop_sequence")} == {
-        "type": "message",
-        "role": "assistant",
-        "model": "m",
-        "stop_reason": "max_tokens",
-        "stop_sequence": None,
-    }
-    assert answer["usage"].keys() == {
-        "input_tokens",
-        "output_tokens",
-        "cache_read_input_tokens",
-        "cache_creation_input_tokens",
-    }
-    assert answer["usage"]["output_tokens"] == 8
-
-
 async def test_count_tokens_equals_the_usage_of_an_answer_and_opens_no_session(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
