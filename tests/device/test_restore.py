@@ -21,7 +21,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from architectures import build
-from engine_process import Process, Recorded, opened_here
+from engine_process import Process, Recorded
 from mlx_lm.models.cache import KVCache
 from tiny_models import BLOCK, VOCABULARY, alone, generate, key, prompt
 
@@ -431,7 +431,7 @@ def open_model(request, tmp_path, trials) -> Callable[[], AbstractAsyncContextMa
     if packed:
         nn.quantize(model, 32, 4, class_predicate=lambda _, module: _is_divisible(module, 32))
     mx.eval(model.parameters())
-    return lambda: opened_here(model, tmp_path, num_blocks=2, trials=trials)
+    return lambda: engine_process.open_process(model, tmp_path, num_blocks=2, trials=trials)
 
 
 def _is_divisible(module: Any, group: int) -> bool:
