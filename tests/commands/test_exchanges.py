@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from commands.close import rewind_last
+from commands.branches import rewind_last
 
 from commands.exchanges import last_exchanges
 from turnkeep_client import session_log
