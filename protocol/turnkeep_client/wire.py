@@ -102,12 +102,7 @@ class NatsWire(Connection):
             except NoStreamResponseError:
                 num_refusals += 1
                 if num_refusals >= self._most_refusals and not is_doubtful:  # else the caller's limit ends it
-                    why = "no worker was ever started on this NATS server"
-                    if self.is_clustered:
-                        why = "too few servers of the NATS cluster run, or no worker was ever started there"
-                    raise NoAnswerError(
-                        f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}"
-                    ) from None
+                    raise self._no_log(subject) from None
                 await asyncio.sleep(TRY_PAUSE_S)
             except APIError as error:
                 if error.err_code == _IN_PROGRESS:
@@ -131,6 +126,12 @@ class NatsWire(Connection):
                         f" it should be {self.subjects.log_stream!r}"
                     )
                 return ack.seq
+
+    def _no_log(self, subject: str) -> NoAnswerError:
+        why = "no worker was ever started on this NATS server"
+        if self.is_clustered:
+            why = "too few servers of the NATS cluster run, or no worker was ever started there"
+        return NoAnswerError(f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}")
 
     async def _find(self, subject: str, body: bytes) -> int:
         """Return the log's sequence of the last message of `subject` with this body; 0 if there is none."""

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from commands.branches import rewind_last
 
+from commands.branches import rewind_last
 from commands.exchanges import last_exchanges
 from turnkeep_client import session_log
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
