@@ -41,6 +41,7 @@ from .remains import remains
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from cache.admin.survey import Survey
     from worker.process.settings import Settings
     from worker.recomputation import Recomputation
 
@@ -246,6 +247,11 @@ def verify(where: _Where, quarantine: bool, recompute: bool, as_json: bool) -> N
             quarantine=quarantine,
             wrong=wrong,
         )
+    _print_verified(found, recomputed, as_json=as_json)
+    sys.exit(1 if found.doubtful else 0)
+
+
+def _print_verified(found: Survey, recomputed: Recomputation | None, *, as_json: bool) -> None:
     figures: dict[str, int] = {}
     if recomputed is not None:
         num_skipped = found.num_files - recomputed.num_blocks
@@ -266,7 +272,6 @@ def verify(where: _Where, quarantine: bool, recompute: bool, as_json: bool) -> N
         )
         if figures:
             click.echo("{recomputed} blocks recomputed, {wrong} wrong, {skipped} skipped".format(**figures))
-    sys.exit(1 if found.doubtful else 0)
 
 
 def _recomputed(place: Path, settings: Settings) -> Recomputation:

@@ -39,10 +39,10 @@ _GROUPS: Final = {
     "Sessions": {
         "sessions": ("sessions", "List the sessions in the log, most recently active first."),
         "show": ("show", "Print one session's conversation, and what each request cost."),
-        "fork": ("fork", "Open a session that begins with the tokens of another one."),
-        "rewind": ("close", "Remove a session's last questions and answers."),
+        "fork": ("branches", "Open a session that begins with the tokens of another one."),
+        "rewind": ("branches", "Remove a session's last questions and answers."),
         "cancel": ("control", "Stop a request; its answer so far stays in the session."),
-        "close": ("close", "End sessions; with --forget, erase what they said."),
+        "close": ("branches", "End sessions; with --forget, erase what they said."),
         "export": ("export", "Write a session to a file, with its KV if wanted."),
         "import": ("export", "Put the session in a file into the log."),
         "dead": ("show", "Requests that workers gave up: show, send again or drop one."),

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 import click
@@ -21,7 +21,11 @@ from .flags import listen_option, with_settings
 from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, connected, instead, run_until_signal
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gateway.keys import Keys
     from turnkeep_client.client import Client
+    from worker.process.settings import Settings
 
     from .flags import GivenSettings
 
@@ -70,43 +74,54 @@ def gateway(
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
     with http_libraries("gateway"):
-        from gateway.app import Gateway
         from gateway.keys import Keys
-        from ops.http_server import end_at_eof, listening, serve, server, url_of
 
     settings, models = given.load(), given.load_models()
     if explain:
         logging.basicConfig(format="%(message)s")
         logging.getLogger("gateway").setLevel(logging.INFO)
-    known = Keys.read(keys) if keys else Keys()
+    known = Keys.read(keys) if keys else None
+    asked = {"cors": cors, "explain": explain}
+    run_until_signal(settings, lambda: _serve(settings, models, known, listen, until_eof=until_eof, **asked))
 
-    async def run() -> None:
-        async def connect(tenant: str, model: str) -> Client:
-            return await connected(models.get(model, settings), tenant, waits=False)
 
-        try:  # so that bad credentials end the command
-            await (await connected(settings, DEFAULT_TENANT, waits=False)).close()
-        except NoServerError as error:
-            click.echo(f"{error}; {instead(settings)}; until then requests get status 503", err=True)
-        listener = listening(*listen)
-        click.echo(greeting(url_of(listener), has_keys=keys is not None), err=True)
-        gateway = Gateway(
-            connect,
-            known,
-            models=[*models],
-            idle_s=settings.gateway_ttl_s or math.inf,
-            cors=cors,
-            image_hosts=settings.gateway_image_hosts.split(","),
-            explain=explain,
-            name=f"{default_worker()[:50]}-{listener.getsockname()[1]}",
-        )
-        running = server(gateway.app, _DRAIN_S)
-        if until_eof:
-            end_at_eof(running)
-        async with gateway.open(lambda: running.should_exit):
-            await serve(running, listener, gateway.publish())
+async def _serve(
+    settings: Settings,
+    models: Mapping[str, Settings],
+    keys: Keys | None,
+    listen: tuple[str, int],
+    *,
+    until_eof: bool,
+    **asked: Any,
+) -> None:
+    """Serve until a signal; `asked` are options of `Gateway`. With `until_eof` also until input ends."""
+    from gateway.app import Gateway
+    from gateway.keys import Keys
+    from ops.http_server import end_at_eof, listening, serve, server, url_of
 
-    run_until_signal(settings, run)
+    async def connect(tenant: str, model: str) -> Client:
+        return await connected(models.get(model, settings), tenant, waits=False)
+
+    try:  # so that bad credentials end the command
+        await (await connected(settings, DEFAULT_TENANT, waits=False)).close()
+    except NoServerError as error:
+        click.echo(f"{error}; {instead(settings)}; until then requests get status 503", err=True)
+    listener = listening(*listen)
+    click.echo(greeting(url_of(listener), has_keys=keys is not None), err=True)
+    gateway = Gateway(
+        connect,
+        keys or Keys(),
+        models=[*models],
+        idle_s=settings.gateway_ttl_s or math.inf,
+        image_hosts=settings.gateway_image_hosts.split(","),
+        name=f"{default_worker()[:50]}-{listener.getsockname()[1]}",
+        **asked,
+    )
+    running = server(gateway.app, _DRAIN_S)
+    if until_eof:
+        end_at_eof(running)
+    async with gateway.open(lambda: running.should_exit):
+        await serve(running, listener, gateway.publish())
 
 
 def _origin(given: str) -> str:

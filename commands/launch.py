@@ -85,11 +85,7 @@ def launch(
     url = url or f"http://127.0.0.1:{own or _PORT}"
     door = _awaited_door(url.rstrip("/").removesuffix("/v1"), key, of, settings.data_dir, own)
     start = start_of(Path(agent).name, door)
-    found = agent if only_print else shutil.which(agent)
-    if found is None:
-        install = INSTALLS.get(Path(agent).name)
-        advice = f"`{install}` installs it" if install else f"known agents are {', '.join(AGENTS)}"
-        raise TurnkeepError(f"there is no program {agent!r} on the PATH; {advice}")
+    found = agent if only_print else _program(agent)
     if door.context_tokens < (needed := own_prompt_tokens(Path(agent).name, arguments)):
         complain(
             f"{agent}'s own prompt takes about {needed:,} tokens, and {door.model} sees only"
@@ -104,6 +100,15 @@ def launch(
         click.echo(_as_shell(start.environment, command))
         return
     os.execve(found, command, {**os.environ, **start.environment})  # noqa: S606  # the user's own program
+
+
+def _program(agent: str) -> str:
+    found = shutil.which(agent)
+    if found is None:
+        install = INSTALLS.get(Path(agent).name)
+        advice = f"`{install}` installs it" if install else f"known agents are {', '.join(AGENTS)}"
+        raise TurnkeepError(f"there is no program {agent!r} on the PATH; {advice}")
+    return found
 
 
 def _advice(data_dir: Path, needed: int) -> str:

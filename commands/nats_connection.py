@@ -70,6 +70,13 @@ _TERMINATED: Final = 143
 _T = TypeVar("_T")
 
 
+def _starting(settings: Settings) -> int | None:
+    """Return the process id of a worker that is starting with these settings."""
+    if settings.nats or _is_elsewhere(settings):
+        return None
+    return starting_pid(settings.data_dir) or _just_begun(settings.data_dir)
+
+
 async def connected(
     settings: Settings, tenant: str, prefix: str | None = None, *, waits: bool = True
 ) -> Client:
@@ -96,12 +103,7 @@ async def connected(
                     **client_options(here),
                 )
             except NoServerError:
-                starting = (
-                    None
-                    if not waits or settings.nats or _is_elsewhere(settings)
-                    else starting_pid(settings.data_dir) or _just_begun(settings.data_dir)
-                )
-                if starting is None:
+                if (starting := _starting(settings) if waits else None) is None:
                     raise
                 if not is_told:
                     click.echo(f"waiting for the worker that is starting (pid {starting}) ...", err=True)

@@ -15,7 +15,7 @@ _LEAST_CUT = 12
 _ENOUGH_CUT = 24
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from rich.text import Text
 
@@ -56,44 +56,57 @@ def table(
     if not sys.stdout.isatty():
         _print_plain([[str(cell) for cell in row] for row in (heads, *rows)])
         return
-    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console()
     told = [i for i, head in enumerate(heads) if head not in same or len({str(row[i]) for row in rows}) != 1]
-    of = {i: max(cell_len(str(cell)) for cell in (heads[i], *(row[i] for row in rows))) for i in told}
-
-    def room() -> int:
-        return console.width - sum(2 + of[i] for i in told if heads[i] != cut)
-
-    enough = max((min(of[i], _ENOUGH_CUT) for i in told if heads[i] == cut), default=0)
-    for head in spare:
-        if room() < enough:
-            told = [i for i in told if heads[i] != head]
-    left = room()
-    told = [i for i in told if heads[i] != cut or left >= _LEAST_CUT]
+    columns = {i: [str(cell) for cell in (heads[i], *(row[i] for row in rows))] for i in told}
+    widths = _widths({heads[i]: cells for i, cells in columns.items()}, console.width, cut, spare)
+    told = [i for i in told if heads[i] in widths]
     layout = Table(box=None, header_style="bold", pad_edge=False)
-    longest = {i: _longest_word((heads[i], *(row[i] for row in rows))) for i in told}
+    longest = {i: _longest_word(columns[i]) for i in told}
     has_room = sum(2 + longest[i] for i in told if heads[i] != cut) <= console.width
     for i in told:
-        is_cut = heads[i] == cut
+        is_cut, width = heads[i] == cut, widths[heads[i]]
         layout.add_column(
             Text(heads[i]),
             overflow="ellipsis" if is_cut else "fold",
-            no_wrap=is_cut or (has_room and longest[i] == of[i]),
-            width=min(left, of[i]) if is_cut else None,
+            no_wrap=is_cut or (has_room and longest[i] == width),
+            width=width if is_cut else None,
         )
     for row in rows:
         layout.add_row(*(Text(cell) if isinstance(cell := row[i], str) else cell for i in told))
     console.print(layout)
 
 
-def _longest_word(cells: Iterable[str | Text]) -> int:
+def _widths(
+    columns: Mapping[str, Sequence[str]], most: int, cut: str | None, spare: Sequence[str]
+) -> dict[str, int]:
+    """Return the widths of the columns that are shown, of which `cut` gets at most what the others leave."""
     from rich.cells import cell_len
 
-    return max((cell_len(word) for cell in cells for word in str(cell).split()), default=0)
+    widths = {head: max(map(cell_len, cells)) for head, cells in columns.items()}
+
+    def room() -> int:
+        return most - sum(2 + width for head, width in widths.items() if head != cut)
+
+    whole = widths.get(cut or "", 0)
+    for head in spare:
+        if room() < min(whole, _ENOUGH_CUT):
+            widths.pop(head, None)
+    if cut in widths:
+        widths[cut] = min(room(), whole)
+        if room() < _LEAST_CUT:
+            del widths[cut]
+    return widths
+
+
+def _longest_word(cells: Iterable[str]) -> int:
+    from rich.cells import cell_len
+
+    return max((cell_len(word) for cell in cells for word in cell.split()), default=0)
 
 
 def _print_plain(lines: Sequence[Sequence[str]]) -> None:

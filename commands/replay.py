@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -87,24 +88,16 @@ def replay(
     from ops.log.record import fold, within
     from ops.log.replay import Replay
 
-    settings = given.load()
-    run = uuid4().hex[:8]
+    settings, run = given.load(), uuid4().hex[:8]
+    rename = partial(_renamed, run) if into_tenant else str
 
     async def play(client: Client) -> ReplayReport:
         logs, images = await _logs(client, sessions, source)
         record = fold(within(one, since, until) for one in logs)
+        how: Any = {"speed": speed, "timeout_s": timeout_s, "keep": keep, "rename": rename}
         async with await connected(settings, into_tenant or f"replay-{run}", into_prefix) as target:
             with terminal_progress(of_bytes=False) as progress:
-                return await Replay(
-                    target,
-                    record,
-                    speed=speed,
-                    timeout_s=timeout_s,
-                    keep=keep,
-                    rename=lambda name: _renamed(run, name) if into_tenant else name,
-                    progress=progress,
-                    images=images,
-                ).run()
+                return await Replay(target, record, progress=progress, images=images, **how).run()
 
     report = talk(settings, tenant, play)
     if as_json:

@@ -60,13 +60,10 @@ def run(
     command starts ends with it; a worker that is running already is used, and serves MODEL to everybody
     until it is next started.
     """
-    from .ask import answer, whole_question
+    from .ask import whole_question
 
-    if model is not None and _MARKS.search(model) and not Path(model).exists():
-        raise click.UsageError(
-            f"the first argument of run is a model, and {model!r} is none; to ask it:"
-            f" echo {shlex.quote(model)} | {program()} run"
-        )
+    if model is not None:
+        _check_name(model)
     settings = given.load()
 
     async def check_model(client: Client) -> None:
@@ -74,23 +71,35 @@ def run(
         if model is not None and is_there and not _names(model, serves):
             await _change(client, model, serves, settings.data_dir)
 
-    async def say(client: Client) -> bool:
-        if text is not None:
-            return await answer(client, name, text, options, as_json=False)
-        from .chat import converse
-
-        await converse(client, name or "chat", options)
-        return True
-
     is_there = settings.nats is not None or owner(settings.data_dir) is not None
     words = [*given.options(), *(() if model is None else ("--model", model))]
     with contextlib.nullcontext() if is_there else _worker(words):
         talk(settings, tenant, check_model)
         # Read the question outside an event loop, in which no signal would end the wait for it.
         text = None if message is None and sys.stdin.isatty() else whole_question(message)
-        answered = talk(settings, tenant, say)
+        answered = talk(settings, tenant, lambda client: _say(client, name, text, options))
     if not answered:
         sys.exit(_INTERRUPTED)
+
+
+def _check_name(model: str) -> None:
+    """Raise `click.UsageError` if the name of a model looks like a question."""
+    if _MARKS.search(model) and not Path(model).exists():
+        raise click.UsageError(
+            f"the first argument of run is a model, and {model!r} is none; to ask it:"
+            f" echo {shlex.quote(model)} | {program()} run"
+        )
+
+
+async def _say(client: Client, name: str | None, text: str | None, options: AnswerOptions) -> bool:
+    """Print the answer to `text`, or hold a conversation; return whether it was answered."""
+    from .ask import answer
+    from .chat import converse
+
+    if text is not None:
+        return await answer(client, name, text, options, as_json=False)
+    await converse(client, name or "chat", options)
+    return True
 
 
 async def _change(client: Client, model: str, serves: str, data_dir: Path) -> None:

@@ -75,11 +75,11 @@ async def sessions(
     """
     from ops.log.sessions import begun, list_sessions, measured, order, running
 
-    kinds = {_print_trees: as_tree, _verify: verify, _print_letters: "dead" in states}
-    if other := [print_ for print_, is_wanted in kinds.items() if is_wanted]:
+    others = (as_tree, _print_trees), (verify, _verify), ("dead" in states, _print_letters)
+    if other := next((print_ for is_wanted, print_ in others if is_wanted), None):
         if sum([as_tree, verify, len(states), *map(bool, (tags, since, until, limit, with_bytes))]) > 1:
             raise click.UsageError("--tree, --verify and --state dead take only names, --tenant and --json")
-        return await other[0](client, names, tenants, as_json=as_json)
+        return await other(client, names, tenants, as_json=as_json)
 
     def wanted(row: SessionRow) -> bool:
         is_in_state = row.state in states if states else row.state not in _ENDED
@@ -95,11 +95,8 @@ async def sessions(
     rows = [*await begun(client, rows[:_WITH_WORDS]), *rows[_WITH_WORDS:]]
     if as_json:
         click.echo(encode({"sessions": rows}))
-        return False
-    _print_sessions(rows, by)
-    hidden = 0 if states else sum(row.state in _ENDED for row in found)
-    note = f"; {hidden} ended: --state closed and --state forgotten list them" if hidden else ""
-    click.echo(f"{len(rows)} of {len(found) - hidden} sessions{note}")
+    else:
+        _print_sessions(rows, by, len(found), 0 if states else sum(row.state in _ENDED for row in found))
     return False
 
 
@@ -172,7 +169,8 @@ async def _print_trees(client: Client, names: Sequence[str], tenants: str, *, as
     return False
 
 
-def _print_sessions(rows: list[SessionRow], by: str) -> None:
+def _print_sessions(rows: list[SessionRow], by: str, num_found: int, num_hidden: int) -> None:
+    """Print some of the sessions that were found; `num_hidden` have ended and are not counted."""
     sized = any(row.size_bytes is not None for row in rows)
     heads = ["session", "tenant", "state", "position", "last", "entries", "worker", "model"]
     heads += ["size", "begins"] if sized else ["begins"]
@@ -195,6 +193,8 @@ def _print_sessions(rows: list[SessionRow], by: str) -> None:
     if lines:
         spare = [head for head in ("worker", "model", "entries", "position") if head != by]
         table(heads, lines, cut="begins", same=("tenant", "worker", "model"), spare=spare)
+    note = f"; {num_hidden} ended: --state closed and --state forgotten list them" if num_hidden else ""
+    click.echo(f"{len(rows)} of {num_found - num_hidden} sessions{note}")
 
 
 def _telling_tags(tags: tuple[str, ...]) -> tuple[str, ...]:

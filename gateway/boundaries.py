@@ -3,11 +3,12 @@
 Two conversations share a boundary if, and only if, the model would see the same prompt up to that message,
 and results of parallel calls came in the same order. The digests leave out what clients change when they send
 a conversation again: the division of content into parts, spacing and order in a call's arguments, ids of
-calls, and all reasoning. Recent boundaries are remembered, to find where a new conversation differs. Pure.
+calls, and all reasoning. Recent boundaries are remembered, to find where a new conversation differs.
 """
 
 from __future__ import annotations
 
+import logging
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, Final
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from turnkeep_client.messages import Called, Generated, Message, ToolCall
+
+log = logging.getLogger(__name__)
 
 #: Options of a generate request that change its rendered prompt; and whether the session has no KV on disk,
 #: since a session that does cannot continue one that does not.
@@ -101,7 +104,27 @@ class RecentBoundaries:
         self._young: set[bytes] = set()
         self._old: set[bytes] = set()
 
-    def add(self, known: Sequence[bytes]) -> int:
+    def difference(self, told: Sequence[Message], known: Sequence[bytes], num_known: int) -> str | None:
+        """Add a conversation `told` with its boundaries `known`, of which sessions have `num_known`.
+
+        If no session has its last answer, log and return where it differs from all conversations before it.
+        """
+        differs = None
+        num_seen = self._add(known) - 1
+        num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
+        if num_known >= num_old:
+            return None
+        if num_seen < 0:
+            differs = "tools"
+        elif num_seen < num_old:
+            first, content = told[num_seen], told[num_seen].content or ""
+            unit = "characters" if isinstance(content, str) else "parts"
+            differs = f"messages[{num_seen}] ({first.role}, {len(content)} {unit})"
+        why = f"{differs} differs from all known" if differs else "no session has the others"
+        log.info("%d of a conversation's %d messages were found: %s", num_known, len(told), why)
+        return differs
+
+    def _add(self, known: Sequence[bytes]) -> int:
         """Add a conversation's boundaries; return how many of them, from the first on, were known before."""
         num = len(known)
         while num and known[num - 1] not in self._young and known[num - 1] not in self._old:

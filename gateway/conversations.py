@@ -172,8 +172,7 @@ class Conversations:
             self._leave(asked, feed)
 
     async def _answer(self, turn: ClientTurn, number: int, feed: AnswerFeed) -> None:
-        has_begun, differs = False, None
-        alone, own = turn.alone(number)
+        has_begun = False
 
         def tell(event: Event) -> None:
             nonlocal has_begun
@@ -182,30 +181,7 @@ class Conversations:
 
         for attempt in range(_ATTEMPTS):
             try:
-                plan = await self._plan(alone, own, feed, is_last=attempt == _ATTEMPTS - 1)
-                if isinstance(plan, LoggedAnswer):
-                    feed.note = plan.note
-                    tell(_found_again(plan))
-                    result = await follow(self.client, plan, tell)
-                    feed.on_end("repeated", result)
-                    tell(result)
-                    return
-                if plan.is_claimed and not number:  # the same answer has the id that its first client knows
-                    session, request = plan.asked.session.name, str(plan.asked.name)
-                    feed.note = await first_note(self.client, session, request, feed.note)
-                if not attempt and not number:
-                    differs = self._missing(turn, plan)
-                    for other in range(1, turn.n):  # behind the first, whose session names all of them
-                        self.beside(self._answer(turn, other, feed))
-                told = len(turn.messages or ())
-                tell(
-                    SessionMatch(
-                        plan.asked.session.name, plan.how, plan.position, plan.num_known, told, differs
-                    )
-                )
-                result = await self._carry_out(alone, plan, feed, tell)
-                feed.on_end(plan.how, result)
-                tell(result)
+                await self._attempt(turn, number, attempt, feed, tell)
             except RequestFailedError as error:
                 is_lost = has_begun or feed.is_abandoned or attempt == _ATTEMPTS - 1
                 if error.code in MISTAKEN and not is_lost:
@@ -219,6 +195,33 @@ class Conversations:
             finally:
                 self._begin(feed)
             return
+
+    async def _attempt(
+        self, turn: ClientTurn, number: int, attempt: int, feed: AnswerFeed, tell: Callable[[Event], None]
+    ) -> None:
+        """Find the answer `number` of a turn in the log, or have it made. Raises `TurnkeepError`."""
+        (alone, own), differs = turn.alone(number), None
+        plan = await self._plan(alone, own, feed, is_last=attempt == _ATTEMPTS - 1)
+        if isinstance(plan, LoggedAnswer):
+            feed.note = plan.note
+            tell(_found_again(plan))
+            result = await follow(self.client, plan, tell)
+            feed.on_end("repeated", result)
+            tell(result)
+            return
+        if plan.is_claimed and not number:  # the same answer has the id that its first client knows
+            session, request = plan.asked.session.name, str(plan.asked.name)
+            feed.note = await first_note(self.client, session, request, feed.note)
+        told = turn.messages or ()
+        if not attempt and not number:
+            differs = self._seen.difference(told, plan.known, plan.num_known)
+            for other in range(1, turn.n):  # behind the first, whose session names all of them
+                self.beside(self._answer(turn, other, feed))
+        match = plan.asked.session.name, plan.how, plan.position, plan.num_known
+        tell(SessionMatch(*match, len(told), differs))
+        result = await self._carry_out(alone, plan, feed, tell)
+        feed.on_end(plan.how, result)
+        tell(result)
 
     async def _plan(
         self, turn: ClientTurn, number: int, feed: AnswerFeed, *, is_last: bool
@@ -248,22 +251,6 @@ class Conversations:
             tell(await follow(self.client, found, tell))
         except TurnkeepError as error:
             tell(error)
-
-    def _missing(self, turn: ClientTurn, plan: SendPlan) -> str | None:
-        """If no session has a conversation's last answer, log and return where the conversation differs."""
-        told, differs = turn.messages or (), None
-        num_seen = self._seen.add(plan.known) - 1
-        num_old = max((at for at, one in enumerate(told, 1) if one.role == "assistant"), default=0)
-        if plan.num_known >= num_old:
-            return None
-        if num_seen < 0:
-            differs = "tools"
-        elif num_seen < num_old:
-            first = told[num_seen]
-            differs = f"messages[{num_seen}] ({first.role}, {_length(first)})"
-        why = f"{differs} differs from all known" if differs else "no session has the others"
-        log.info("%d of a conversation's %d messages were found: %s", plan.num_known, len(told), why)
-        return differs
 
     async def _carry_out(
         self, turn: ClientTurn, plan: SendPlan, feed: AnswerFeed, tell: Callable[[Event], None]
@@ -481,11 +468,6 @@ async def _find_images(turn: ClientTurn, messages: Sequence[Message]) -> None:
             one for message in messages for one in images_in(message.content) if one not in message.files
         }
         attach(messages, {one: await turn.earlier_image(one) for one in missing})
-
-
-def _length(message: Message) -> str:
-    content = message.content or ""
-    return f"{len(content)} {'characters' if isinstance(content, str) else 'parts'}"
 
 
 def _headers(turn: ClientTurn, plan: SendPlan, note: LoggedHeader) -> dict[str, str]:

@@ -51,7 +51,7 @@ MLX = {
     *(f"bench/programs/{name}.py" for name in ("device", "in_process")),
 }
 NATS = {
-    *(f"protocol/turnkeep_client/{name}.py" for name in ("wire", "direct", "nats_client")),
+    *(f"protocol/turnkeep_client/{name}.py" for name in ("connection", "wire", "direct", "nats_client")),
     *("worker/cluster", "worker/wire"),
 }
 

@@ -20,12 +20,26 @@ if TYPE_CHECKING:
 
     from cache.store import Codec, Tier
 
+    from .device.device import Device
     from .model_start import ModelStart
     from .process.constants import Constants
     from .process.datadir import DataDir
     from .process.settings import Settings
 
 log = structlog.get_logger()
+
+
+def _has_snapshots(settings: Settings, device: Device) -> bool:
+    if settings.snapshots == "off":
+        log.info("snapshots are off")
+        return False
+    if device.unsupported_cache is not None:
+        log.warning(
+            "serving without snapshots: this model has a kind of cache that cannot be kept on SSD",
+            cache_class=device.unsupported_cache,
+        )
+        return False
+    return True
 
 
 async def open_store(
@@ -42,14 +56,7 @@ async def open_store(
     The exit of `stack` closes the store, and removes its snapshots if they are temporary.
     """
     device = model.device
-    if settings.snapshots == "off":
-        log.info("snapshots are off")
-        return None
-    if device.unsupported_cache is not None:
-        log.warning(
-            "serving without snapshots: this model has a kind of cache that cannot be kept on SSD",
-            cache_class=device.unsupported_cache,
-        )
+    if not _has_snapshots(settings, device):
         return None
     identity = await model.identity()
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -39,13 +39,14 @@ from .standby import Standby, reports, send_order
 from .wire.activator import Activator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from anyio.abc import Process
 
     from turnkeep_client.errors import TurnkeepError
     from turnkeep_client.messages import ServeRequest
 
+    from .process.setting_kinds import Endpoint
     from .process.settings import Settings
     from .reports import Report
 
@@ -116,14 +117,20 @@ class Supervisor:
             if model.process is not None:
                 await send_order(model.process, model.settings)
 
+    @asynccontextmanager
+    async def _health(self, endpoint: Endpoint) -> AsyncIterator[None]:
+        """Answer health probes until the block ends."""
+        health = HealthServer(endpoint, {"/livez": self._hangs, "/readyz": self._unready})
+        await health.open()
+        async with background(health.serve):
+            yield
+
     async def run(self) -> None:
         """Serve until `stop` is called. Raises `TurnkeepError` for errors that a user can fix."""
         settings = self._settings
         async with AsyncExitStack() as stack:
             if settings.health is not None:  # first, as loading or downloading models may take long
-                health = HealthServer(settings.health, {"/livez": self._hangs, "/readyz": self._unready})
-                await health.open()
-                await stack.enter_async_context(background(health.serve))
+                await stack.enter_async_context(self._health(settings.health))
             directory = stack.enter_context(
                 DataDir.open(settings.data_dir, settings.worker, settings.nats_place)
             )

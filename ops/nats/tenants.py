@@ -279,6 +279,13 @@ async def _make(client: Nats, config: dict[str, Any], tenant: str) -> None:
     raise TurnkeepError(f"the mirror {stream} of {tenant} cannot be made: {error['description']}")
 
 
+def _hosts(given: str | None) -> list[str]:
+    hosts = given.split(",") if given is not None else []
+    if given is not None and (len(hosts) != 3 or not all(hosts)):
+        raise click.UsageError(f"--cluster is {given}; it must be three hosts, joined by commas")
+    return hosts
+
+
 @click.command()
 @click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
 @click.argument("tenants", nargs=-1, metavar="TENANT...")
@@ -295,7 +302,13 @@ async def _make(client: Nats, config: dict[str, Any], tenant: str) -> None:
 @click.option(
     "--max-payload-kib", type=click.IntRange(1), help="Size of its messages. [default: the server's]"
 )
-@click.option("--cluster", metavar="HOST,HOST,HOST", help="Write a configuration for these three nodes.")
+@click.option(
+    "--cluster",
+    "hosts",
+    metavar="HOST,HOST,HOST",
+    callback=lambda _context, _option, given: _hosts(given),
+    help="Write a configuration for these three nodes.",
+)
 @click.option(
     "--rotate", "rotated", multiple=True, metavar="TENANT", help="Make another seed for its clients."
 )
@@ -309,7 +322,7 @@ def main(
     max_connections: int,
     max_subscriptions: int,
     max_payload_kib: int | None,
-    cluster: str | None,
+    hosts: list[str],
     rotated: tuple[str, ...],
 ) -> None:
     """Add each TENANT to the NATS configuration in FOLDER, created if missing; print the seed files.
@@ -317,9 +330,6 @@ def main(
     Then (re)start the server, and run this again with --nats, which creates the mirrors that clients read
     from. Every run gives all tenants the limits on its command line, or the defaults.
     """
-    hosts = cluster.split(",") if cluster is not None else []
-    if cluster is not None and (len(hosts) != 3 or not all(hosts)):
-        raise click.UsageError(f"--cluster is {cluster}; it must be three hosts, joined by commas")
     folder.mkdir(parents=True, exist_ok=True)
     if hosts:
         write_routes(folder, hosts)

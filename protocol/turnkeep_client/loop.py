@@ -47,11 +47,7 @@ async def run_tools(
     said: Any = messages
     for number in range(max(most, 1)):
         if number:
-            try:
-                await session.append(messages=said, request_id=f"{steps}-{number}-results")
-            except RequestFailedError as error:
-                if error.code != "id_conflict":  # an earlier run has sent other results: they stay
-                    raise
+            await _append(session, said, f"{steps}-{number}-results")
         given = {} if number else {"messages": said}
         answer = await session.generate(request_id=f"{steps}-{number}", **given, **sampling)
         if not answer.tool_calls or number + 1 >= most:
@@ -63,6 +59,14 @@ async def run_tools(
         sampling.pop("tools", None)  # the session has them
         sampling["tool_choice"] = "auto"  # a forced call would never end
     return answer
+
+
+async def _append(session: Session, results: Messages, request_id: str) -> None:
+    try:
+        await session.append(messages=results, request_id=request_id)
+    except RequestFailedError as error:
+        if error.code != "id_conflict":  # an earlier run has sent other results: they stay
+            raise
 
 
 def _names(sampling: Sampling) -> list[str]:

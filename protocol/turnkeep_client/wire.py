@@ -1,13 +1,12 @@
 """The client's side of NATS: publishes, sends requests, reads the log, subscribes; error texts name a remedy.
 
-Only this module, `nats_client` and `direct` import nats.
+Only this module, `connection`, `nats_client` and `direct` import nats.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -15,14 +14,13 @@ import msgspec
 import nats.errors
 from nats.js.errors import APIError, NoStreamResponseError
 
+from .connection import NATS_ERRORS, Connection, cancellable
 from .direct import DirectGets, TooManyError
 from .errors import (
     TOO_MANY,
-    ClientClosedError,
     LastSequenceError,
     MessageTooLargeError,
     NoAnswerError,
-    NoServerError,
     NotPermittedError,
     NoWorkerError,
     RequestFailedError,
@@ -31,8 +29,7 @@ from .errors import (
 )
 from .images import entries
 from .log import EXPECT_HEADER, Stored
-from .nats_client import Nats, is_clustered, refusal, unreachable
-from .redact import redact, shown
+from .nats_client import Nats
 from .subjects import CONSUMER, Subjects
 
 if TYPE_CHECKING:
@@ -57,7 +54,6 @@ LAST_ACK_S: Final = 30.0
 NUM_TRIES: Final = 4
 NUM_TRIES_OF_SEVERAL: Final = 150
 TRY_PAUSE_S: Final = 0.2
-RECONNECT_PAUSE_S: Final = 0.25
 #: Limits of one batch when reading a stream, and the timeout for its next message.
 READ_BATCH: Final = 256
 READ_BATCH_BYTES: Final = 4 * 2**20
@@ -68,24 +64,9 @@ API_S: Final = 10.0
 #: A request to a worker fails if the connection stays away for this time; servers restart in less.
 _LOST_S: Final = 5.0
 
-#: Bytes of a header beside its name and value, with its share of the lines around all headers.
-_HEADER_BYTES: Final = 16
-
 _MESSAGE_TOO_LARGE: Final = 10054  # JetStream's code: larger than the stream's max_msg_size
 _WRONG_LAST_SEQUENCE: Final = 10071
 _IN_PROGRESS: Final = 10164  # another write to the subject, in a cluster
-
-#: nats-py does not wrap a connection reset.
-_NATS_ERRORS: Final = (nats.errors.Error, OSError)
-
-#: The errors of nats-py that mean a lost connection.
-_LOST_ERRORS: Final = (
-    nats.errors.ConnectionClosedError,
-    nats.errors.ConnectionDrainingError,
-    nats.errors.ConnectionReconnectingError,
-    nats.errors.StaleConnectionError,
-    ConnectionError,
-)
 
 _T = TypeVar("_T")
 
@@ -99,66 +80,14 @@ class Backlog:
     num_redelivered: int
 
 
-class _RefusedError(Exception):
-    """The server refuses this user; the message says why."""
-
-
-class _UnreachedError(Exception):
-    """No server could be reached; the message says why."""
-
-
-class NatsWire:
+class NatsWire(Connection):
     """The client's NATS operations. If closed, all but `read` and `lacks` raise `ClientClosedError`."""
 
     def __init__(self, subjects: Subjects) -> None:
+        super().__init__(Nats())
         self.subjects = subjects
-        #: Number of reconnections. Subscriptions miss messages published while disconnected.
-        self.epoch = 0
-        self.closed = False
-        self._is_leaving = False
-        self._may_be_refused = True  # until it is connected for the first time
-        self._num_to_try = 1  # servers that were not tried yet
-        #: Events that are set on every reconnection and on close.
-        self.watchers: set[asyncio.Event] = set()
-        self._nats = Nats()
         self._gets = DirectGets(self._nats, timeout_s=READ_S)
         self._jetstream = self._nats.jetstream()
-        self._connected = asyncio.Event()
-        self._last_error = ""
-        #: The server's last permission errors, as text.
-        self._denials = deque[str](maxlen=16)
-
-    async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
-        """Connect, within `timeout_s`; raises `NoServerError` and `NotPermittedError`."""
-        urls = url.split(",")
-        self._num_to_try = len(urls)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._nats.connect(
-                    urls,
-                    error_cb=self._on_error,
-                    disconnected_cb=self._on_disconnected,
-                    reconnected_cb=self._on_reconnected,
-                    closed_cb=self._on_closed,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=RECONNECT_PAUSE_S,
-                    **options,
-                )
-        except _RefusedError as error:
-            await self._nats.abandon()
-            raise NotPermittedError(f"the NATS server at {shown(url)} {error}") from None
-        except (_UnreachedError, *_NATS_ERRORS) as error:
-            await self._nats.abandon()
-            why = redact(self._last_error or str(error)) or f"no answer within {timeout_s} s"
-            raise NoServerError(f"no NATS server at {shown(url)}: {why}") from None
-        self._may_be_refused = False
-        self._connected.set()
-
-    async def close(self) -> None:
-        """Close the connection."""
-        self._is_leaving = True
-        with contextlib.suppress(*_NATS_ERRORS):  # the server may be gone
-            await self._nats.close()
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
         """Publish `body`, again if needed, until the log has stored it; return its stream sequence."""
@@ -167,18 +96,13 @@ class NatsWire:
             await self._connected.wait()
             self._check(body, headers)
             try:
-                ack = await _cancellable(
+                ack = await cancellable(
                     self._jetstream.publish(subject, body, timeout=patience_s, headers=headers)
                 )
             except NoStreamResponseError:
                 num_refusals += 1
                 if num_refusals >= self._most_refusals and not is_doubtful:  # else the caller's limit ends it
-                    why = "no worker was ever started on this NATS server"
-                    if self.is_clustered:
-                        why = "too few servers of the NATS cluster run, or no worker was ever started there"
-                    raise NoAnswerError(
-                        f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}"
-                    ) from None
+                    raise self._no_log(subject) from None
                 await asyncio.sleep(TRY_PAUSE_S)
             except APIError as error:
                 if error.err_code == _IN_PROGRESS:
@@ -192,7 +116,7 @@ class NatsWire:
                 is_doubtful = True
                 self._check_permission(subject)
                 patience_s = min(2 * patience_s, LAST_ACK_S)
-            except _NATS_ERRORS:  # between two connections
+            except NATS_ERRORS:  # between two connections
                 is_doubtful = True
                 await asyncio.sleep(TRY_PAUSE_S)
             else:
@@ -202,6 +126,12 @@ class NatsWire:
                         f" it should be {self.subjects.log_stream!r}"
                     )
                 return ack.seq
+
+    def _no_log(self, subject: str) -> NoAnswerError:
+        why = "no worker was ever started on this NATS server"
+        if self.is_clustered:
+            why = "too few servers of the NATS cluster run, or no worker was ever started there"
+        return NoAnswerError(f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}")
 
     async def _find(self, subject: str, body: bytes) -> int:
         """Return the log's sequence of the last message of `subject` with this body; 0 if there is none."""
@@ -223,12 +153,12 @@ class NatsWire:
             if not self.connected:
                 raise self._unreached(f"{subject} could not be asked", error) from None
             raise NoAnswerError(f"no worker answered on {subject} within {timeout_s} s") from None
-        except _NATS_ERRORS as error:
+        except NATS_ERRORS as error:
             raise self._unreached(f"{subject} could not be asked", error) from None
 
     async def _while_reached(self, call: Coroutine[Any, Any, _T]) -> _T:
         """Await a call; raise `ConnectionError` if the connection is lost for `_LOST_S` before it ends."""
-        task, epoch = asyncio.create_task(_cancellable(call)), -1
+        task, epoch = asyncio.create_task(cancellable(call)), -1
         try:
             while not task.done():
                 if not self.connected and self.epoch == epoch:
@@ -258,7 +188,7 @@ class NatsWire:
                     yield batch
         except TooManyError as error:
             raise StreamError(str(error), TOO_MANY) from None
-        except _NATS_ERRORS as error:
+        except NATS_ERRORS as error:
             self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
             raise self._unreached(f"{stream} could not be read", error) from None
 
@@ -267,15 +197,15 @@ class NatsWire:
         self._check(body, headers)
         try:
             await self._nats.publish(subject, body, headers=headers)
-        except _NATS_ERRORS as error:
+        except NATS_ERRORS as error:
             raise self._unreached(f"{subject} could not be published", error) from None
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
         """Call JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
         self._check(body, headers)
         try:
-            reply = await _cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
-        except _NATS_ERRORS as error:
+            reply = await cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
+        except NATS_ERRORS as error:
             self._check_permission(subject)
             raise self._unreached(f"JetStream does not answer on {subject}", error) from None
         answer: dict[str, Any] = msgspec.json.decode(reply.data or b"{}")
@@ -324,7 +254,7 @@ class NatsWire:
                 num_refusals += 1
                 if num_refusals >= self._most_refusals:
                     raise self._unreached(f"{stream} could not be read", error) from None
-            except _NATS_ERRORS:
+            except NATS_ERRORS:
                 self._check_permission(f"$JS.API.DIRECT.GET.{stream}")
             else:
                 return found.seq if found else 0
@@ -342,13 +272,13 @@ class NatsWire:
         """
         try:
             return await self._last(stream, subject)
-        except _NATS_ERRORS as error:
+        except NATS_ERRORS as error:
             raise self._unreached(f"{stream} could not be read", error) from None
 
     async def _last(self, stream: str, subject: str) -> Stored | None:
         body = msgspec.json.encode({"last_by_subj": subject})
         call = self._nats.request(f"$JS.API.DIRECT.GET.{stream}", body, timeout=READ_S)
-        reply = await _cancellable(call)
+        reply = await cancellable(call)
         return _stored(reply) if "Nats-Sequence" in (reply.headers or {}) else None
 
     async def leader_seq(self, stream: str, subject: str) -> int:
@@ -361,32 +291,15 @@ class NatsWire:
             return 0
         asked, body = f"$JS.API.STREAM.MSG.GET.{stream}", msgspec.json.encode({"last_by_subj": subject})
         try:
-            reply = await _cancellable(self._nats.request(asked, body, timeout=READ_S))
+            reply = await cancellable(self._nats.request(asked, body, timeout=READ_S))
             return int(msgspec.json.decode(reply.data).get("message", {}).get("seq", 0))
         except nats.errors.NoRespondersError:  # the client's account does not import the subject
             return 0
-        except _NATS_ERRORS as error:
+        except NATS_ERRORS as error:
             with contextlib.suppress(NotPermittedError):
                 self._check_permission(asked)
                 raise self._unreached(f"the leader of {stream} could not be asked", error) from None
             return 0
-
-    @property
-    def why_closed(self) -> str:
-        """A sentence that says which side closed the connection, and why."""
-        if self._is_leaving or self._nats.last_error is None:
-            return "the client is closed"
-        return f"the NATS server has closed the connection ({redact(str(self._nats.last_error))})"
-
-    @property
-    def connected(self) -> bool:
-        """Whether the connection is up."""
-        return self._connected.is_set() and not self.closed
-
-    @property
-    def is_clustered(self) -> bool:
-        """Whether the connection's server belongs to a cluster."""
-        return is_clustered(self._nats)
 
     @property
     def _most_refusals(self) -> int:
@@ -396,8 +309,8 @@ class NatsWire:
         """Return the counts of the log's consumer. Raises `NoWorkerError`."""
         call = self._jetstream.consumer_info(self.subjects.log_stream, CONSUMER, timeout=READ_S)
         try:
-            found = await _cancellable(call)
-        except _NATS_ERRORS as error:
+            found = await cancellable(call)
+        except NATS_ERRORS as error:
             raise self._unreached(
                 f"the consumer of {self.subjects.log_stream} cannot be read", error
             ) from None
@@ -439,7 +352,7 @@ class NatsWire:
         subscription = await self._subscribe(subject, cb=deliver)
 
         async def stop() -> None:
-            with contextlib.suppress(*_NATS_ERRORS):  # a closed connection has no subscriptions
+            with contextlib.suppress(*NATS_ERRORS):  # a closed connection has no subscriptions
                 await subscription.unsubscribe()
 
         return stop
@@ -448,99 +361,27 @@ class NatsWire:
         """Yield the body of every message of a subject until the connection is closed."""
         subscription = await self._subscribe(subject)
         try:
-            with contextlib.suppress(*_NATS_ERRORS):  # nats-py sends the first ping before the subscription
-                await _cancellable(self._nats.flush())
-                await _cancellable(self._nats.flush())
+            with contextlib.suppress(*NATS_ERRORS):  # nats-py sends the first ping before the subscription
+                await cancellable(self._nats.flush())
+                await cancellable(self._nats.flush())
             self._check_permission(subject, "subscribe to")
             async for message in subscription.messages:
                 yield message.data
         finally:
-            with contextlib.suppress(*_NATS_ERRORS):
+            with contextlib.suppress(*NATS_ERRORS):
                 await subscription.unsubscribe()
 
     async def _subscribe(self, subject: str, **options: Any) -> Subscription:
         self._check()
         try:
             return await self._nats.subscribe(subject, **options)
-        except _NATS_ERRORS as error:
+        except NATS_ERRORS as error:
             raise self._unreached(f"cannot subscribe to {subject}", error) from None
-
-    def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
-        if self.closed:
-            raise ClientClosedError(self.why_closed)
-        # The server counts headers too, and ends the connection of a client that sends too much.
-        lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
-        size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)
-        if size_bytes > self._nats.max_payload:
-            raise MessageTooLargeError(
-                f"the request has {size_bytes} bytes, the NATS server accepts {self._nats.max_payload} at"
-                " most: send it as several appends"
-            )
-
-    def _check_permission(self, subject: str, deed: str = "publish on") -> None:
-        # The server reports a violation to the connection, not to the caller.
-        for denial in self._denials:
-            if f'"{subject.lower()}"' in denial:
-                raise NotPermittedError(f"this user may not {deed} {subject}: {denial}")
-
-    def _unreached(self, what: str, error: Exception) -> NoWorkerError:
-        """Return the error to raise after `what` failed with an error of nats-py."""
-        why = getattr(error, "description", None) or str(error) or type(error).__name__
-        if self.closed:
-            return ClientClosedError(f"{what}: {self.why_closed}")
-        if isinstance(error, _LOST_ERRORS) or not self.connected:
-            return NoServerError(f"{what}: the connection to the NATS server is lost ({why})")
-        return NoAnswerError(f"{what}: {why}")
-
-    def _wake(self) -> None:
-        for watcher in self.watchers:
-            watcher.set()
-
-    async def _on_error(self, error: Exception) -> None:
-        if self._may_be_refused and (why := refusal(error)):
-            self._may_be_refused = False  # more errors may come while the connection closes
-            raise _RefusedError(why)  # nats-py would try again until the timeout
-        why = unreachable(error)
-        self._last_error = why or str(error) or type(error).__name__
-        if self._may_be_refused and why:
-            self._num_to_try -= 1
-            if self._num_to_try == 0:
-                raise _UnreachedError(why)
-        if "permissions violation" in self._last_error.lower():
-            self._denials.append(self._last_error.lower())
-
-    async def _on_disconnected(self) -> None:
-        self._connected.clear()
-
-    async def _on_reconnected(self) -> None:
-        self.epoch += 1
-        self._connected.set()
-        self._wake()
-
-    async def _on_closed(self) -> None:
-        self.closed = True
-        self._connected.set()  # a waiting publish must see that it is closed
-        self._wake()
 
 
 def _stored(message: Msg) -> Stored:
     headers = message.headers or {}
     return Stored(int(headers["Nats-Sequence"]), message.data, headers)
-
-
-async def _cancellable(call: Awaitable[_T]) -> _T:
-    """Await a call of nats-py without losing a cancellation.
-
-    nats-py uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with
-    the reply or an error: the caller would wait forever.
-    """
-    task = asyncio.current_task()
-    num_before = task.cancelling() if task else 0
-    try:
-        return await call
-    finally:
-        if task and task.cancelling() > num_before:
-            raise asyncio.CancelledError
 
 
 def _refusal(error: APIError) -> TurnkeepError:

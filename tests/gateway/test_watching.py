@@ -135,8 +135,8 @@ def test_the_gateway_remembers_the_latest_conversations_in_bounded_memory() -> N
     seen = RecentBoundaries()
     for number in range(50_000):
         known = [number.to_bytes(4, "big") + bytes([at]) for at in range(3)]
-        assert seen.add(known) == 0
-    assert seen.add([*known, b"new"]) == 3
+        assert seen._add(known) == 0
+    assert seen._add([*known, b"new"]) == 3
     assert len(seen._young) + len(seen._old) <= 20_003
 
 

@@ -163,7 +163,7 @@ async def test_a_gateway_in_a_tenants_account_is_healthy_and_answers(server: Ser
         answer = await http.post("/v1/chat/completions", json=asked, headers={"x-api-key": "k"})
         assert answer.status_code == 200, answer.text
         assert (await http.get("/health")).status_code == 200
-    await gateway.close()
+    await gateway.connections.close()
 
 
 async def test_a_tenant_may_not_publish_as_another_tenant_or_as_a_worker(server: Server) -> None:

@@ -160,7 +160,7 @@ class Gate:
 
     async def close(self) -> None:
         if self._gateway is not None:
-            await self.process.start(self._gateway.close())
+            await self.process.start(self._gateway.connections.close())
 
 
 class Visitor:

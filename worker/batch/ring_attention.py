@@ -102,6 +102,13 @@ class VisibleSlots:
         return self.before is None and self.to_sinks is None
 
 
+def _held(ring: RingCache, end: Any, num_places: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return whose KV each place of rows' rings holds, with `end` tokens; a place never written has `end`."""
+    places, last = np.arange(num_places), end - 1
+    held = np.where(places < ring.sink, places, last - (last - places) % (ring.capacity - ring.sink))
+    return np.where((places >= ring.sink) & (held < ring.sink), end, held)
+
+
 def sight(
     ring: RingCache,
     ends: Sequence[int],
@@ -118,11 +125,8 @@ def sight(
     at = end - num + np.arange(num)  # (rows, tokens)
     slots = ring.slot_positions()
     num_places = ring.capacity if len(slots) else int(min(end.max(), ring.capacity))
-    places = np.arange(num_places)
-    last = end - 1
-    held = np.where(places < ring.sink, places, last - (last - places) % (ring.capacity - ring.sink))
-    held = np.where((places >= ring.sink) & (held < ring.sink), last + 1, held)  # places never written
-    is_sink = (places < ring.sink) & (held < end)
+    held = _held(ring, end, num_places)
+    is_sink = (np.arange(num_places) < ring.sink) & (held < end)
     held, here = held[:, None, :], at[:, :, None]
     seen = held <= (here if last_seen is None else last_seen[:, :, None])
     seen &= (held > here - ring.window) | is_sink[:, None, :]

@@ -6,8 +6,6 @@ commands or of the thread. Device thread only.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -18,8 +16,7 @@ from cache.kv import layers
 from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from worker.batch import plane
-from worker.batch.drafter import MOST_SEEN
-from worker.batch.rows import PrefillPiece, Row, UnsoundError
+from worker.batch.rows import PrefillPiece, UnsoundError
 
 from . import machine
 from .cutter import Cutter
@@ -62,8 +59,6 @@ log = structlog.get_logger()
 
 #: How many evaluations may fail, without a step that succeeds in between, before the worker ends.
 _MOST_LOST: Final = 3
-#: How many evaluations in a row may report one failure: command buffers in flight report it again.
-_MOST_REPORTS: Final = 8
 #: The image tower's share of the time that answers may stall; prompts get the rest.
 _TOWER_SHARE: Final = 0.5
 
@@ -91,7 +86,7 @@ class Runner:
         self._block = block_tokens
         self.served = ServedModel(
             loaded,
-            self._make_room,
+            lambda num_bytes: self.idle_kv.make_room(num_bytes),  # noqa: PLW0108  # made below
             block_tokens=block_tokens,
             limit_bytes=limit_bytes,
             max_draft=max_draft,
@@ -123,9 +118,6 @@ class Runner:
         if device.warms_up:
             self.served.warm_up(block_tokens)
 
-    def _make_room(self, size_bytes: int) -> bool:
-        return self.idle_kv.make_room(size_bytes)
-
     def _dropped(self, keys: tuple[SessionKey, ...]) -> None:
         """Tell the event loop that idle sessions have lost their KV."""
         for key in keys:
@@ -134,7 +126,7 @@ class Runner:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any turn is prefilling or decoding, or the tower has something to run."""
+        """Whether any turn runs, or the image tower has something to run."""
         return bool(self._scheduler) or self._vision.is_pending
 
     def step(self, *, undisturbed: bool) -> float:
@@ -330,18 +322,10 @@ class Runner:
         self.idle_kv.clear()
         for turn in tuple(self._turns):
             self._fault(turn, LostKvError(error, weight=0 if small else 2 if turn in pieces else 1))
-        if self._num_lost >= _MOST_LOST or not self._works():
+        if self._num_lost >= _MOST_LOST or not self.served.recovers():
             raise machine.DeviceError(
                 f"the GPU has failed and does not recover: {error}; start the worker again"
             )
-
-    def _works(self) -> bool:
-        """Say whether the device can run a token, once it has reported all earlier failures."""
-        for _ in range(_MOST_REPORTS):
-            with contextlib.suppress(RuntimeError):
-                mx.synchronize()
-                return self.served.works(self.served.make_caches(FULL))
-        return False
 
     def _fault(self, turn: DeviceTurn, error: Exception) -> None:
         if turn not in self._turns:  # it has ended
@@ -427,16 +411,7 @@ class Runner:
         request, context = turn.request, turn.request.context
         start, end = turn.num_cached, turn.num_cached + num_tokens
         if end == request.target and request.draws:
-            turn.row = Row(
-                caches=turn.caches,
-                known=context.ids(max(len(context) - MOST_SEEN, 0)),
-                sampler=request.sampler(),
-                num_cached=end,
-                num_left=turn.num_left,
-                most_held=request.policy.num_held(sys.maxsize),
-                shift=plane.shift_after(context.spans),
-                session=request.key,
-            )
+            turn.row = turn.make_row()
         self._paging.begin_piece(turn)
         embedding = request.embedding if end == request.target else None
         tokens, images = context.ids(start, end).tolist(), self._vision.rows(turn, start, end)
@@ -469,7 +444,10 @@ class Runner:
         For each of them, `num_decoded` tokens before it got KV: none before the first token of an answer.
         """
         row, answer = turn.row, turn.request.answer
-        if row is None or answer is None or not self._is_sound(turn):
+        if row is None or answer is None:
+            return
+        if not row.is_sound:  # its tokens were drawn from NaN or infinite logits
+            self._guarded(turn, self._break_off, leaves_batch=True)
             return
         for drawn in row.drawn:
             turn.num_cached += num_decoded
@@ -480,13 +458,6 @@ class Runner:
             if answer.finish_reason is not None or turn.num_left <= 0:
                 self._guarded(turn, self._end, leaves_batch=True)
                 return
-
-    def _is_sound(self, turn: DeviceTurn) -> bool:
-        """Say whether a row's tokens were drawn from finite logits; if not, fail the turn."""
-        if turn.row is not None and not turn.row.is_sound:
-            self._guarded(turn, self._break_off, leaves_batch=True)
-            return False
-        return True
 
     def _break_off(self, turn: DeviceTurn) -> None:
         if turn.row is not None:

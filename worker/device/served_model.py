@@ -6,6 +6,7 @@ Test runs (trials) at the model's load decide; a file stores their results. Devi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -52,6 +53,8 @@ log = structlog.get_logger()
 #: On a CPU, MLX waits in a launch until all but about 100 operations have run. So steps of larger models are
 #: not launched ahead there: the previous step's tokens would be read a step later, and nothing be faster.
 _SMALL_BYTES: Final = 64 * 2**20
+#: How many evaluations in a row may report one failure: command buffers in flight report it again.
+_MOST_REPORTS: Final = 8
 
 
 def trial_key(loaded: LoadedModel, caches: str) -> str:
@@ -201,7 +204,7 @@ class ServedModel:
             grid=0 if self.most_joint else None,  # no image lies on both sides of its multiples
         )
         caches = make()
-        if not self.works(caches):
+        if not self._works(caches):
             raise ModelError(
                 f"{loaded.folder} is broken: {UnsoundError()}; get its weights again, or try --dtype float32"
             )
@@ -222,12 +225,20 @@ class ServedModel:
         self.estimator = estimator(loaded, caches, limit_bytes, self.batch.sketched, self._reserved_bytes)
         return make
 
-    def works(self, caches: list[Any]) -> bool:
+    def _works(self, caches: list[Any]) -> bool:
         """Run one token with empty `caches`; say whether its logits are finite. No step may be in flight."""
         row = Row(caches, array("I", [0]), RowSampler(RowSampling()), num_cached=1, num_left=1)
         self.batch.step([PrefillPiece(caches, 0, [0], row)])
         self.batch.remove(row)
         return row.is_sound
+
+    def recovers(self) -> bool:
+        """Say whether the device can run a token, once it has reported all earlier failures."""
+        for _ in range(_MOST_REPORTS):
+            with contextlib.suppress(RuntimeError):
+                mx.synchronize()
+                return self._works(self.make_caches(FULL))
+        return False
 
     def warm_up(self, num_tokens: int) -> None:
         """Run two prompts of `num_tokens` tokens and a token of each answer, and measure nothing."""

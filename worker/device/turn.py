@@ -11,6 +11,10 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from worker.batch import plane
+from worker.batch.drafter import MOST_SEEN
+from worker.batch.rows import Row
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -22,7 +26,6 @@ if TYPE_CHECKING:
     from cache.store import StoredPast
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.rows import Row
     from worker.models.vision.families import View
     from worker.observe.traces import Phase
 
@@ -109,6 +112,20 @@ class DeviceTurn:
         if answer is None:
             return 0
         return min(answer.max_tokens, self.num_granted - self.request.num_prompt) - len(answer.tokens)
+
+    def make_row(self) -> Row:
+        """Make the row of the answer, which begins behind the whole prompt."""
+        request, context = self.request, self.request.context
+        return Row(
+            caches=self.caches,
+            known=context.ids(max(len(context) - MOST_SEEN, 0)),
+            sampler=request.sampler(),
+            num_cached=request.target,
+            num_left=self.num_left,
+            most_held=request.policy.num_held(sys.maxsize),
+            shift=plane.shift_after(context.spans),
+            session=request.key,
+        )
 
     @property
     def cost(self) -> TurnCost:

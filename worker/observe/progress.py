@@ -50,21 +50,26 @@ def terminal_progress(
 
     def show(done: int, total: int, what: str) -> None:
         tell(done, total, what)
-        task = next((task for task in bars.tasks if task.description == what), None)
-        if done >= total:
-            for finished in bars.task_ids:
-                bars.remove_task(finished)
-            bars.stop()
-        elif task is None:
-            bars.add_task(what, total=total, completed=done)
-            bars.start()
-        else:
-            bars.update(task.id, completed=done, total=total)
+        _show(bars, done, total, what)
 
     try:
         yield show
     finally:
         bars.stop()
+
+
+def _show(bars: Bars, done: int, total: int, what: str) -> None:
+    """Show a step's bar while it runs."""
+    task = next((task for task in bars.tasks if task.description == what), None)
+    if done >= total:
+        for finished in bars.task_ids:
+            bars.remove_task(finished)
+        bars.stop()
+    elif task is None:
+        bars.add_task(what, total=total, completed=done)
+        bars.start()
+    else:
+        bars.update(task.id, completed=done, total=total)
 
 
 def _bars(of_bytes: bool) -> Bars:

@@ -116,14 +116,6 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
         raise refused("messages is empty", "messages")
     if asked.max_tokens is None and not is_counted:
         raise refused("max_tokens: Field required", "max_tokens")
-    options = openai.sampling(asked, asked.max_tokens) | _tools(asked, reading.warnings)
-    if asked.stop_sequences:
-        options["stop"] = asked.stop_sequences
-    if (budget := _budget(asked.thinking)) is not None:
-        options["reasoning"] = {"budget": budget}
-    if asked.output_config and (form := asked.output_config.format):
-        described = {"schema": form.schema, "strict": False}
-        options["response_format"] = {"type": form.type, form.type: described}
     messages = _system(asked.system, reading.warnings)
     for number, given in enumerate(asked.messages):
         where = f"messages[{number}]"
@@ -131,7 +123,7 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
             messages += _messages(given, where, reading)
         except (ValueError, InvalidMessageError) as error:
             raise refused(str(error), where) from None
-    told, options = prefilled(messages, options)
+    told, options = prefilled(messages, _options(asked, reading.warnings))
     prefix = options.get("prefix", "")
     if prefix != prefix.rstrip():
         raise refused("final assistant content cannot end with trailing whitespace", "messages")
@@ -144,6 +136,18 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
         images=reading.images,
     )
     return check(turn, {})
+
+
+def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
+    options = openai.sampling(asked, asked.max_tokens) | _tools(asked, warnings)
+    if asked.stop_sequences:
+        options["stop"] = asked.stop_sequences
+    if (budget := _budget(asked.thinking)) is not None:
+        options["reasoning"] = {"budget": budget}
+    if asked.output_config and (form := asked.output_config.format):
+        described = {"schema": form.schema, "strict": False}
+        options["response_format"] = {"type": form.type, form.type: described}
+    return options
 
 
 def _budget(thinking: _Thinking | None) -> int | None:

@@ -15,7 +15,7 @@ from gateway.turn import ALL_THAT_FITS, NO_WORKER, fault_of
 from turnkeep_client.messages import Generated
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gateway.turn import ClientTurn, Fault
     from turnkeep_client.messages import Called, Chunk, Failed, TokenLogprob
@@ -317,18 +317,25 @@ def _response(
         "metadata": asked.get("metadata", {}),
         "model": turn.model,
         "output": output,
-        "parallel_tool_calls": options.get("parallel_tool_calls", True),
         "previous_response_id": asked.get("previous_response_id"),
         "reasoning": {"effort": asked.get("effort"), "summary": None},
         "store": turn.is_kept,
+        "truncation": "disabled",
+        "usage": result and usage_of(result),
+        **_told(options),
+    }
+
+
+def _told(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a response that repeat generate options."""
+    return {
+        "parallel_tool_calls": options.get("parallel_tool_calls", True),
         "temperature": options.get("temperature"),
         "text": {"format": _format(options.get("response_format", {"type": "text"}))},
         "tool_choice": _flat(options.get("tool_choice", "auto")),
         "tools": [{"strict": False, "parameters": None, **_flat(tool)} for tool in options.get("tools", ())],
         "top_logprobs": options.get("top_logprobs", 0),
         "top_p": options.get("top_p"),
-        "truncation": "disabled",
-        "usage": result and usage_of(result),
     }
 
 

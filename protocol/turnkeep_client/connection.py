@@ -1,0 +1,193 @@
+"""The client's connection to NATS: connects, knows whether it is up, and says why an operation failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import nats.errors
+
+from .errors import (
+    ClientClosedError,
+    MessageTooLargeError,
+    NoAnswerError,
+    NoServerError,
+    NotPermittedError,
+    NoWorkerError,
+)
+from .nats_client import is_clustered, refusal, unreachable
+from .redact import redact, shown
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Mapping
+
+    from .nats_client import Nats
+
+_RECONNECT_PAUSE_S: Final = 0.25
+
+#: Bytes of a header beside its name and value, with its share of the lines around all headers.
+_HEADER_BYTES: Final = 16
+
+#: nats-py does not wrap a connection reset.
+NATS_ERRORS: Final = (nats.errors.Error, OSError)
+
+#: The errors of nats-py that mean a lost connection.
+_LOST_ERRORS: Final = (
+    nats.errors.ConnectionClosedError,
+    nats.errors.ConnectionDrainingError,
+    nats.errors.ConnectionReconnectingError,
+    nats.errors.StaleConnectionError,
+    ConnectionError,
+)
+
+_T = TypeVar("_T")
+
+
+class _RefusedError(Exception):
+    """The server refuses this user; the message says why."""
+
+
+class _UnreachedError(Exception):
+    """No server could be reached; the message says why."""
+
+
+class Connection:
+    """A connection to NATS, which comes back by itself after it was lost."""
+
+    def __init__(self, connection: Nats) -> None:
+        self._nats = connection
+        #: Number of reconnections. Subscriptions miss messages published while disconnected.
+        self.epoch = 0
+        self.closed = False
+        self._is_leaving = False
+        self._may_be_refused = True  # until it is connected for the first time
+        self._num_to_try = 1  # servers that were not tried yet
+        #: Events that are set on every reconnection and on close.
+        self.watchers: set[asyncio.Event] = set()
+        self._connected = asyncio.Event()
+        self._last_error = ""
+        #: The server's last permission errors, as text.
+        self._denials = deque[str](maxlen=16)
+
+    async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
+        """Connect, within `timeout_s`; raises `NoServerError` and `NotPermittedError`."""
+        urls = url.split(",")
+        self._num_to_try = len(urls)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._nats.connect(
+                    urls,
+                    error_cb=self._on_error,
+                    disconnected_cb=self._on_disconnected,
+                    reconnected_cb=self._on_reconnected,
+                    closed_cb=self._on_closed,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=_RECONNECT_PAUSE_S,
+                    **options,
+                )
+        except _RefusedError as error:
+            await self._nats.abandon()
+            raise NotPermittedError(f"the NATS server at {shown(url)} {error}") from None
+        except (_UnreachedError, *NATS_ERRORS) as error:
+            await self._nats.abandon()
+            why = redact(self._last_error or str(error)) or f"no answer within {timeout_s} s"
+            raise NoServerError(f"no NATS server at {shown(url)}: {why}") from None
+        self._may_be_refused = False
+        self._connected.set()
+
+    async def close(self) -> None:
+        """Close the connection."""
+        self._is_leaving = True
+        with contextlib.suppress(*NATS_ERRORS):  # the server may be gone
+            await self._nats.close()
+
+    @property
+    def why_closed(self) -> str:
+        """A sentence that says which side closed the connection, and why."""
+        if self._is_leaving or self._nats.last_error is None:
+            return "the client is closed"
+        return f"the NATS server has closed the connection ({redact(str(self._nats.last_error))})"
+
+    @property
+    def connected(self) -> bool:
+        """Whether the connection is up."""
+        return self._connected.is_set() and not self.closed
+
+    @property
+    def is_clustered(self) -> bool:
+        """Whether the connection's server belongs to a cluster."""
+        return is_clustered(self._nats)
+
+    def _check(self, body: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+        if self.closed:
+            raise ClientClosedError(self.why_closed)
+        # The server counts headers too, and ends the connection of a client that sends too much.
+        lines = (f"{name}{value}".encode() for name, value in (headers or {}).items())
+        size_bytes = len(body) + sum(_HEADER_BYTES + len(line) for line in lines)
+        if size_bytes > self._nats.max_payload:
+            raise MessageTooLargeError(
+                f"the request has {size_bytes} bytes, the NATS server accepts {self._nats.max_payload} at"
+                " most: send it as several appends"
+            )
+
+    def _check_permission(self, subject: str, deed: str = "publish on") -> None:
+        # The server reports a violation to the connection, not to the caller.
+        for denial in self._denials:
+            if f'"{subject.lower()}"' in denial:
+                raise NotPermittedError(f"this user may not {deed} {subject}: {denial}")
+
+    def _unreached(self, what: str, error: Exception) -> NoWorkerError:
+        """Return the error to raise after `what` failed with an error of nats-py."""
+        why = getattr(error, "description", None) or str(error) or type(error).__name__
+        if self.closed:
+            return ClientClosedError(f"{what}: {self.why_closed}")
+        if isinstance(error, _LOST_ERRORS) or not self.connected:
+            return NoServerError(f"{what}: the connection to the NATS server is lost ({why})")
+        return NoAnswerError(f"{what}: {why}")
+
+    def _wake(self) -> None:
+        for watcher in self.watchers:
+            watcher.set()
+
+    async def _on_error(self, error: Exception) -> None:
+        if self._may_be_refused and (why := refusal(error)):
+            self._may_be_refused = False  # more errors may come while the connection closes
+            raise _RefusedError(why)  # nats-py would try again until the timeout
+        why = unreachable(error)
+        self._last_error = why or str(error) or type(error).__name__
+        if self._may_be_refused and why:
+            self._num_to_try -= 1
+            if self._num_to_try == 0:
+                raise _UnreachedError(why)
+        if "permissions violation" in self._last_error.lower():
+            self._denials.append(self._last_error.lower())
+
+    async def _on_disconnected(self) -> None:
+        self._connected.clear()
+
+    async def _on_reconnected(self) -> None:
+        self.epoch += 1
+        self._connected.set()
+        self._wake()
+
+    async def _on_closed(self) -> None:
+        self.closed = True
+        self._connected.set()  # a waiting publish must see that it is closed
+        self._wake()
+
+
+async def cancellable(call: Awaitable[_T]) -> _T:
+    """Await a call of nats-py without losing a cancellation.
+
+    nats-py uses `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives together with
+    the reply or an error: the caller would wait forever.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task else 0
+    try:
+        return await call
+    finally:
+        if task and task.cancelling() > num_before:
+            raise asyncio.CancelledError
