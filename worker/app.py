@@ -40,7 +40,7 @@ from worker.wire.credentials import over_tls, worker_options
 from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
 from .observe.counters import Telemetry
-from .observe.traces import start_traces
+from .observe.tracing import start_traces
 from .parts import Groundwork, Parts
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS

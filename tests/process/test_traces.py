@@ -18,7 +18,8 @@ from structlog.testing import capture_logs
 
 from turnkeep_client.errors import RequestFailedError
 from worker.observe.otlp import Traces
-from worker.observe.traces import Phase, TracesError, TurnTimes
+from worker.observe.traces import Phase, TurnTimes
+from worker.observe.tracing import TracesError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator

@@ -1,7 +1,6 @@
-"""Defines the times and token counts that a turn records for its spans, and starts the export of spans.
+"""Defines the times and token counts that a turn records for its spans; they include none of its text.
 
-They include no text of the turn. The module `otlp` makes spans of them, and sends the spans; it imports
-OpenTelemetry, and is imported only if a collector is configured.
+The module `otlp` makes spans of them, and sends the spans.
 """
 
 from __future__ import annotations
@@ -9,15 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import structlog
-
-from turnkeep_client.errors import TurnkeepError
-from worker.process.installed import as_installed
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from .otlp import Traces
 
 #: Headers of W3C Trace Context in lower case; some clients send another case.
 _HEADERS: Final = ("traceparent", "tracestate")
@@ -59,35 +51,3 @@ def trace_headers(headers: Mapping[str, str]) -> dict[str, str]:
         for name, value in headers.items()
         if name.lower() in _HEADERS and len(value) <= _MOST_HEADER
     }
-
-
-log = structlog.get_logger()
-
-_ENDPOINTS: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_LACKS: Final = "OpenTelemetry's SDK is missing; pip install 'turnkeep[traces]' brings it"
-
-
-class TracesError(TurnkeepError):
-    """Spans cannot be created or exported; the message says how to fix this."""
-
-
-def start_traces(endpoint: str | None, environ: Mapping[str, str], **attributes: str) -> Traces | None:
-    """Start the export of spans.
-
-    Returns None if neither `endpoint` nor OpenTelemetry's environment variables name a collector.
-    `attributes` describe the worker. Raises `TracesError` if `endpoint` is given but the extra is not
-    installed.
-    """
-    is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
-    is_off = is_off or environ.get("OTEL_TRACES_EXPORTER") == "none"
-    if endpoint is None and (is_off or not any(environ.get(name) for name in _ENDPOINTS)):
-        return None
-    try:
-        from .otlp import Traces
-    except ImportError:
-        if endpoint is not None:
-            raise TracesError(f"otlp_endpoint: {_LACKS}") from None
-        # The environment may be meant for other programs.
-        log.warning("no spans are made", why=as_installed(_LACKS))
-        return None
-    return Traces(endpoint, attributes)
