@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from .calls import Call, ResultFeeds, expect
 from .errors import InvalidMessageError, TurnkeepError
 from .images import files_of
-from .listing import Listed, listed
 from .log import Entry, entry
 from .messages import (
     Embedded,
@@ -36,7 +35,7 @@ from .messages import (
     encode,
 )
 from .session import Cache, Messages, Session, build
-from .session_log import ends_of_all
+from .session_log import Listed, ends_of_all, listed
 from .stream import LogStream
 from .subjects import DEFAULT_PREFIX, DEFAULT_TENANT, SessionKey, Subjects, check_id, session_key
 from .wire import Backlog, NatsWire

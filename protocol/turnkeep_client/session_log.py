@@ -7,6 +7,7 @@ gateway's recovery are filters over what it returns. Needs no worker.
 from __future__ import annotations
 
 import asyncio
+from datetime import datetime  # noqa: TC003  # msgspec reads the annotations
 from functools import cached_property
 from math import inf
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar
@@ -376,3 +377,31 @@ def decoded(decode: Callable[[bytes], _T], body: bytes) -> _T | None:
         return decode(body)
     except InvalidMessageError:
         return None
+
+
+class Listed(Struct, frozen=True, kw_only=True):
+    """A session in the log. `position` is the number of its tokens, None before the first result.
+
+    `last` is the time of its last request or result; `is_waiting` while a request has no result.
+    """
+
+    name: str
+    position: int | None
+    last: datetime
+    is_waiting: bool
+    is_closed: bool
+
+
+def listed(by_key: Mapping[SessionKey, End]) -> list[Listed]:
+    """Make the list of sessions, most recently used first."""
+    found = [
+        Listed(
+            name=key.session,
+            position=end.position,
+            last=end.last.stored,
+            is_waiting=bool(end.waiting),
+            is_closed=end.changed is not None and isinstance(end.changed.result, Closed),
+        )
+        for key, end in by_key.items()
+    ]
+    return sorted(found, key=lambda one: one.last, reverse=True)
