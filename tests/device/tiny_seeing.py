@@ -304,9 +304,6 @@ _MARKS = (
     "<start_of_image>",
     "<image_soft_token>",
     "<end_of_image>",
-    "<|image>",
-    "<|image|>",
-    "<image|>",
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
@@ -317,6 +314,9 @@ _MARKS = (
     "<|image_end|>",
     "<|img_thumbnail|>",
     *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 4) for column in range(1, 4)),
+    "<|image>",
+    "<|image|>",
+    "<image|>",
 )
 #: How each family's chat template writes an image.
 PLACEHOLDER = {
