@@ -198,7 +198,7 @@ CONFIGS["gemma3"] = {
     "hidden_size": 32,
     "pad_token_id": 319,
 }
-_GEMMA_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA_LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 _GEMMA_ROTARY = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
