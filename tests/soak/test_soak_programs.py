@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from attack import attack
 from cluster import campaign
+from day import play
 from harness import Heard, SessionKey, judge
 from restores import campaign as restore_campaign
 
@@ -49,6 +50,13 @@ async def test_answers_about_pictures_are_under_faults_those_of_a_worker_without
     )
     assert (run.struck.total(), run.sent) == (3, 22)
     assert verdict.answered == verdict.requests > 22
+    assert not verdict.faults.total(), verdict.notes
+
+
+async def test_a_short_day_has_restarts_and_two_models_and_no_faults(tmp_path: Path) -> None:
+    day, verdict = await play(tmp_path, requests=80, sessions=16, seed=1)
+    assert (day.struck["restart"], day.struck["exchange"], len(day.rows)) == (2, 2, 10)
+    assert verdict.answered == verdict.requests > 20
     assert not verdict.faults.total(), verdict.notes
 
 
