@@ -17,6 +17,7 @@ import asyncio
 import itertools
 import logging
 import random
+import shutil
 import sys
 import time
 from array import array
@@ -70,7 +71,9 @@ ELSEWHERE: Final = {"dtype": {"kv_dtype": "bfloat16"}, "code": {"code": "old"}}
 FAULTS: Final = ("flipped", "cut", "swapped", "tenant", "picture", "dtype", "code")
 #: Of so many steps one puts a fault into a file, and one opens the store again.
 _FAULT_EACH: Final = 20
-_OPEN_EACH: Final = 1000
+_OPEN_EACH: Final = 200
+#: So many restores with one model, before the next one's turn.
+_TOGETHER: Final = 1000
 _NUM_DECODED: Final = 12
 
 
@@ -261,14 +264,18 @@ def bits_of(restored: RestoredKv) -> dict[str, bytes]:
 
 
 async def campaign(where: Path, restores: int, seed: int, kinds: Sequence[str] = KINDS) -> Verdict:
-    """Restore so many times in all, an equal part for each kind of model; return what was found."""
-    verdict = Verdict()
-    for kind in kinds:
-        played = Campaign(Model(kind), where / kind, random.Random(f"{seed} {kind}"), verdict)
-        await played.begin()
-        await played.play(restores // len(kinds))
-        if restores > 100_000:
-            print(kind, verdict.restores, len(verdict.wrong), flush=True)
+    """Restore so many times in all, by turns with each kind of model; return what was found."""
+    verdict, models, turn = Verdict(), [Model(kind) for kind in kinds], 0
+    while verdict.restores < restores:
+        turn += 1
+        for model in models:
+            dice = random.Random(f"{seed} {model.kind} {turn}")
+            played = Campaign(model, where / f"{model.kind} {turn}", dice, verdict)
+            await played.begin()
+            await played.play(min(_TOGETHER, restores // len(kinds)))
+            shutil.rmtree(where / f"{model.kind} {turn}")
+        faults = f"{verdict.put.total()} faults, {verdict.found.total()} found"
+        print(f"{verdict.restores} restores, {len(verdict.wrong)} false; {faults}", flush=True)
     return verdict
 
 
