@@ -87,6 +87,8 @@ class Logged:
     #: The history digest in the last result that changed the session.
     vouched: str = ""
     closed: Message | None = None  # the result of its last close
+    #: Its last result, if an import has stored it. Only an import that fails removes it from an open session.
+    copied: Message | None = None
     #: Whether a newer version has continued the session with a result that this version does not know.
     is_beyond: bool = False
     #: The results that the server has lost.
@@ -201,8 +203,19 @@ def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterat
             if len(answers) != 1:
                 yield f"{log.key}: the request at {seq} has {len(answers)} results"
     for message, result, log in sorted(stored, key=lambda one: one[0].seq):
+        _undo_import(log, message.seq, message.stored_s)
         yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history))
         log.states.append((message.seq, log.state))
+        log.copied = message if is_imported(log.asked[result.seq or 0]) else None
+    for log in found.values():
+        _undo_import(log, history.server.jetstream.streams[SUBJECTS.log_stream].last_seq, history.loop.time())
+
+
+def _undo_import(log: Logged, seq: int, at_s: float) -> None:
+    """Empty a session whose import failed, and removed its entries, before `at_s` and the sequence `seq`."""
+    if log.copied is not None and log.closed is None and (log.copied.removed_s or at_s) < at_s:
+        log.state, log.copied = _EMPTY, None
+        log.states.append((seq, _EMPTY))
 
 
 def _check_result(
