@@ -370,11 +370,12 @@ async def test_workers_take_a_server_of_yours_for_one_that_syncs_every_two_minut
 ) -> None:
     """It does by default: so much a power cut may lose, which workers must not take for stored."""
 
-    async def nothing(_: Supervisor) -> None:
-        pass
+    async def ends(one: Supervisor) -> None:
+        one.stop()
 
-    monkeypatch.setattr(Supervisor, "_serve", nothing)
-    alone = Supervisor(Settings(data_dir=tmp_path, nats=nats_url, prefix="foreign"), {})
+    monkeypatch.setattr(Supervisor, "_serve", ends)
+    settings = Settings(data_dir=tmp_path, nats=nats_url, prefix="foreign", sync_interval="always")
+    alone = Supervisor(settings, {})
     assert alone._models[0].settings.sync_s == 0
     await alone.run()
     assert alone._models[0].settings.sync_s == 120
