@@ -461,7 +461,7 @@ def sharing(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
 
 def in_tier(tmp_path: Path) -> list[str]:
     files = (tmp_path / "tier" / "snapshots").glob("*/*")
-    return [path.name for path in files if not path.name.startswith("identities.")]
+    return [path.name for path in files if not path.name.startswith(("identities.", "erased."))]
 
 
 async def stored(worker: Any) -> None:
