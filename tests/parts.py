@@ -32,7 +32,7 @@ from worker.process.settings import Settings
 from worker.wire.credentials import own_token
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import pytest
 
@@ -49,6 +49,13 @@ ENDLESS_CONTEXT = 1 << 16
 #: Bytes of KV per token: 2 layers x 2 KV heads x 16 dimensions x 4 bytes, keys and values.
 TINY_KV_BYTES = 2 * 2 * 16 * 4 * 2
 BLOCK = 32
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until `condition` is true, for things of which nothing tells; raise `TimeoutError` after 120 s."""
+    async with asyncio.timeout(120):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def png(seed: int = 0, side: int = 8) -> bytes:
