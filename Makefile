@@ -61,8 +61,9 @@ campaigns: $(STAMP) ## Run the campaigns of docs/benchmarks.md in full: a day or
 	$(BIN)/python tests/soak/cluster.py --nodes 3 --share
 	$(BIN)/python tests/soak/day.py --requests $(or $(REQUESTS),1000000)
 
-simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000)
-	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1)
+simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000 WORKERS=10)
+	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1) \
+		$(if $(WORKERS),--workers $(WORKERS))
 
 model: $(STAMP) ## Explore all interleavings of the protocol's model (tests/protocol_model): a minute or two
 	$(BIN)/python -P -m tests.protocol_model
