@@ -268,7 +268,7 @@ def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_tha
         assert answer.tokens[: len(first.tokens)] == first.tokens
 
     with simulated(7) as loop, world(loop, Outcome(7, []), tell=False) as (server, note):
-        plan = replace(Plan.of(Random(1)), num_workers=2, leases=False, roundings=1)
+        plan = replace(Plan.of(Random(1)), num_workers=2, leases=False, roundings=1, known_sync_s=0.0)
         plan.settings |= {
             "closed_ttl_s": 0.0,
             "history_idle_timeout_s": 300.0,
