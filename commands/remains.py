@@ -44,7 +44,7 @@ def remains(
 
     Searches the log's streams, and the files of --data-dir and of each --in, for entries, for KV of its
     tokens (also if another session has stored the same tokens again), and for each --text. A text is not
-    found in what is compressed or encrypted.
+    found in what is compressed or encrypted, nor is KV that ends before 128 tokens.
     """
     from cache.admin.remains import search
     from ops.log.remains import remains as remains_in_log

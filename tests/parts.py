@@ -197,6 +197,38 @@ def nats_server_program() -> str:
     return str(Path(sys.executable).with_name("nats-server"))
 
 
+class NatsServer:
+    """A nats-server process, with the same store directory and port each time it is started."""
+
+    def __init__(self, store: Path, options: Sequence[str] = ()) -> None:
+        self.port = free_port()
+        self.url = f"nats://127.0.0.1:{self.port}"
+        self.store = store
+        self.options = options
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [nats_server_program(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd"]
+        self._process = subprocess.Popen(
+            [*command, str(self.store), *self.options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for _ in range(500):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return
+            time.sleep(0.02)
+        raise RuntimeError("nats-server did not start")
+
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End the server by a signal, and wait until it has ended."""
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(10)
+            self._process = None
+
+    def kill(self) -> None:
+        self.stop(signal.SIGKILL)
+
+
 class LocalWorker:
     """A worker that runs in this process, with its settings, its task and a client."""
 

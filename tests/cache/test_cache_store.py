@@ -515,24 +515,6 @@ async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_fre
     gate.set()
 
 
-async def test_clear_removes_all_snapshots_and_quarantined_files(open_store, tmp_path) -> None:
-    other = await open_store(identity=identity(weights="other"))
-    save_all(other, "a", TOKENS)
-    await other.close()
-    store = await open_store()
-    for tenant in "ab":
-        save_all(store, tenant, TOKENS)
-    (tmp_path / "cache" / "quarantine" / "doubtful").write_bytes(b"x" * 1000)
-    assert await store.eraser.clear()
-    stats = store.stats()
-    assert (files(tmp_path), stats.stored, stats.stored_bytes) == (0, 0, 0)
-    assert list((tmp_path / "cache" / "quarantine").iterdir()) == []
-    assert_sum_rule(store)
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
-    assert await num_restored(store, TOKENS) == 10
-
-
 async def test_a_load_whose_snapshots_were_cleared_restores_nothing(open_store) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_map
-from tiny_models import BLOCK, CONFIGS, OTHERS, WIDE, loaded
+from tiny_models import BLOCK, WIDE, build, loaded
 
 from worker.device.device import Device
 from worker.device.turn import (
@@ -33,16 +30,6 @@ from worker.models.quantised import quantise_kv
 @pytest.fixture(scope="session")
 def build_model() -> Callable[..., Any]:
     """Return a function that builds a small model of an architecture, with changed configuration fields."""
-
-    def build(kind: str, **changes: Any) -> Any:
-        config = {"model_type": kind, **(CONFIGS | OTHERS)[kind], **changes}
-        architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
-        mx.random.seed(11)
-        model = architecture.Model(architecture.ModelArgs.from_dict(config))
-        # Livelier than the initial weights, so that every token depends on those before it.
-        model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
-        mx.eval(model.parameters())
-        return model
 
     return build
 

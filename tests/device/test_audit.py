@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 from engine_process import IDENTITY, Process, open_process
 from mlx.utils import tree_map
+from parts import until
 from tiny_models import BLOCK, loaded
 
 from cache.admin.stored_blocks import StoredBlocks
@@ -40,9 +41,7 @@ async def auditing(model: Any, directory: Path, trials: Path) -> AsyncIterator[P
 async def audited(process: Process, num: int) -> int:
     """Wait until `num` blocks were audited; return how many were wrong."""
     totals = process.engine._telemetry.totals
-    async with asyncio.timeout(20):
-        while totals.audited_blocks < num:  # noqa: ASYNC110  # a counter, as users see it
-            await asyncio.sleep(0.01)
+    await until(lambda: totals.audited_blocks >= num)
     return totals.wrong_blocks
 
 

@@ -48,10 +48,20 @@ def reference(model: Any, context: list[int], tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma2", "qwen3_next", "mamba2", "llama4"])
-def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(make_model, kind) -> None:
+def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
+    make_model, grammar, kind
+) -> None:
+    """Also beside rows that follow grammars."""
     model = make_model(kind)
-    together = run(model, MIXED, 24)
-    for n, (sampling, found) in enumerate(zip(MIXED, together, strict=True)):
+    biased = RowSampling(
+        repetition_penalty=1.3, logit_bias=((2, 50.0),), grammar=grammar("b*"), top_logprobs=1
+    )
+    free = RowSampling(0.9, top_k=5, min_p=0.01, grammar=grammar("(a|b){200}"), seed=3)
+    samplings = [*MIXED, RowSampling(grammar=grammar("(a{2}b{2})*")), biased, free]
+    together = run(model, samplings, 24)
+    assert together[-2][0].token == 2, "the bias ends it at once"
+    assert ENDS.isdisjoint(one.token for one in together[-1])
+    for n, (sampling, found) in enumerate(zip(samplings, together, strict=True)):
         tokens = [one.token for one in found]
         alone = batched(model)
         piece = begin(model, prompt(9 + 2 * n, salt=n), sampling)
@@ -105,37 +115,6 @@ def grammar() -> Callable[[str], Grammar]:
 
 def text(tokens: list[int]) -> str:
     return b"".join(TEXTS[token] for token in tokens).decode()
-
-
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen3_next"])
-def test_rows_with_and_without_grammars_get_the_same_tokens_together_as_alone(
-    make_model, grammar, kind
-) -> None:
-    model = make_model(kind)
-    samplings = [
-        RowSampling(),
-        RowSampling(grammar=grammar("(a{2}b{2})*")),
-        RowSampling(0.9, top_k=5, min_p=0.01, grammar=grammar("(a|b){200}"), seed=3),
-        RowSampling(0.9, top_p=0.9, presence_penalty=0.5, seed=4),
-        RowSampling(
-            repetition_penalty=1.3,
-            logit_bias=((2, 50.0),),
-            grammar=grammar("b*"),
-            top_logprobs=1,
-        ),
-    ]
-    together = run(model, samplings, 24)
-    for n, sampling in enumerate(samplings):
-        alone = batched(model)
-        piece = begin(model, prompt(9 + 2 * n, salt=n), sampling)
-        alone.step([piece])
-        for _ in range(23):
-            alone.step([])
-        tokens = list(piece.row.known[9 + 2 * n :])[:24]
-        assert [one.token for one in together[n]] == tokens
-    answers = [[one.token for one in drawn] for drawn in together]
-    assert ENDS.isdisjoint(answers[2])
-    assert answers[4][0] == 2, "the bias ends it at once"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])

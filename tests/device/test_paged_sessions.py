@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
+from parts import until
 from tiny_models import WIDE, append, loaded, prompt
 
 from cache.disk import format as snapshot_format
@@ -656,9 +657,7 @@ async def test_blocks_of_a_paged_answer_that_found_the_queue_full_are_stored_lat
         chain = store.kv.chain(engine_process.key("s").tenant, POLICY)
         assert store.kv.find(chain, whole).num_tokens <= len(tokens)
         engine._device.cut_snapshots(store.queue.vacant_bytes)
-        async with asyncio.timeout(10):
-            while store.kv.find(chain, whole).num_tokens < len(whole):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await until(lambda: store.kv.find(chain, whole).num_tokens >= len(whole))
         task.cancel()
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         outcome = await process.append([*tokens, *said, 5], policy=POLICY)

@@ -70,19 +70,6 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_kept", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
-def test_prefill_pieces_end_at_block_boundaries_wherever_they_start(make_rig, model, num_kept) -> None:
-    rig = make_rig(model)
-    tokens = prompt(3 * BLOCK + 2)
-    if num_kept:
-        rig.run(append(tokens[: num_kept + 1]))
-    turn = append(tokens, num_kept=num_kept)
-    rig.run(turn)
-    first, end = num_kept // BLOCK + 1, len(tokens) - 1
-    assert rig.chunk_ends(turn) == [*range(first * BLOCK, end, BLOCK), end]
-    assert turn.num_prefilled == end - num_kept
-
-
 @pytest.mark.parametrize("num_kept", [1, 7, 8, 20, 39])
 def test_a_context_that_differs_from_the_resident_kv_reuses_their_common_prefix(
     make_rig, model, num_kept

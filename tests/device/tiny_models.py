@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import numpy as np
+from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
 from cache.names.tokens import as_tokens
@@ -163,6 +165,18 @@ OTHERS["llama4_chunks"] = {
 
 #: Changes a model so that its KV can be quantised.
 WIDE: dict[str, Any] = {"hidden_size": 128, "head_dim": 32}
+
+
+def build(kind: str, **changes: Any) -> Any:
+    """Build a small random model of an architecture, with changed fields of its configuration."""
+    config = {"model_type": kind, **(CONFIGS | OTHERS)[kind], **changes}
+    architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    mx.random.seed(11)
+    model = architecture.Model(architecture.ModelArgs.from_dict(config))
+    # Livelier than the initial weights, so that every token depends on those before it.
+    model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.2, model.parameters()))
+    mx.eval(model.parameters())
+    return model
 
 
 class Endless:

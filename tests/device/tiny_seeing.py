@@ -198,7 +198,7 @@ CONFIGS["gemma3"] = {
     "hidden_size": 32,
     "pad_token_id": 319,
 }
-_GEMMA_LAYERS = ["sliding_attention", "sliding_attention", "full_attention"]
+_GEMMA_LAYERS = ["full_attention", "sliding_attention", "full_attention"]
 _GEMMA_ROTARY = {
     "full_attention": {"rope_type": "proportional", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
@@ -304,9 +304,6 @@ _MARKS = (
     "<start_of_image>",
     "<image_soft_token>",
     "<end_of_image>",
-    "<|image>",
-    "<|image|>",
-    "<image|>",
     "[IMG]",
     "[IMG_BREAK]",
     "[IMG_END]",
@@ -317,6 +314,9 @@ _MARKS = (
     "<|image_end|>",
     "<|img_thumbnail|>",
     *(f"<|img_row_{row}_col_{column}|>" for row in range(1, 4) for column in range(1, 4)),
+    "<|image>",
+    "<|image|>",
+    "<image|>",
 )
 #: How each family's chat template writes an image.
 PLACEHOLDER = {

@@ -7,19 +7,8 @@ from typing import Any
 
 from turnkeep_client.messages import Called, CalledFunction, Generated, Seconds, Usage
 
-#: The text of a tool call, and whole answers of Qwen 2.5's coders: the calling model's tokens from 259 on.
+#: The text of a tool call: the calling model's token 259; token 260 is its beginning.
 TEXT = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
-_JSON = '{"name": "weather", "arguments": {"city": "Rome", "days": None}}'
-CODERS = (
-    _JSON,
-    f"```json\n{_JSON}\n```",
-    f"<tools>\n{_JSON}\n</tools>",
-    f"<function>\n{_JSON}\n</function>",
-    f"<function-call> {_JSON}",
-    f"[{_JSON}]",
-)
-
-
 #: A bias of a request for which a tiny model's answer is letters, which come back as they were.
 LETTERS = {str(token): 100 for token in range(68, 90)}
 

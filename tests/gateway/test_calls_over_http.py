@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import anthropic
 import httpx2
 import pytest
-from crafted import CODERS, TEXT
+from crafted import TEXT
 
 pytestmark = pytest.mark.serves("calling_model")
 
@@ -119,28 +118,3 @@ async def test_a_stream_sends_heartbeats_while_a_long_call_is_written(
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         answer = await http.post("/v1/chat/completions", json={**body, "stream": True})
     assert answer.text.count("\n: waiting\n") >= 3
-
-
-async def test_no_api_shows_the_json_of_a_call_that_a_coder_writes_without_markers(served: Any) -> None:
-    tool = TOOLS[0]["function"]
-    for token in range(261, 261 + len(CODERS)):
-        more = options(token)
-        chat = await served.openai.chat.completions.create(messages=[QUESTION], **more)
-        more["tools"] = [{"type": "function", **tool}]
-        more["max_output_tokens"] = more.pop("max_tokens")
-        bias = {"logit_bias": more.pop("logit_bias")}
-        response = await served.openai.responses.create(input="Weather?", **more, extra_body=bias)
-        named = [{"name": "weather", "input_schema": tool["parameters"]}]
-        async with anthropic.AsyncAnthropic(base_url=served.url, api_key="none") as client:
-            message = await client.messages.create(
-                model="m",
-                messages=[QUESTION],
-                tools=named,
-                max_tokens=1,
-                extra_body={**bias, "temperature": 0},
-            )
-        assert chat.choices[0].message.content is None
-        assert chat.choices[0].message.tool_calls[0].function.name == "weather"
-        assert [one.type for one in response.output] == ["function_call"]
-        assert [one.type for one in message.content] == ["tool_use"]
-        assert message.content[0].input == {"city": "Rome", "days": None}

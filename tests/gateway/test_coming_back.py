@@ -15,6 +15,7 @@ import httpx2
 import openai
 import pytest
 from crafted import LETTERS
+from parts import until
 
 from gateway import idempotency, logged_answers
 from gateway.http import answer_response, handlers
@@ -502,9 +503,7 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
     first = (await http.post(CHAT, json=asked(CHAT, 4, messages=said))).json()["choices"][0]["message"]
     client = served.gateway.connections._conversations["default", ""].client
     client._wire._nats._transport.write(b"NONSENSE\r\n")
-    async with asyncio.timeout(10):
-        while not client._wire.closed:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: client._wire.closed)
     said += [first, {"role": "user", "content": "Go on."}]
     answer = await http.post(CHAT, json=asked(CHAT, 4, messages=said))
     assert answer.status_code == 200, answer.text

@@ -13,7 +13,7 @@ from typing import Any
 import httpx2
 import numpy as np
 import pytest
-from parts import TINY_CONTEXT
+from parts import TINY_CONTEXT, until
 
 TEXTS = ["Is water wet?", "Why is the sky blue?"]
 
@@ -116,9 +116,7 @@ async def test_a_list_whose_client_has_disconnected_is_not_embedded_any_further(
 ) -> None:
     asking = asyncio.create_task(posted(served, "/v1/embeddings", input=["Is water wet? " * 20] * 2048))
     calls = worker.app._telemetry.calls["ctl"]
-    async with asyncio.timeout(20):
-        while calls.num < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: calls.num >= 4)
     asking.cancel()
     await asyncio.sleep(1)
     num_asked = calls.num

@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from parts import until
 
 from gateway import boundaries
 from gateway.dialects.ollama import requests as ollama
@@ -31,9 +32,9 @@ async def served(gateway: Any) -> AsyncIterator[Any]:
     async with httpx2.AsyncClient(base_url=started.url, timeout=20) as http:
         assert (await http.post(CHAT, json=HELLO)).status_code == 200
     state = started.server.server_state
-    async with asyncio.timeout(20):
-        while state.connections or state.tasks or any(one.num_running for one in sessions(started)):  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    await until(
+        lambda: not (state.connections or state.tasks or any(one.num_running for one in sessions(started)))
+    )
 
 
 def sessions(served: Any) -> list[Any]:
@@ -228,6 +229,4 @@ async def test_200_idle_connections_block_no_other_client_and_are_closed(
             await open_ones.enter_async_context(connected(served))
         async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
             assert (await http.post(CHAT, json=HELLO)).status_code == 200
-        async with asyncio.timeout(10):
-            while len(served.server.server_state.connections) > 1:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: len(served.server.server_state.connections) <= 1)

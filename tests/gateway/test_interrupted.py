@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from anthropic import AsyncAnthropic
 from crafted import LETTERS
 from openai import AsyncOpenAI
-from parts import free_port
+from parts import free_port, until
 
 from gateway.dialects.openai import chat
 from gateway.index import SessionIndex, append_id
@@ -50,13 +49,6 @@ CHAT = "/v1/chat/completions"
 def question(text: str, max_tokens: int, **more: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": max_tokens, "logit_bias": LETTERS, "temperature": 0.9, **more}
-
-
-async def until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to that"
-        await asyncio.sleep(0.01)
 
 
 async def forgotten(client: Any, session: str | None = None) -> None:
@@ -320,7 +312,7 @@ async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_e
     await until(lambda: again.session)
     task.cancel()
     assert again.session == f"{first.session.split()[0]} repeated"
-    await until(lambda: {one.state for one in served.index.asked.values()} == {"failed"}, 10)
+    await until(lambda: {one.state for one in served.index.asked.values()} == {"failed"})
 
 
 def called(call_id: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.index import IndexedSession, SessionIndex
 from gateway.removal import remove, sweep
-from tests.parts import LocalWorker
+from tests.parts import LocalWorker, until
 from turnkeep_client.errors import NoServerError, RequestFailedError
 from turnkeep_client.messages import SessionCache
 
@@ -58,9 +58,7 @@ async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(worker: 
     await worker.client.session("s").append(text="on")
     index.sessions["s"].position = (await worker.client.session("s").info()).position
     is_loaded = True
-    async with asyncio.timeout(30):
-        while index.sessions:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
+    await until(lambda: not index.sessions)
     sweeping.cancel()
     with pytest.raises(RequestFailedError):
         await worker.client.session("s").append(text="on")

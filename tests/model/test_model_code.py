@@ -130,13 +130,20 @@ def test_tokenizer_code_in_a_model_folder_is_not_run(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "expression", ["''.__class__.__mro__[1].__subclasses__()", "cycler.__init__.__globals__.os.getpid()"]
+    "source",
+    [
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.getpid() }}",
+        "{{ namespace().__class__.__init__.__globals__ }}",
+        "{% for one in messages %}{{ loop.__class__.__init__.__globals__ }}{% endfor %}",
+        "{% for one in messages %}{{ loop._iterator.gi_frame }}{% endfor %}",
+    ],
 )
 def test_a_chat_template_that_reaches_into_the_python_process_is_refused_as_unsafe(
-    folder: Path, expression: str
+    folder: Path, source: str
 ) -> None:
     for file in folder.glob("chat_template*"):
-        file.write_text("{{ " + expression + " }}")
+        file.write_text(source)
     with pytest.raises(TemplateError, match="unsafe"):
         Tokenizer.from_folder(folder).render(
             [{"role": "user", "content": "hi"}],

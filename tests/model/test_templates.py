@@ -242,26 +242,6 @@ def test_a_template_that_trims_answers_replaces_only_the_tokens_at_an_answers_en
     assert chat.text == chat.render()
 
 
-def test_a_template_that_drops_reasoning_replaces_the_answer_and_the_chat_continues(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    chat = Chat(tokenizers["thoughts"])
-    for turn in range(3):
-        chat.say(("user", f"question {turn}"))
-        chat.open()
-        assert chat.text == chat.render(header=True)
-        start = len(chat.tokens)
-        chat.reply(f"<think>let me see {turn}</think>\n\nIt is {turn}.")
-        before = len(chat.tokens)
-        addition = chat.say(("user", "really?"))
-        assert addition.keep == start < before
-        chat.open()
-        chat.reply("Yes.")
-    assert "<think>" not in chat.text
-    chat.say(("user", "end"))
-    assert chat.text == chat.render()
-
-
 @pytest.mark.parametrize(("name", "lead"), [("packaged", ""), ("plain", ""), ("alternating", " ")])
 def test_a_space_that_the_template_writes_before_an_answer_is_not_written_twice(
     tokenizers: dict[str, Tokenizer], name: str, lead: str

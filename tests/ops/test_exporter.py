@@ -27,8 +27,8 @@ from ops.exposition import FIGURES, families
 from ops.fleet import Fleet
 from ops.http_server import listening, server, url_of
 from tests.commands.command_runs import environment, turnkeep
-from tests.parts import LocalWorker
-from tests.protocol.scripted_worker import NatsServer, metrics
+from tests.parts import LocalWorker, NatsServer
+from tests.protocol.scripted_worker import metrics
 from turnkeep_client.client import connect
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, Totals, encode
 from turnkeep_client.subjects import Subjects
@@ -299,14 +299,14 @@ async def test_the_exporter_reports_that_nats_is_down_and_reconnects(
     exporter: Callable[..., Exporter], tmp_path: Path
 ) -> None:
     server = NatsServer(tmp_path / "js")
-    await server.start()
+    server.start()
     serving = exporter(server.url)
     connected = "turnkeep_nats_connected", frozenset[tuple[str, str]]()
     try:
         await serving.scrape_until(lambda found: found[connected] == 1)
         server.kill()
         await serving.scrape_until(lambda found: found[connected] == 0)
-        await server.start()
+        server.start()
         await serving.scrape_until(lambda found: found[connected] == 1)
         publisher = await nats.connect(server.url)
 
@@ -350,7 +350,7 @@ async def test_the_exporter_fails_with_one_line_if_its_user_may_not_subscribe_to
     user = {"user": "eve", "password": "pw", "permissions": {"subscribe": ["_INBOX.>"]}}
     (tmp_path / "server.conf").write_text(json.dumps({"authorization": {"users": [user]}}))
     server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "server.conf")))
-    await server.start()
+    server.start()
     try:
         url = server.url.replace("//", "//eve:pw@")
         done = turnkeep("exporter", "--nats", url, "--listen", "127.0.0.1:0")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.commands.command_runs import command, turnkeep, where
-from tests.ops.test_dead import venomous
+from tests.ops.test_sessions import venomous
 from tests.parts import WorkerProcess
 from turnkeep_client.errors import RequestFailedError
 from worker.sessions.dead_letters import Doubt

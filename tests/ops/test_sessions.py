@@ -1,10 +1,11 @@
-"""`turnkeep sessions`, `show` and `fork`: what they print for a real worker's log, and its forks."""
+"""`turnkeep sessions`, `show`, `fork` and `dead`: what they print for a real worker's log and forks."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import re
+import subprocess
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.parts import LocalWorker
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append, Appended, Model, Parent, encode, failure
+from worker.sessions.dead_letters import Doubt
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
@@ -425,3 +427,97 @@ def row(name: str, parent: str) -> SessionRow:
     fields: dict[str, Any] = {"tenant": "t", "state": "idle", "last": datetime.now(UTC), "entries": 2}
     more: dict[str, Any] = {"waiting": 0, "position": 3, "dead": 0, "model": None, "worker": None}
     return SessionRow(session=name, parent=Parent(session=parent, position=3), **fields, **more)
+
+
+attempt = Doubt.attempt
+
+
+async def venomous(self: Doubt, pending: Any, answer: Any) -> Any:
+    if isinstance(pending.request, Append) and "VENOM" in (pending.request.text or ""):
+        raise LookupError("bitten \x1b[2J")
+    return await attempt(self, pending, answer)
+
+
+@pytest.fixture
+async def bitten(
+    local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
+) -> LocalWorker:
+    """A worker that has given up a request at position 3, but would now execute it without a fault."""
+    monkeypatch.setattr(Doubt, "attempt", venomous)
+    bitten = await local_worker(max_attempts=1)
+    await bitten.client.session("s").append(tokens=[5] * 3)
+    with pytest.raises(RequestFailedError, match="LookupError: bitten"):
+        await bitten.client.session("s").append(text="VENOM\x1b[2J", request_id="bad")
+    monkeypatch.undo()
+    return bitten
+
+
+async def dead(bitten: LocalWorker, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return await command("dead", *arguments, *where(bitten))
+
+
+async def given_up(bitten: LocalWorker) -> list[dict[str, Any]]:
+    done = await command("sessions", "--state", "dead", "--json", *where(bitten))
+    found: list[dict[str, Any]] = json.loads(done.stdout)["dead"]
+    return found
+
+
+async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
+    bitten: LocalWorker,
+) -> None:
+    (letter,) = await given_up(bitten)
+    assert (letter["session"], letter["letter"]["id"], letter["letter"]["position"]) == ("s", "bad", 3)
+    row = (await command("sessions", "--state", "dead", *where(bitten))).stdout.splitlines()[1]
+    assert row.startswith("s        default  bad      append  1")
+    assert "\x1b" not in row
+    shown = (await dead(bitten, "show", "s", "bad")).stdout
+    assert "it failed for an unknown reason: LookupError: bitten [2J" in shown
+    assert shown.endswith("  text\n    VENOM[2J\n")
+    raw = json.loads((await dead(bitten, "show", "s", str(letter["letter"]["seq"]), "--json")).stdout)
+    assert raw["asked"]["text"] == "VENOM\x1b[2J"
+    assert "1 dead" in (await command("sessions", *where(bitten))).stdout
+
+
+async def test_a_retry_that_succeeds_removes_the_dead_letter(bitten: LocalWorker) -> None:
+    done = await dead(bitten, "retry", "s", "bad")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(": appended, position 12\n")
+    assert await given_up(bitten) == []
+    assert (await bitten.client.session("s").info()).position == 12
+    again = await dead(bitten, "retry", "s", "bad")
+    assert again.returncode == 1
+    assert (
+        again.stderr
+        == "turnkeep: session s has no dead letter of a request bad; see turnkeep sessions --state dead\n"
+    )
+
+
+async def test_a_retry_is_refused_without_anyway_if_the_sessions_position_has_changed(
+    bitten: LocalWorker,
+) -> None:
+    await bitten.client.session("s").append(tokens=[5])
+    done = await dead(bitten, "retry", "s", "bad")
+    assert done.returncode == 1
+    assert done.stderr.startswith("turnkeep: position_conflict: the session is at position 4")
+    assert len(await given_up(bitten)) == 1
+    assert (await dead(bitten, "retry", "s", "bad", "--anyway")).returncode == 0
+    assert await given_up(bitten) == []
+
+
+async def test_a_retry_that_fails_again_leaves_one_dead_letter(
+    bitten: LocalWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Doubt, "attempt", venomous)
+    done = await dead(bitten, "retry", "s", "bad")
+    assert done.returncode == 1
+    assert done.stderr.startswith("turnkeep: internal: ")
+    (letter,) = await given_up(bitten)
+    assert letter["letter"]["id"].startswith("retry-")
+
+
+async def test_dropping_a_dead_letter_leaves_its_request_in_the_log(bitten: LocalWorker) -> None:
+    assert (await dead(bitten, "drop", "s", "bad")).returncode == 0
+    done = await command("sessions", "--state", "dead", *where(bitten))
+    assert done.stdout == "there are no dead letters\n"
+    assert len(await bitten.client.log("s")) == 4
+    assert (await dead(bitten, "drop", "s", "bad")).returncode == 1

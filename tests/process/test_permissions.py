@@ -12,7 +12,7 @@ import nats.errors
 import pytest
 
 from tests.commands.command_runs import command
-from tests.ops.test_dead import venomous
+from tests.ops.test_sessions import venomous
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.images import digest_of, image

@@ -84,7 +84,7 @@ def test_a_setting_in_the_toml_file_may_be_a_number_or_a_text(tmp_path):
     )
     settings = load({}, {}, None, tmp_path)
     assert (settings.max_disk, settings.min_free_disk, settings.unload_after_s) == (2**31, 2**20, 2.0)
-    assert settings.sync_interval == "2s"
+    assert (settings.sync_interval, settings.sync_s) == ("2s", 2.0)
 
 
 def test_words_such_as_auto_and_packaged_reset_a_setting_of_the_file_to_its_default(tmp_path):

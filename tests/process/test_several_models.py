@@ -357,3 +357,19 @@ async def test_a_worker_that_fails_before_its_order_ends_serve_after_some_tries(
     alone = Supervisor(Settings(data_dir=tmp_path, nats=nats_url, prefix="failing"), {})
     with pytest.raises(supervisor.SupervisorError, match=r"5 times in a row, before it was ready \(code 3\)"):
         await alone.run()
+
+
+async def test_workers_take_a_server_of_yours_for_one_that_syncs_every_two_minutes(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does by default: so much a power cut may lose, which workers must not take for stored."""
+
+    async def ends(one: Supervisor) -> None:
+        one.stop()
+
+    monkeypatch.setattr(Supervisor, "_serve", ends)
+    settings = Settings(data_dir=tmp_path, nats=nats_url, prefix="foreign", sync_interval="always")
+    alone = Supervisor(settings, {})
+    assert alone._models[0].settings.sync_s == 0
+    await alone.run()
+    assert alone._models[0].settings.sync_s == 120

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import nats
 import pytest
-from scripted_worker import FakeWorker, NatsServer
+from scripted_worker import FakeWorker
 
+from tests.parts import NatsServer
 from turnkeep_client.client import Client, connect
 
 
 @pytest.fixture
 async def server(tmp_path: Path) -> AsyncIterator[NatsServer]:
     server = NatsServer(tmp_path / "js")
-    await server.start()
+    server.start()
     yield server
     server.kill()
 

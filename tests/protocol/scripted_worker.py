@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import nats
 from nats.js.api import StreamConfig
 
-from tests.parts import free_port
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -50,44 +45,6 @@ async def heard(nc: nats.NATS) -> None:
     """Wait until the server has a new subscription: nats-py sends the first flush's ping before it."""
     await nc.flush()
     await nc.flush()
-
-
-class NatsServer:
-    """A nats-server process, with the same store directory and port each time it is started."""
-
-    def __init__(self, folder: Path, extra: tuple[str, ...] = ()) -> None:
-        self.port = free_port()
-        self.url = f"nats://127.0.0.1:{self.port}"
-        self._folder = folder
-        self._extra = extra
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def spawn(self) -> None:
-        binary = Path(sys.executable).with_name("nats-server")
-        command = [str(binary), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd", str(self._folder)]
-        self._process = subprocess.Popen(
-            [*command, *self._extra], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-
-    async def start(self) -> None:
-        self.spawn()
-        for _ in range(200):
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", self.port)
-            except OSError:
-                await asyncio.sleep(0.05)
-            else:
-                writer.close()
-                await writer.wait_closed()
-                return
-        raise RuntimeError("nats-server did not start")
-
-    def kill(self) -> None:
-        """Kill the server with SIGKILL and wait until it has ended."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait()
-            self._process = None
 
 
 Script = Callable[["FakeWorker", int, Request], Coroutine[Any, Any, None]]

@@ -18,7 +18,6 @@ from scripted_worker import (
     TEXTS,
     TOKENS,
     FakeWorker,
-    NatsServer,
     answer,
     generated,
     heard,
@@ -28,7 +27,7 @@ from scripted_worker import (
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
-from tests.parts import until
+from tests.parts import NatsServer, until
 from turnkeep_client.calls import Call
 from turnkeep_client.client import Client
 from turnkeep_client.errors import (
@@ -694,7 +693,7 @@ async def test_an_answer_survives_kill_9_of_the_nats_server(
     await asyncio.wait_for(two_seen.wait(), 5)
     server.kill()
     await asyncio.sleep(0.2)
-    await server.start()
+    server.start()
     is_back.set()
     chunks = await asyncio.wait_for(reader, 20)
     assert "".join(chunk.text for chunk in chunks) == generation.result.text == TEXT
@@ -707,7 +706,7 @@ async def test_a_request_made_while_the_nats_server_is_down_is_answered_once_it_
     server.kill()
     task = asyncio.create_task(client.session("s1").generate(text="hi", request_id="g1").wait())
     await asyncio.sleep(0.3)
-    await server.start()
+    server.start()
     assert (await asyncio.wait_for(task, 20)).text == TEXT
     assert {request.id for _, request in worker.requests} == {"g1"}
 
@@ -737,7 +736,7 @@ async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_
     await asyncio.sleep(0.1)
     reader.cancel()
     await asyncio.wait([reader])
-    await server.start()
+    server.start()
     assert (await asyncio.wait_for(waiter, 20)).text == TEXT
     assert subscriptions(client) == 0
 

@@ -21,9 +21,7 @@ from scripted_worker import (
     TEXTS,
     TOKENS,
     FakeWorker,
-    NatsServer,
     answer,
-    free_port,
     generated,
     heard,
     metrics,
@@ -32,7 +30,7 @@ from scripted_worker import (
     session_info,
 )
 
-from tests.parts import until
+from tests.parts import NatsServer, free_port, until
 from turnkeep_client import retry, retrying, session
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
@@ -474,7 +472,7 @@ async def test_a_lost_server_raises_no_server_error_which_is_also_a_connection_e
         await client.session("s1").info()
     with pytest.raises(NoServerError, match="the connection to the NATS server is lost"):
         await client.ask("s1", text="a", timeout_s=0.1)
-    await server.start()
+    server.start()
     for reason in (ClientClosedError, NoServerError, NoAnswerError):
         assert issubclass(reason, NoWorkerError)
         assert issubclass(reason, ConnectionError) == (reason is NoServerError)
@@ -549,7 +547,7 @@ async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnect
     """As a gateway does when it starts. The server has room for a fifth of what it has by default."""
     (tmp_path / "conf").write_text("max_pending: 14MB\n")
     server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "conf")))
-    await server.start()
+    server.start()
     nc = await nats.connect(server.url)
     js = nc.jetstream()
     await js.add_stream(
@@ -591,7 +589,7 @@ async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: P
     routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
     options = ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
     server = NatsServer(tmp_path, options)
-    await server.start()
+    server.start()
     async with connect(server.url) as client:
         sending = asyncio.create_task(client.submit(KEY, Append(id="a", text="a")))
         await asyncio.sleep(1.5)
@@ -612,7 +610,7 @@ async def test_a_request_to_a_cluster_with_too_few_servers_raises_an_error_that_
     server = NatsServer(
         tmp_path, ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
     )
-    await server.start()
+    server.start()
     async with connect(server.url) as client:
         with pytest.raises(NoAnswerError, match="too few servers of the NATS cluster run, or no worker"):
             await client.session("s1").append(text="a")
@@ -713,7 +711,7 @@ async def test_publishing_for_another_tenant_or_with_wrong_credentials_raises_no
         """
     )
     server = NatsServer(tmp_path / "js", ("-c", str(config)))
-    await server.start()
+    server.start()
     try:
         async with connect(server.url, tenant="bob", user="alice", password="a") as client:
             with pytest.raises(NotPermittedError, match=r"may not publish on turnkeep\.bob\.s1\.in"):

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from nats.aio.client import Client
-from scripted_worker import FakeWorker, NatsServer
+from scripted_worker import FakeWorker
 
-from tests.parts import free_port, until
+from tests.parts import NatsServer, free_port, until
 from turnkeep_client import nats_client
 from turnkeep_client.client import connect
 from turnkeep_client.errors import ClientClosedError, NoServerError, ResultTimeoutError
@@ -132,7 +132,7 @@ async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_serv
             (one,) = json.load(answer)["connections"]
         return [subject for subject in one.get("subscriptions_list", []) if subject.startswith("turnkeep")]
 
-    await server.start()
+    server.start()
     async with connect(server.url) as client:
         server.kill()
         for _ in range(3):
@@ -140,7 +140,7 @@ async def test_calls_that_end_during_an_outage_leave_no_subscription_at_the_serv
                 async for _ in client.session("s1").generate(text="a", timeout_s=0.1):
                     pass
         kept = await client._wire.listen("turnkeep.kept", lambda _: None)
-        await server.start()
+        server.start()
         await until(lambda: client.connected)
         await client._wire._nats.flush()
         assert await asyncio.to_thread(subscribed) == ["turnkeep.kept"]

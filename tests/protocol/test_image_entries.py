@@ -7,8 +7,9 @@ import hashlib
 import os
 
 import pytest
-from scripted_worker import SUBJECTS, FakeWorker, NatsServer
+from scripted_worker import SUBJECTS, FakeWorker
 
+from tests.parts import NatsServer
 from turnkeep_client import image
 from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, NoServerError
@@ -63,7 +64,7 @@ async def test_a_request_with_an_image_waits_like_others_while_the_nats_server_i
     assert not task.done()
     with pytest.raises(NoServerError, match="images were not stored"):
         await client.ask("s", messages=[message], timeout_s=0.3)
-    await server.start()
+    server.start()
     await asyncio.wait_for(task, 20)
     assert (await client.stored.subjects())[KEY] == {"image": 1, "in": 1}
 

@@ -141,20 +141,10 @@ results = st.one_of(
 
 
 @UNTIMED
-@given(requests)
-def test_any_request_survives_encoding_and_decoding(request) -> None:
+@given(requests, results, st.builds(Chunk, i=counts, tokens=token_ids, text=texts))
+def test_any_request_result_or_chunk_survives_encoding_and_decoding(request, result, chunk) -> None:
     assert decode_request(encode(request)) == request
-
-
-@UNTIMED
-@given(results)
-def test_any_result_survives_encoding_and_decoding(result) -> None:
     assert decode_result(encode(result)) == result
-
-
-@UNTIMED
-@given(st.builds(Chunk, i=counts, tokens=token_ids, text=texts))
-def test_any_chunk_survives_encoding_and_decoding(chunk) -> None:
     assert decode_chunk(encode(chunk)) == chunk
 
 

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
-import subprocess
-import time
 from collections.abc import Awaitable, Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
-from parts import free_port, nats_server_program, until
+from parts import NatsServer, until
 from raw_wire import Start, append, generate
 
 from ops.log.verifying import verify
@@ -36,36 +33,9 @@ from worker.wire.journal import Journal
 from worker.wire.undelivered import UndeliveredRequests
 
 
-class Server:
-    """A real NATS server with its own store, which can be stopped and started again."""
-
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.url = f"nats://127.0.0.1:{self.port}"
-        self.options: tuple[str, ...] = ()
-        self._store = folder / "store"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [nats_server_program(), "-a", "127.0.0.1", "-p", str(self.port), "-js", "-sd"]
-        self._process = subprocess.Popen(
-            [*command, str(self._store), *self.options], stderr=subprocess.DEVNULL
-        )
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                return
-            time.sleep(0.02)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self._process.terminate()
-            self._process.wait(10)
-
-
 @pytest.fixture
-def real_server(tmp_path: Path) -> Iterator[Server]:
-    one = Server(tmp_path / "nats")
+def real_server(tmp_path: Path) -> Iterator[NatsServer]:
+    one = NatsServer(tmp_path / "nats" / "store")
     one.start()
     yield one
     one.stop()
@@ -287,7 +257,7 @@ async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_s
 
 
 async def test_a_worker_exits_with_an_error_if_the_server_returns_with_a_smaller_message_limit(
-    local_worker: Callable[..., Awaitable[Any]], real_server: Server, tmp_path: Path
+    local_worker: Callable[..., Awaitable[Any]], real_server: NatsServer, tmp_path: Path
 ) -> None:
     """Otherwise the result of a long answer could not be stored, and the answer would be lost."""
     worker = await local_worker(nats=real_server.url)
@@ -330,23 +300,15 @@ TURNS: Final = 12
 ALL: Final = SessionKey("*", "*")
 
 
-@pytest.fixture
-def storing_server(tmp_path: Path) -> Iterator[Server]:
-    one = Server(tmp_path / "nats")
-    one.start()
-    yield one
-    one.stop()
-
-
 class Damaged:
     """A log whose file can be damaged. Session `other` has its first and last entries, `hit` all others."""
 
-    def __init__(self, server: Server, prefix: str) -> None:
+    def __init__(self, server: NatsServer, prefix: str) -> None:
         self.server = server
         self.prefix = prefix
         self.positions: list[int] = []
         self.stored: dict[int, bytes] = {}
-        folder = server._store / "jetstream" / "$G" / "streams" / f"{prefix}_log" / "msgs"
+        folder = server.store / "jetstream" / "$G" / "streams" / f"{prefix}_log" / "msgs"
         self.file = folder / "1.blk"
 
     async def read(self) -> dict[int, bytes]:
@@ -389,9 +351,9 @@ class Damaged:
 
 
 @pytest.fixture
-async def log(storing_server: Server, local_worker: Start) -> Damaged:
-    worker = await local_worker(nats=storing_server.url, ack_wait_s=1.0)
-    one = Damaged(storing_server, worker.settings.prefix)
+async def log(real_server: NatsServer, local_worker: Start) -> Damaged:
+    worker = await local_worker(nats=real_server.url, ack_wait_s=1.0)
+    one = Damaged(real_server, worker.settings.prefix)
     await worker.client.session("other").append(text="first five")
     one.positions = [0]
     for number in range(TURNS):

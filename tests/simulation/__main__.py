@@ -37,6 +37,7 @@ def main() -> int:
     parser.add_argument(
         "--without", choices=mutants, nargs="+", help="take a guard of the program away, one after the other"
     )
+    parser.add_argument("--workers", type=int, help="so many workers in each history")
     parser.add_argument("--whole", action="store_true", help="tell failures as they are, not shrunk")
     parser.add_argument("--first", action="store_true", help="end at the first failure, without its story")
     asked = parser.parse_args()
@@ -45,6 +46,8 @@ def main() -> int:
         if name is not None:
             print(f"without {name}:")
         asked.favoured = mutants[name].plan if name is not None else None
+        if asked.workers is not None:
+            asked.favoured = {**(asked.favoured or {}), "num_workers": asked.workers, "leases": False}
         with mutated(mutants[name]) if name is not None else contextlib.nullcontext():
             found.append(simulate_all(asked))
     return min(found)

@@ -178,7 +178,7 @@ class Plan:
             roundings=random.choice((1, 2)),
             meddling=random.choice((0.0, 0.2, 0.5)),
             sync_s=random.choice((0.0, 0.0, 0.0, 0.0, 0.0, 0.02, 0.2, 2.0)),
-            known_sync_s=random.choice((0.0, 1.0, 60.0)),
+            known_sync_s=random.choice((0.0, 1.0, 10.0)),
             tight=some() < 0.2,
         )
         if plan.sync_s:
@@ -219,7 +219,7 @@ PLAIN: Final[dict[str, Any]] = {
     "skews": (0.0, 0.0),
     "roundings": 1,
     "sync_s": 0.0,
-    "known_sync_s": 60.0,
+    "known_sync_s": 10.0,
     "tight": False,
 }
 

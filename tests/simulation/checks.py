@@ -87,10 +87,10 @@ class Logged:
     #: The history digest in the last result that changed the session.
     vouched: str = ""
     closed: Message | None = None  # the result of its last close
+    #: Its last result, if an import has stored it. Only an import that fails removes it from an open session.
+    copied: Message | None = None
     #: Whether a newer version has continued the session with a result that this version does not know.
     is_beyond: bool = False
-    #: Whether the server has lost a close, so that no entry explains what the close removed.
-    is_unsure: bool = False
     #: The results that the server has lost.
     lost: list[Result] = field(default_factory=list)
     #: The sequence of the last request that changed the session.
@@ -98,11 +98,6 @@ class Logged:
     #: For each id its first request: sequence, request and result; then the result's message.
     firsts: dict[str, tuple[int, Request, Result]] = field(default_factory=dict)
     records: dict[str, Message] = field(default_factory=dict)
-
-    @property
-    def is_unknown(self) -> bool:
-        """Whether the session's state can no longer be computed."""
-        return self.is_beyond or self.is_unsure
 
 
 def logs(stream: Stream) -> dict[SessionKey, Logged]:
@@ -122,14 +117,8 @@ def logs(stream: Stream) -> dict[SessionKey, Logged]:
             log.results.setdefault(result.seq or 0, []).append((message, result))
     for key, kind, message in _lost(stream):
         log = found.setdefault(key, Logged(key))
-        if kind == "in":
-            log.is_unsure |= isinstance(_request(message.data), Close)
-        elif kind == "out":
-            log.lost.append(result := _result(message.data))
-            log.is_unsure |= isinstance(result, Closed)
-            asked = log.asked.get(result.seq or 0)
-            if asked and asked.removed_s is not None and asked.seq not in log.results:
-                log.requests.pop(asked.seq, None)  # nobody can answer it again
+        if kind == "out":
+            log.lost.append(_result(message.data))
     return found
 
 
@@ -214,8 +203,19 @@ def _check_sessions(found: dict[SessionKey, Logged], history: History) -> Iterat
             if len(answers) != 1:
                 yield f"{log.key}: the request at {seq} has {len(answers)} results"
     for message, result, log in sorted(stored, key=lambda one: one[0].seq):
+        _undo_import(log, message.seq, message.stored_s)
         yield from (f"{log.key}: {one}" for one in _check_result(log, message, result, found, history))
         log.states.append((message.seq, log.state))
+        log.copied = message if is_imported(log.asked[result.seq or 0]) else None
+    for log in found.values():
+        _undo_import(log, history.server.jetstream.streams[SUBJECTS.log_stream].last_seq, history.loop.time())
+
+
+def _undo_import(log: Logged, seq: int, at_s: float) -> None:
+    """Empty a session whose import failed, and removed its entries, before `at_s` and the sequence `seq`."""
+    if log.copied is not None and log.closed is None and (log.copied.removed_s or at_s) < at_s:
+        log.state, log.copied = _EMPTY, None
+        log.states.append((seq, _EMPTY))
 
 
 def _check_result(
@@ -233,7 +233,7 @@ def _check_result(
         log.state, log.closed, log.forgotten = FOLD.closed(log.state), message, _EMPTY
         log.is_beyond = False  # a session that cannot be continued was removed; it may begin anew
         return
-    if log.is_unknown:  # then only the number of results can be checked
+    if log.is_beyond:  # then only the number of results can be checked
         return
     if result.id != request.id:
         yield f"the result of {request.id} at {seq} names {result.id}"
@@ -277,7 +277,7 @@ def _check_result(
     digest = message.headers.get(HISTORY_HEADER)
     # An imported session has its results in the order of its requests, even of requests cancelled early.
     is_about_it = _changes(result) or (log.closed is None and not is_copy)
-    if not log.is_unknown and is_about_it and digest not in (log.state.digest(), log.vouched):
+    if not log.is_beyond and is_about_it and digest not in (log.state.digest(), log.vouched):
         yield f"{request.id} at {seq} has a digest of other tokens"
     if _changes(result):
         log.vouched = digest or ""
@@ -407,7 +407,7 @@ def _apply(
             log.forgotten = before if request.forget else _EMPTY
         case _:
             yield f"{request} at {seq} got {result}"
-    if not log.is_unknown and result.position != log.state.position:
+    if not log.is_beyond and result.position != log.state.position:
         yield f"{request.id} at {seq} is at {result.position}, its log makes it {log.state.position}"
 
 
@@ -428,9 +428,6 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
     removed_s = [one.removed_s for one in entries if one.removed_s is not None]
     if any(read.begun_s <= one <= read.ended_s for one in removed_s):
         return  # entries were removed while the worker read them
-
-    if log.is_unsure:
-        return
 
     def is_there(message: Message) -> bool:
         return message.removed_s is None or message.removed_s > read.ended_s
@@ -489,8 +486,8 @@ def _check_fork(
             log.state = FOLD.forked(state, of, result.tags)
             if log.state.digest() == digest:
                 return
-    if parent is not None and parent.is_unknown:
-        log.is_beyond, log.is_unsure = parent.is_beyond, parent.is_unsure
+    if parent is not None and parent.is_beyond:
+        log.is_beyond = True
         return
     yield f"the fork at {result.seq} has tokens that its parent did not have since it was asked for"
 
@@ -515,7 +512,7 @@ def _check_no_fork(
     """Check that a refused fork's parent has been in the state that the refusal names, since the request."""
     assert request.from_ is not None
     parent, states = _parent(log, request.from_.session, result.seq or 0, found)
-    if parent is not None and parent.is_unknown:
+    if parent is not None and parent.is_beyond:
         return
     if "only an open session can be forked" in result.message and all(map(_is_open, states)):
         yield f"the fork at {result.seq} is refused, though its parent was open: {result.message}"
@@ -638,7 +635,7 @@ def _check_looks(history: History, found: dict[SessionKey, Logged]) -> Iterator[
     """Check that `info` never showed a state older than a result that a client had received before."""
     for key, told, position in history.looks:
         log = found.get(key)
-        if log is None or log.is_unknown or history.plan.sync_s:
+        if log is None or log.is_beyond or history.plan.sync_s:
             continue
         results = [
             message

@@ -15,13 +15,14 @@ import pytest
 from anyio import create_task_group
 
 from cache.names.policy import FULL
-from tests.simulation import history
+from ops.log.importing import Import
+from tests.simulation import history, operators
 from tests.simulation.actors import History, Plan, Supervisor
 from tests.simulation.history import Outcome, patched, world
 from tests.simulation.loop import Process, _Task, run, simulated
 from tests.simulation.played import ROOT, simulate
 from turnkeep_client.client import connect
-from turnkeep_client.errors import NoAnswerError, RequestFailedError
+from turnkeep_client.errors import NoAnswerError, RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Generate, Generated, decode_chunk, decode_result, encode, failure
 from turnkeep_client.subjects import SessionKey
 from turnkeep_client.wire import NatsWire
@@ -277,6 +278,25 @@ def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_tha
         history = History(loop, server, plan, note)
         with patched(history):
             run(loop, main(history))
+
+
+def test_an_import_that_fails_once_its_entries_are_stored_leaves_no_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It removes them, as if the reply of the server had been lost."""
+    monkeypatch.setattr(operators, "_DEEDS", {"copies a session": operators._copy})
+    store, num_stored = Import._store, 0
+
+    async def fails(self: Import, *args: Any, **more: Any) -> int:
+        nonlocal num_stored
+        num_stored += await store(self, *args, **more)
+        raise TurnkeepError("no reply")
+
+    monkeypatch.setattr(Import, "_store", fails)
+    for seed in range(3):
+        plan = {"kinds": ("operator",), "num_faults": 5, "num_requests": 9, "num_visitors": 0}
+        assert history.simulate(seed, favoured=plan).wrong == []
+    assert num_stored
 
 
 def test_the_simulated_histories_that_have_failed_before_pass() -> None:

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 from attack import attack
 from cluster import campaign
+from day import play
 from harness import Heard, SessionKey, judge
+from restores import campaign as restore_campaign
 
+from cache.disk.format import _OpenSnapshot
 from turnkeep_client.log import MODEL_HEADER
 from turnkeep_client.messages import decode_chunk
 
@@ -48,6 +51,27 @@ async def test_answers_about_pictures_are_under_faults_those_of_a_worker_without
     assert (run.struck.total(), run.sent) == (3, 22)
     assert verdict.answered == verdict.requests > 22
     assert not verdict.faults.total(), verdict.notes
+
+
+async def test_a_short_day_has_restarts_and_two_models_and_no_faults(tmp_path: Path) -> None:
+    day, verdict = await play(tmp_path, requests=80, sessions=16, seed=1)
+    assert (day.struck["restart"], day.struck["exchange"], len(day.rows)) == (2, 2, 10)
+    assert verdict.answered == verdict.requests > 20
+    assert not verdict.faults.total(), verdict.notes
+
+
+async def test_no_restore_is_false_whatever_is_done_to_the_files(tmp_path: Path) -> None:
+    kinds = ("llama", "gemma3_text", "qwen3_next")
+    verdict = await restore_campaign(tmp_path, restores=1200, seed=1, kinds=kinds)
+    assert verdict.wrong == []
+    assert verdict.put == verdict.found
+    assert len(verdict.put) == 7
+
+
+async def test_a_false_restore_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_OpenSnapshot, "check", lambda *_: None)  # a file may have any name
+    verdict = await restore_campaign(tmp_path, restores=300, seed=1, kinds=("llama",))
+    assert verdict.wrong
 
 
 def stored(at: int, kind: str, **body: Any) -> SimpleNamespace:

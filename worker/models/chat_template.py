@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from jinja2 import nodes
 from jinja2.exceptions import SecurityError, TemplateError
 from jinja2.ext import Extension
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -259,8 +260,20 @@ def _strftime_now(date_format: str) -> str:
     return datetime.now().strftime(date_format)  # noqa: DTZ005  # the local date
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox. Of a loop's and a namespace's attributes it finds the same, in half of the time.
+
+    Most templates ask for some with each message, such as `loop.first`.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if isinstance(obj, LoopContext | Namespace):
+            return not attr.startswith("_")
+        return super().is_safe_attribute(obj, attr, value)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json

@@ -80,12 +80,12 @@ export class Session {
     return fork;
   }
 
-  /** End the session. Only `open` can use its name again. With `forget` its content is removed at once. */
+  /** End the session. Only `open` can use its name again. With `forget` its content is removed. */
   close(fields: Fields<Close> = {}, options: CallOptions = {}): Promise<Closed> {
     return this.#send("closed", { ...identified(fields), type: "close" }, options);
   }
 
-  /** End the session and remove its content at once: from the log, and from the worker's disk. */
+  /** End the session and remove its content: from the worker's disk, and soon from the log. */
   forget(options: CallOptions = {}): Promise<Closed> {
     return this.close({ forget: true }, options);
   }

@@ -1,0 +1,100 @@
+"""First token after `kill -9` of a session with a picture, beside that of a session in memory.
+
+Run it on a quiet machine: `python tests/soak/pictures_again.py --rounds 20`. The model has random weights,
+and the picture 1,024 patches. Each round asks the next question in both sessions, in a random order; of one
+of them the worker was killed before. The aim is a ratio of 1.15 (median of the rounds).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import Target, arguments, connect, folder
+
+from tests import taught
+from tests.device import tiny_seeing
+from turnkeep_client import image
+from turnkeep_client.session import Session
+
+_TEXT = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "head_dim": 64}
+_VISION = {"hidden_size": 192, "intermediate_size": 768, "num_hidden_layers": 6, "image_size": 512}
+
+
+def write(where: Path) -> Path:
+    """Write the folder of a model whose picture has 1,024 patches and 256 tokens; return it."""
+    own = tiny_seeing.CONFIGS["smolvlm"]
+    tiny_seeing.CONFIGS["thousand"] = {
+        **own,
+        "model_type": "smolvlm",
+        "text_config": {**own["text_config"], **_TEXT, "max_position_embeddings": 1 << 15},
+        "vision_config": {**own["vision_config"], **_VISION, "patch_size": 16},
+    }
+    side = {"longest_edge": 512}
+    tiny_seeing.PROCESSORS["thousand"] = {"size": side, "max_image_size": side, "do_image_splitting": False}
+    tiny_seeing.write("thousand", where)
+    (where / "chat_template.jinja").write_text(taught.CHAT_TEMPLATE)
+    return where
+
+
+async def first_s(session: Session, *parts: str | bytes) -> float:
+    """Ask, with parts of a message; return the seconds until the first chunk of the answer."""
+    said = [image(one) if isinstance(one, bytes) else {"type": "text", "text": one} for one in parts]
+    started, first = time.perf_counter(), list[float]()
+    asked: Any = session.generate(messages=[{"role": "user", "content": said}], max_tokens=8)
+    async for _ in asked:
+        first.append(time.perf_counter() - started)
+    return first[0]
+
+
+async def settled(session: Session) -> None:
+    """Wait until the worker has written all snapshots."""
+    while (await session.info()).worker.snapshots.in_flight:  # noqa: ASYNC110  # over the wire
+        await asyncio.sleep(0.05)
+
+
+async def measure(where: Path, rounds: int, seed: int) -> list[tuple[float, float]]:
+    """Return, of each round, the seconds to the first token after a kill and in memory."""
+    target, order, found = Target(where / "data", write(where / "model")), random.Random(seed), []
+    target.start()
+    try:
+        await target.ready()
+        async with connect(target.url) as client:
+            names = ("killed", "kept")
+            for at, name in enumerate(names):  # pictures of their own, so that no KV is shared
+                await first_s(client.session(name), tiny_seeing.picture(at, 512, 512), "What is it? " * 60)
+            for at in range(rounds):
+                times = {}
+                for name in order.sample(names, 2):
+                    session = client.session(name)
+                    await first_s(session, f"And {at}? ")  # the other's kill has dropped KV
+                    await settled(session)
+                    if name == "killed":
+                        target.kill_worker()
+                        await target.ready()
+                    times[name] = await first_s(session, f"So {at}? ")
+                found.append((times["killed"], times["kept"]))
+                print(f"{at + 1}: after kill -9 {times['killed']:.3f} s, in memory {times['kept']:.3f} s")
+    finally:
+        target.process.stop()
+    return found
+
+
+async def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    async with folder() as where:
+        found = await measure(where, options.rounds, options.seed)
+    ratios = sorted(killed / kept for killed, kept in found)
+    quarter = len(ratios) // 4
+    print(f"ratio {statistics.median(ratios):.2f} ({ratios[quarter]:.2f} to {ratios[-1 - quarter]:.2f})")
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
