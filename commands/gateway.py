@@ -73,8 +73,7 @@ def gateway(
     While no NATS server runs, requests get status 503, and are served once one does.
     Needs the extra gateway; if it is missing, a message says how to install it.
     """
-    with http_libraries("gateway"):
-        from gateway.keys import Keys
+    from gateway.keys import Keys
 
     settings, models = given.load(), given.load_models()
     if explain:
@@ -95,9 +94,10 @@ async def _serve(
     **asked: Any,
 ) -> None:
     """Serve until a signal; `asked` are options of `Gateway`. With `until_eof` also until input ends."""
-    from gateway.app import Gateway
-    from gateway.keys import Keys
-    from ops.http_server import end_at_eof, listening, serve, server, url_of
+    with http_libraries("gateway"):
+        from gateway.app import Gateway
+        from gateway.keys import Keys
+        from ops.http_server import end_at_eof, listening, serve, server, url_of
 
     async def connect(tenant: str, model: str) -> Client:
         return await connected(models.get(model, settings), tenant, waits=False)

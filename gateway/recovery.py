@@ -87,10 +87,13 @@ async def recover(client: Client, index: SessionIndex) -> None:
 
 
 def _session(key: SessionKey, end: End) -> IndexedSession | None:
-    """Return a session as the end of its log has it; None if it is closed."""
+    """Return a session as the end of its log has it; None if it is closed and has refused nothing since.
+
+    A request that a closed session has refused is in the log, which must lose it with the session.
+    """
     if end.answered is None:
         return IndexedSession(key.session, None, end.last.stored.timestamp())
-    last = (end.changed or end.answered).result
+    last = end.answered.result
     if last is None or isinstance(last, Closed | UnknownResult):
         return None
     return IndexedSession(key.session, last.position, end.answered.entry.stored.timestamp())

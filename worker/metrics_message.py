@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .parts import Parts
-    from .reports import Needs
 
 
 def collect(parts: Parts) -> Metrics:
@@ -67,9 +66,8 @@ def _own_bytes() -> int:
     return 0
 
 
-def unloaded(needs: Needs, **known: Any) -> Metrics:
+def unloaded(**known: Any) -> Metrics:
     """Build the message for a model that no worker serves now: the given fields, and zero for the rest."""
-    known |= {name: one for name, one in structs.asdict(needs).items() if name in Metrics.__struct_fields__}
     known |= Telemetry().figures() | {"device": UNLOADED, "uptime_s": 0.0}
     needed = {field.name: field.type for field in structs.fields(Metrics) if field.required}
     return Metrics(**known, **{name: kind() for name, kind in needed.items() if name not in known})

@@ -7,8 +7,10 @@ import math
 from typing import TYPE_CHECKING, Final
 
 from anyio import Event, current_time
+from msgspec import structs
 
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.messages import Metrics
 
 from .metrics_message import unloaded
 from .process.constants import CONSTANTS
@@ -16,8 +18,6 @@ from .reports import Needs, Refusal, State
 
 if TYPE_CHECKING:
     from anyio.abc import Process
-
-    from turnkeep_client.messages import Metrics
 
     from .process.datadir import DataDir
     from .process.settings import Settings
@@ -88,8 +88,9 @@ class ModelProcess:
 
     def metrics(self) -> Metrics:
         """Return the metrics message of the model while it has no worker."""
+        needs = structs.asdict(self.needs or UNKNOWN)
         return unloaded(
-            self.needs or UNKNOWN,
+            **{name: one for name, one in needs.items() if name in Metrics.__struct_fields__},
             worker=self.settings.worker,
             version=VERSION,
             interval_s=CONSTANTS.metrics_interval_s,

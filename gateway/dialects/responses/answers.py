@@ -317,19 +317,19 @@ def _response(
         "metadata": asked.get("metadata", {}),
         "model": turn.model,
         "output": output,
+        "parallel_tool_calls": options.get("parallel_tool_calls", True),
         "previous_response_id": asked.get("previous_response_id"),
         "reasoning": {"effort": asked.get("effort"), "summary": None},
         "store": turn.is_kept,
+        **_told(options),
         "truncation": "disabled",
         "usage": result and usage_of(result),
-        **_told(options),
     }
 
 
 def _told(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a response that repeat generate options."""
     return {
-        "parallel_tool_calls": options.get("parallel_tool_calls", True),
         "temperature": options.get("temperature"),
         "text": {"format": _format(options.get("response_format", {"type": "text"}))},
         "tool_choice": _flat(options.get("tool_choice", "auto")),
