@@ -86,7 +86,7 @@ def open_directory(
             index, rejected, adopted, marks = reconcile(folder, catalog, names.result(), clock)
             if not is_certain:
                 folder.clear_quarantine()
-                marks = frozenset(node.mark for node in index)
+                marks = index.marks()
             if index.stored > _MANY_ROWS:
                 gc.freeze()  # a collection of the index would stop every thread for 0.2 s
         with suppress(sqlite3.Error):  # a full disk

@@ -237,6 +237,10 @@ class SnapshotIndex:
                 best = max(best, path, key=lambda one: (one[-1].end, -len(one)) if one else (0, 0))
         return best
 
+    def marks(self) -> frozenset[bytes]:
+        """Return the marks of all nodes."""
+        return frozenset(node.mark for node in self._nodes.values())
+
     def marked(self, marks: Marks) -> list[Node]:
         """Return the nodes that are to be erased according to the marks of a forgotten session."""
         return [node for node in self._nodes.values() if marks.has(node.mark, node.end)]

@@ -231,11 +231,16 @@ def pack(tokens: Sequence[int]) -> bytes:
 
 def unpack(packed: bytes) -> Tokens:
     """Unpack the bytes that `pack` returned. Raises `ValueError` if a token is truncated."""
+    return as_tokens(unpack_ids(packed))
+
+
+def unpack_ids(packed: bytes) -> _Ids:
+    """As `unpack`, for `Tokens.extended`: hashes nothing."""
     ids = array("I")
     ids.frombytes(packed)
     if sys.byteorder == "big":
         ids.byteswap()
-    return as_tokens(ids)
+    return ids
 
 
 def to_compact(tokens: Sequence[int]) -> str:

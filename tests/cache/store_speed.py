@@ -185,6 +185,7 @@ def fill(folder: Path, num_blocks: int) -> None:
             files.path(parent).touch()
             rows.append(SnapshotRow.of(parent, name, 1, first + 1))
         catalog.put(rows)
+    catalog.note_erased(())  # as a worker does, so that no opening takes the directory for a copy
     catalog.close()
     files.close()
 

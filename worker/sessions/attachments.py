@@ -18,7 +18,7 @@ from anyio import TaskHandle, sleep
 from msgspec import Struct
 
 from cache.names.images import ImageSpan  # noqa: TC001  # msgspec looks it up
-from cache.names.tokens import as_tokens, pack, unpack
+from cache.names.tokens import as_tokens, pack, unpack_ids
 from turnkeep_client.checkpoints import CheckpointMessage, Link, backwards, digest
 from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001  # msgspec looks them up
@@ -135,7 +135,7 @@ class Checkpoint:
             bodies = [msgspec.msgpack.decode(one, type=_Body) for one in packed]
             for body in bodies:
                 conversation = conversation.unpack(body.conversation)
-                tokens = tokens[: body.kept].extended(unpack(body.tokens).ids(), body.spans)
+                tokens = tokens[: body.kept].extended(unpack_ids(body.tokens), body.spans)
             answered.load(b"".join(body.ids for body in bodies))
             history = TokenHistory(
                 conversation,
