@@ -27,7 +27,7 @@ from turnkeep_client.messages import FEATURES
 from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
-from worker.cluster.members import Members
+from worker.cluster.liveness import Members
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
 from worker.process.cache_parts import cache_codec, remote_tier
@@ -39,7 +39,7 @@ from worker.wire.credentials import over_tls, worker_options
 
 from .metrics_message import collect
 from .model_start import ModelStart, WorkerError
-from .observe.counters import Telemetry
+from .observe.telemetry import Telemetry
 from .observe.tracing import start_traces
 from .parts import Groundwork, Parts
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group

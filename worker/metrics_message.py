@@ -1,6 +1,6 @@
 """Builds the metrics message, which the worker publishes every few seconds and sends on request.
 
-Each part has its own counters; `observe/counters.py` has those of the worker as a whole.
+Each part has its own counters; `observe/telemetry.py` has those of the worker as a whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from msgspec import structs
 
 from turnkeep_client.messages import UNLOADED, Metrics, SnapshotCounters
 
-from .observe.counters import Telemetry
+from .observe.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from typing import Any

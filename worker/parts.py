@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.messages import Metrics, Model
     from turnkeep_client.subjects import SessionKey, Subjects
-    from worker.cluster.members import Members
+    from worker.cluster.liveness import Members
     from worker.engine.engine import Engine
     from worker.models.model import LoadedModel
     from worker.wire.erasures import Copies
     from worker.wire.streams import Streams
 
     from .model_start import ModelStart
-    from .observe.counters import Telemetry
     from .observe.otlp import Traces
+    from .observe.telemetry import Telemetry
     from .process.constants import Constants
     from .process.settings import Settings
 

@@ -118,7 +118,7 @@ async def test_a_turns_token_count_is_the_servers_reported_usage_or_else_the_num
         (CUT + event("a"), "APIConnectionError", "peer closed"),
     ],
 )
-async def test_each_fault_of_a_server_gives_the_turn_an_error_kind_and_a_one_line_message(
+async def test_a_bad_reply_of_a_benchmarked_server_gives_an_error_kind_and_a_one_line_message(
     reply: bytes, kind: str, says: str
 ) -> None:
     async with fake(reply) as url:

@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from collections.abc import Sequence
 
 from cache.disk.catalog import Catalog
-from cache.disk.codec import PLAIN, Codec
 from cache.disk.encryption import EncryptedCodec
 from cache.disk.folder import Folder
 from cache.disk.rows import SnapshotRow
+from cache.disk.unencrypted import PLAIN, Codec
 from cache.names import blocks
 from cache.names.identity import Identity
 from cache.names.marks import MARK_BYTES

@@ -332,7 +332,7 @@ def test_a_history_may_be_cut_and_continued_anywhere() -> None:
             assert head + tokens[at:] == tokens
 
 
-def test_the_log_gets_the_ids_that_the_model_runs() -> None:
+def test_an_images_tokens_are_stored_in_results_as_the_ids_that_the_model_runs() -> None:
     tokens, _ = made([1], (ONE, 5), [2])
     assert from_compact(to_compact(tokens)).ids() == tokens.ids()
     assert tokens.ids().tolist() == [1, 7, 7, 7, 7, 7, 2]

@@ -17,9 +17,9 @@ from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identi
 from test_cache_windows import assert_restored, save
 
 from cache.disk import tier as tier_module
-from cache.disk.codec import PLAIN
 from cache.disk.objects import ObjectStore
 from cache.disk.tier import FileKey, SharedDirectory, Tier
+from cache.disk.unencrypted import PLAIN
 from cache.index import remote
 from cache.names.errors import SealedError
 from cache.names.marks import ErasureProgress, Marks
@@ -115,7 +115,7 @@ async def test_a_full_block_replaces_its_tail_pieces_in_the_tier(open_two: Any, 
 
 
 @pytest.mark.parametrize("changes", [{"tenant": "b"}, {"identity": identity(block_tokens=8)}])
-async def test_another_tenant_or_model_fetches_nothing_from_the_tier(
+async def test_another_tenant_or_model_fetches_no_snapshots_from_the_remote_tier(
     open_store: Any, tmp_path: Path, tier: Tier, changes: dict[str, Any]
 ) -> None:
     one = await open_store(tmp_path / "one", tier=tier)

@@ -7,8 +7,8 @@ import pytest
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity, kv, uploaded
 
 from cache.disk import format as snapshot_format
-from cache.disk.codec import PLAIN
 from cache.disk.tier import SharedDirectory
+from cache.disk.unencrypted import PLAIN
 from cache.kv.arrays import BlankTensors
 from cache.names import blocks
 from cache.names.blocks import Span

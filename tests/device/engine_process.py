@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from tiny_models import BLOCK, GREEDY, answer, key, loaded
 
-from cache.disk.codec import PLAIN, Codec
+from cache.disk.unencrypted import PLAIN, Codec
 from cache.kv.size import KvSize
 from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
@@ -25,7 +25,7 @@ from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
 from worker.engine.port import TurnResult
 from worker.models.model import LoadedModel
-from worker.observe.counters import Telemetry
+from worker.observe.telemetry import Telemetry
 
 IDENTITY = Identity(weights="w", config="c", tokenizer="t", kv_dtype="float32", block_tokens=BLOCK)
 

@@ -26,8 +26,8 @@ from worker.device.request import PRIORITY_S, TurnRequest, place
 from worker.device.turn import DroppedKv
 from worker.engine.admission import Admission, Claim, Decision, Ledger
 from worker.engine.engine import Engine
-from worker.engine.residency import Residency
-from worker.observe.counters import Telemetry
+from worker.engine.kv_on_device import KvOnDevice
+from worker.observe.telemetry import Telemetry
 
 CAPACITY = 100
 NAMES = st.sampled_from("abcdef")
@@ -82,7 +82,7 @@ class AdmissionMachine(RuleBasedStateMachine):
         turn.granted, turn.is_paused = 0, False
         if turn.has:
             self.resident[key] = turn.has
-            self.ledger.residency.put(key, as_tokens([0]), turn.has)
+            self.ledger.kv_on_device.put(key, as_tokens([0]), turn.has)
         if is_over:
             del self.turns[turn.claim]
             self.carry_out(self.admission.release(turn.claim))
@@ -129,9 +129,9 @@ class AdmissionMachine(RuleBasedStateMachine):
     @rule(num_dropped=st.integers(1, 4))
     def lose(self, num_dropped: int) -> None:
         """The device is short of memory and drops some sessions' KV."""
-        for key_ in self.ledger.residency.sessions()[:num_dropped]:
+        for key_ in self.ledger.kv_on_device.sessions()[:num_dropped]:
             self.resident.pop(key_, None)
-            self.ledger.residency.pop(key_)
+            self.ledger.kv_on_device.pop(key_)
         self.carry_out(self.admission.decide())
 
     @invariant()
@@ -179,7 +179,7 @@ def leave(admission: Admission, claim: Claim, size: int = 0) -> list[str]:
 
 def idle(admission: Admission, claim: Claim, size: int) -> None:
     if size:
-        admission._ledger.residency.put(claim.key, as_tokens([0]), size)
+        admission._ledger.kv_on_device.put(claim.key, as_tokens([0]), size)
 
 
 #: The names of a test's turns, and its latest decisions in words.
@@ -357,9 +357,9 @@ async def test_letting_sessions_go_drops_their_kv_except_of_those_with_a_running
         await asyncio.sleep(0)
     assert engine.let_go(lambda one: one != key("other")) == {key("busy")}
     assert (await running).num_cached > 0
-    assert set(engine._residency.sessions()) == {key("busy"), key("other")}
+    assert set(engine._kv_on_device.sessions()) == {key("busy"), key("other")}
     assert engine.let_go(lambda one: one != key("other")) == set()
-    assert engine._residency.sessions() == [key("other")]
+    assert engine._kv_on_device.sessions() == [key("other")]
 
 
 async def test_turns_with_a_higher_priority_get_memory_first(make_engine) -> None:
@@ -573,17 +573,17 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
 
     await asyncio.gather(*(session(index) for index in range(8)))
     assert drops.call_count > 5
-    idle = {key(f"s{i}") for i in range(8) if len(engine.ledger.residency.tokens(key(f"s{i}")))}
+    idle = {key(f"s{i}") for i in range(8) if len(engine.ledger.kv_on_device.tokens(key(f"s{i}")))}
     await until(lambda: held_by(engine) == idle)  # what was dropped last
     assert engine.num_running == engine.num_waiting == 0
-    held = [engine.ledger.residency.tokens(key) for key in idle]
+    held = [engine.ledger.kv_on_device.tokens(key) for key in idle]
     assert engine.ledger.used_bytes == sum(engine.size_bytes(len(tokens)) for tokens in held)
     for context, tokens in answers:
         assert tokens == alone(make_model("llama"), context, len(tokens))[0]
 
 
 def test_kv_on_the_device_is_used_only_under_its_policy_and_where_it_can_be_trimmed() -> None:
-    held = Residency()
+    held = KvOnDevice()
     held.put(SessionKey("t", "s"), as_tokens(range(10)), 100, earliest=4, policy=FULL)
     other = Policy(sink=4, window=128)
     lengths = [held.num_usable(SessionKey("t", "s"), num, FULL) for num in (3, 4, 10, 11)]

@@ -17,7 +17,7 @@ from parts import until
 from tiny_models import BLOCK, loaded
 
 from cache.admin.stored_blocks import StoredBlocks
-from cache.disk.codec import PLAIN
+from cache.disk.unencrypted import PLAIN
 from worker.device.device import Device
 from worker.engine import audit
 from worker.recomputation import ComputedBlocks, Recomputation, compare

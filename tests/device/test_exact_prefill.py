@@ -16,8 +16,8 @@ from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
-from cache.disk.codec import PLAIN
 from cache.disk.encryption import EncryptedCodec
+from cache.disk.unencrypted import PLAIN
 from cache.kv import layers, paged
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError

@@ -333,7 +333,7 @@ def test_the_shape_of_a_model_is_read_from_plain_legacy_and_nested_configuration
     assert shape_of(config) == Shape(8, 64, 512, 1024, 99)
 
 
-def test_a_configuration_without_details_gets_a_default_shape() -> None:
+def test_sizes_that_a_models_config_json_leaves_out_get_usual_values() -> None:
     assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
 
 

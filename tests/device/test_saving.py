@@ -22,7 +22,7 @@ from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 from worker.device.request import TurnRequest
 from worker.device.turn import Starvation
-from worker.engine.residency import Residency
+from worker.engine.kv_on_device import KvOnDevice
 from worker.engine.unsaved_kv import UnsavedKv
 
 PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
@@ -92,7 +92,7 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 
 
 def test_an_idle_session_whose_kv_is_all_stored_is_looked_at_only_once() -> None:
-    unsaved = UnsavedKv(Mock(**{"kv.wanted.return_value": []}), Residency(), set, Mock(), Mock())
+    unsaved = UnsavedKv(Mock(**{"kv.wanted.return_value": []}), KvOnDevice(), set, Mock(), Mock())
     unsaved._note(key("s"))
     assert not unsaved._copy_next()
     assert unsaved._due() == []

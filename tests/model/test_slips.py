@@ -321,7 +321,7 @@ def test_a_doubtful_or_a_quoted_call_stays_text(family: str, text: str) -> None:
     assert outcome(splitter(family, tools=TOOLS), [wide(text)])[0].strip() == text
 
 
-def test_a_call_is_streamed_once_its_end_marker_has_come() -> None:
+def test_a_tool_call_is_streamed_as_soon_as_it_is_complete() -> None:
     for family, text in (
         ("generic", f"<tool_call>{JSON}</tool_call>"),
         ("mistral", BASH),

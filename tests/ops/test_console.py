@@ -691,7 +691,9 @@ async def test_a_long_message_is_counted_with_its_conversation_before_it_is_sent
         assert re.fullmatch(r"the session would hold \d+ tokens and \d+ new ones, the context is \d+", note)
 
 
-async def test_the_variants_of_a_conversation_are_one_entry_of_the_short_list(local_worker: Start) -> None:
+async def test_the_consoles_brief_list_has_one_row_for_a_conversation_and_its_variants(
+    local_worker: Start,
+) -> None:
     client = (await local_worker()).client
     talk = client.session("talk")
     for text in ("First?", "Second?"):
@@ -809,7 +811,7 @@ async def started(*arguments: object, **more: str) -> AsyncIterator[tuple[subpro
     process.stderr.close()
 
 
-async def test_the_command_console_shows_its_workers_and_the_address_of_their_gateway(
+async def test_turnkeep_console_shows_the_workers_on_its_prefix_and_their_gateways_address(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     port = free_port()

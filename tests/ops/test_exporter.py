@@ -33,7 +33,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, Totals, encode
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
-from worker.observe.counters import Telemetry
+from worker.observe.telemetry import Telemetry
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
 LABELS = {

@@ -21,7 +21,7 @@ from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
-from worker.cluster.members import Members
+from worker.cluster.liveness import Members
 from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
 from worker.process.settings import SettingsError

@@ -38,7 +38,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.device.request import TurnRequest
 from worker.engine.port import TurnResult
 from worker.models.tokenizer import Tokenizer
-from worker.observe.counters import Telemetry
+from worker.observe.telemetry import Telemetry
 from worker.process.concurrency import Rotation, SharedLock
 from worker.sessions import attachments, record
 from worker.sessions.cancelling import cancel

@@ -214,7 +214,7 @@ async def test_an_answer_that_reaches_the_context_limit_ends_with_the_finish_rea
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)
 
 
-async def test_a_prompt_that_fills_the_context_is_taken_without_an_answer_and_refused_with_one(
+async def test_a_prompt_that_fills_the_context_is_refused_unless_max_tokens_is_0(
     wire: Start,
 ) -> None:
     w = await wire(max_context=64)

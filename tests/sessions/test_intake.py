@@ -20,7 +20,7 @@ from turnkeep_client.log import BUILD_HEADER
 from turnkeep_client.subjects import SessionKey
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
-from worker.observe.counters import Telemetry
+from worker.observe.telemetry import Telemetry
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.intake import Intake
 from worker.wire.records import Member

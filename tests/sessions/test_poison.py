@@ -14,7 +14,7 @@ from tests.simulation import device
 from tests.simulation.device import POISON
 from tests.simulation.loop import _process as current
 from tests.simulation.world import Server
-from worker.cluster.members import Members
+from worker.cluster.liveness import Members
 from worker.sessions import sessions
 from worker.sessions.dead_letters import Doubt
 from worker.sessions.fold import Fold

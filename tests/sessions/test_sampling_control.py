@@ -169,7 +169,9 @@ async def test_an_answers_prefix_counts_as_prompt_and_belongs_to_the_answer_in_t
 
 
 @pytest.mark.simulated
-async def test_a_prefix_after_raw_text_is_appended_to_the_text(client: Client) -> None:
+async def test_raw_text_with_an_answer_prefix_is_answered_as_both_are_in_one_text(
+    client: Client,
+) -> None:
     _, given = await answered(client.session("s"), text="Once ", prefix="upon", max_tokens=6)
     _, plain = await answered(client.session("t"), text="Once upon", max_tokens=6)
     assert (given.tokens, given.position) == (plain.tokens, plain.position)

@@ -28,7 +28,7 @@ from cache.store import ErasureResult
 from turnkeep_client.messages import Model, Progress, joined
 from worker import parts
 from worker.app import App
-from worker.cluster.members import Members
+from worker.cluster.liveness import Members
 from worker.engine.port import EnginePort, StoppingError, TurnResult
 from worker.metrics_message import unloaded
 from worker.models.model import LoadedModel

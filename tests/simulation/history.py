@@ -20,7 +20,7 @@ from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import parts
 from worker.cluster import endpoints
-from worker.observe import counters
+from worker.observe import telemetry
 from worker.process import clock
 from worker.sessions import limits, record, sessions
 from worker.text import segments
@@ -188,7 +188,7 @@ def patched(history: History) -> Iterator[None]:
             (erasures, "_PERIOD_S", 1.0),
             (marks, "STRIDE", 4),
             (sessions, "_LEAST_SWEEP_S", 0.25),
-            (counters, "_LAG_PERIOD_S", 60.0),  # in virtual time no callback is late
+            (telemetry, "_LAG_PERIOD_S", 60.0),  # in virtual time no callback is late
             (intake, "_GONE_S", 3.0),
             *(_TIGHT if plan.tight else ()),
             *((module, "time", clock.source) for module in _TIMED),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.messages import ControlReply, Result
     from turnkeep_client.subjects import Subjects
-    from worker.observe.counters import RequestTimes, Telemetry
+    from worker.observe.telemetry import RequestTimes, Telemetry
     from worker.wire.asks import Asks
     from worker.wire.outbox import Outbox
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from nats.aio.client import Client
     from nats.aio.msg import Msg
 
-    from .members import Members
+    from .liveness import Members
 
 #: Limit of the requests that are kept; others are answered only by the worker that the server has chosen.
 _MAX_KEPT: Final = 4096

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal
     from worker.wire.records import Member
 
-    from .members import Members
+    from .liveness import Members
 
 #: Most sessions whose worker is remembered, so that it is not looked up again.
 _MAX_REMEMBERED: Final = 65_536
@@ -54,7 +54,7 @@ _ERASE_S: Final = 3.0
 STOPS: Final = b'"stops"'
 SUBJECT_HEADER: Final = "Turnkeep-Subject"
 #: Most forks of forks that are followed to find the worker of a parent.
-_MAX_FORKS: Final = 64
+_MAX_FORK_DEPTH: Final = 64
 
 
 class Owner(NamedTuple):
@@ -132,7 +132,7 @@ class Owners:
 
     async def logged(self, key: SessionKey, members: Sequence[Member]) -> Owner:
         """Return the one of these workers that a session belongs to by the log alone."""
-        for _ in range(_MAX_FORKS):
+        for _ in range(_MAX_FORK_DEPTH):
             last = await self._journal.last(key, "out")
             name = words(last.headers.get(BUILD_HEADER, "")).get("worker", "") if last else ""
             member = next((one for one in members if one.worker == name), None)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from worker.wire.journal import Journal
     from worker.wire.records import Member
 
-    from .members import Members
+    from .liveness import Members
     from .owners import Owner, Owners
 
 log = structlog.get_logger()

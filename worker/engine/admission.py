@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from worker.device.request import PRIORITY_S
 
-from .residency import Residency
+from .kv_on_device import KvOnDevice
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,15 +53,15 @@ class Ledger:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.residency = Residency()
+        self.kv_on_device = KvOnDevice()
         self._reserved: dict[Claim, int] = {}
         self._reserved_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved by running turns and held by idle sessions."""
-        in_use = sum(self.residency.size_bytes(key) for key in self.busy)
-        return self._reserved_bytes + self.residency.num_bytes - in_use
+        in_use = sum(self.kv_on_device.size_bytes(key) for key in self.busy)
+        return self._reserved_bytes + self.kv_on_device.num_bytes - in_use
 
     @property
     def num_resident(self) -> int:
@@ -103,7 +103,7 @@ class Ledger:
         idle = iter(self._idle())
         while self.used_bytes > self.max_bytes:
             victims.append(next(idle))
-            self.residency.pop(victims[-1])
+            self.kv_on_device.pop(victims[-1])
         return victims
 
     def release(self, claim: Claim) -> None:
@@ -114,11 +114,11 @@ class Ledger:
         """
         if claim in self._reserved:
             self._reserved_bytes -= self._reserved.pop(claim)
-            self.residency.touch(claim.key)
+            self.kv_on_device.touch(claim.key)
 
     def _idle(self) -> list[SessionKey]:
         busy = self.busy
-        return [key for key in self.residency.sessions() if key not in busy]
+        return [key for key in self.kv_on_device.sessions() if key not in busy]
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cache.names.snapshot import Tensor
     from cache.names.tokens import Tokens
     from cache.store import Store
-    from worker.observe.counters import Telemetry
+    from worker.observe.telemetry import Telemetry
 
     from .port import EnginePort
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.device.device import Device
     from worker.device.turn import ImageViews
-    from worker.observe.counters import Telemetry
+    from worker.observe.telemetry import Telemetry
 
     from .admission import Ledger
     from .kv_lookup import TurnSnapshots
@@ -99,7 +99,7 @@ class Engine(EnginePort):
         self._telemetry = telemetry
         self._kv = kv
         self._has_unopened = has_unopened
-        self._residency = ledger.residency
+        self._kv_on_device = ledger.kv_on_device
         self._grants = Grants(device, ledger, kv, piece_tokens, max_tenant_bytes)
         self._runs = self._grants.runs
         self._turns: dict[DeviceTurn, Run] = {}  # turns on the device, in order of submission, and their runs
@@ -107,7 +107,7 @@ class Engine(EnginePort):
         self._saving, self._audit = None, None
         if store is not None:
             self._audit = Audit(self, store, telemetry, self._is_idle, self._has_spare)
-            self._saving = UnsavedKv(store, self._residency, self._at_work, device.copy, device.kv)
+            self._saving = UnsavedKv(store, self._kv_on_device, self._at_work, device.copy, device.kv)
         loop = asyncio.get_running_loop()
         device.listen(lambda report: loop.call_soon_threadsafe(self._handle, report))
         self._stopping = False
@@ -140,7 +140,7 @@ class Engine(EnginePort):
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of a session's KV on the device that cover a prefix of `tokens`."""
-        return self._kv.under(policy).live(self._residency.tokens(key).num_common(tokens))
+        return self._kv.under(policy).live(self._kv_on_device.tokens(key).num_common(tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Return the progress of a session's running turn; None if no turn runs."""
@@ -245,7 +245,7 @@ class Engine(EnginePort):
             run.is_forgotten |= run.key == key
         if self._saving is not None:
             self._saving.discard(key)
-        if self._residency.pop(key):
+        if self._kv_on_device.pop(key):
             self._device.drop(key)
         self._grants.decide()
 
@@ -255,7 +255,7 @@ class Engine(EnginePort):
         Returns those of them whose turn is under way; they keep their KV.
         """
         busy = self._at_work()
-        for key in filter(is_meant, set(self._residency.sessions()) - busy):
+        for key in filter(is_meant, set(self._kv_on_device.sessions()) - busy):
             self.forget(key)
         return set(filter(is_meant, busy))
 
@@ -308,7 +308,7 @@ class Engine(EnginePort):
                 self._end_turn(event)
             case DroppedKv(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
-                    self._residency.pop(key)
+                    self._kv_on_device.pop(key)
                 self._grants.decide()
             case SnapshotCut(turn) if self._audit is not None and turn.request.audited is not None:
                 self._audit.take(event.tensors)
@@ -330,7 +330,7 @@ class Engine(EnginePort):
     def _end_turn(self, end: FinishedTurn | FaultedTurn) -> None:
         """Release an ended turn's memory at once; if its run goes on, request memory for its next turn."""
         run, request = self._turns.pop(end.turn), end.turn.request
-        self._residency.pop(request.key)
+        self._kv_on_device.pop(request.key)
         if isinstance(end, FinishedTurn):
             self._keep(run, end)
         run.turn = None
@@ -353,7 +353,7 @@ class Engine(EnginePort):
         elif num_cached:
             size_bytes = self.size_bytes(num_cached, request.policy)
             tokens = request.tokens(num_cached)
-            self._residency.put(request.key, tokens, size_bytes, end.earliest, request.policy)
+            self._kv_on_device.put(request.key, tokens, size_bytes, end.earliest, request.policy)
             if self._saving is not None and end.turn.plan.chain is not None:
                 self._saving.end_turn(request.key, end.cost.num_uncut)
 

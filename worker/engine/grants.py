@@ -75,7 +75,7 @@ class Grants:
     def _price(self, run: Run) -> int:
         """Return the bytes to request for a run: the size of its KV at `num_asked` tokens."""
         # A rewound session keeps its memory until its turn ends: trimming frees nothing.
-        num_tokens = max(run.num_asked, len(self._ledger.residency.tokens(run.key)))
+        num_tokens = max(run.num_asked, len(self._ledger.kv_on_device.tokens(run.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
         allocated = self._kv.under(run.request.policy).held(grown(num_tokens), ahead=self._piece_tokens)
         return max(

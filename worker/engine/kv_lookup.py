@@ -19,7 +19,7 @@ from worker.device.memory import GROWTH_TOKENS
 from worker.device.turn import DeviceTurn, KvRead, TurnPlan
 from worker.observe.traces import Phase
 
-from .residency import LEAST_SHARED
+from .kv_on_device import LEAST_SHARED
 from .run import resolve
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class Finder:
         self._device = device
         self._store = store
         self._ledger = ledger
-        self._residency = ledger.residency
+        self._kv_on_device = ledger.kv_on_device
         #: The measured speeds of restoring and prefilling.
         self.rates = RestoreTimes()
 
@@ -128,8 +128,8 @@ class Finder:
         # KV that cannot be trimmed must leave the context's last token for the turn to run.
         num_usable = len(request.context) - (not self._device.kv(request.policy).is_plain)
         num_usable = min(num_usable, len(request.reusable))
-        num_kept = min(self._residency.tokens(request.key).num_common(request.context), num_usable)
-        num_kept = self._residency.num_usable(request.key, num_kept, request.policy)
+        num_kept = min(self._kv_on_device.tokens(request.key).num_common(request.context), num_usable)
+        num_kept = self._kv_on_device.num_usable(request.key, num_kept, request.policy)
         source, num_shared = self._find_source(request, num_kept, submitted)
         return TurnPlan(num_kept, source=source), num_usable, max(num_kept, num_shared)
 
@@ -225,8 +225,8 @@ class Finder:
         if len(context) <= most:
             return None, 0
         busy = self._ledger.busy
-        alike = self._residency.alike(request.tenant, context)
-        idle = ((key, self._residency.tokens(key)) for key in alike if key not in busy)
+        alike = self._kv_on_device.alike(request.tenant, context)
+        idle = ((key, self._kv_on_device.tokens(key)) for key in alike if key not in busy)
         others = (turn.request for turn in submitted if turn.request.key != request.key)  # not its abandoned
         running = ((other.key, other.context) for other in others if other.policy == request.policy)
         for key, tokens in chained(idle, running):
@@ -235,7 +235,7 @@ class Finder:
             # Compare one token first: most sessions differ there.
             if tokens[most] != context[most] or (num := tokens.num_common(context)) <= most:
                 continue
-            if key in busy or self._residency.num_usable(key, num, request.policy):
+            if key in busy or self._kv_on_device.num_usable(key, num, request.policy):
                 found, most = key, num
         return found, most if found else 0
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from cache.store import Store
     from turnkeep_client.subjects import SessionKey
 
-    from .residency import Residency
+    from .kv_on_device import KvOnDevice
     from .run import Run
 
 log = structlog.get_logger()
@@ -46,7 +46,7 @@ class UnsavedKv:
     def __init__(
         self,
         store: Store,
-        residency: Residency,
+        kv_on_device: KvOnDevice,
         at_work: Callable[[], set[SessionKey]],
         copy: Callable[[DeviceTurn], None],
         kv: Callable[[Policy], KvSize],
@@ -56,7 +56,7 @@ class UnsavedKv:
         `copy` lets the device copy a turn's `spans`; `save` gets the snapshots, and `end_copy` follows.
         """
         self._store = store
-        self._residency = residency
+        self._kv_on_device = kv_on_device
         self._at_work = at_work
         self._copy_spans = copy
         self._kv = kv
@@ -123,12 +123,12 @@ class UnsavedKv:
 
     def unstored(self) -> list[int]:
         """Return, for each session whose KV on the device is not all on disk, how many tokens are not."""
-        keys = [one for one in self._residency.sessions() if self._residency.policy(one).has_snapshots]
+        keys = [one for one in self._kv_on_device.sessions() if self._kv_on_device.policy(one).has_snapshots]
         return [num for key in keys if (num := self._num_unstored(key))]
 
     def _lost(self) -> None:
         """Look at every session, since snapshots are missing: their files have no session's name."""
-        for key in (*self._residency.sessions(), *self._at_work()):
+        for key in (*self._kv_on_device.sessions(), *self._at_work()):
             self._note(key)
 
     def _note(self, key: SessionKey) -> None:
@@ -137,13 +137,13 @@ class UnsavedKv:
         self._changed.set()
 
     def _num_unstored(self, key: SessionKey) -> int:
-        tokens, policy = self._residency.tokens(key), self._residency.policy(key)
+        tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
         chain = self._store.kv.chain(key.tenant, policy, tokens)
         return len(tokens) - self._store.kv.find(chain, tokens).num_tokens
 
     def _missing(self, key: SessionKey) -> list[Span]:
         """Return the spans of a session's KV on the device that are neither stored nor queued."""
-        tokens, policy = self._residency.tokens(key), self._residency.policy(key)
+        tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
         if not policy.has_snapshots:
             return []
         return self._store.kv.wanted(self._store.kv.chain(key.tenant, policy, tokens), tokens)
@@ -167,7 +167,7 @@ class UnsavedKv:
         return False
 
     def _copy(self, key: SessionKey, spans: list[Span], spare_bytes: int) -> bool:
-        tokens, policy = self._residency.tokens(key), self._residency.policy(key)
+        tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
         kv = self._kv(policy)
         sizes = accumulate(kv.snapshot(span.num_tokens, at=span.end) for span in spans)
         num_fitting = sum(size_bytes <= spare_bytes for size_bytes in sizes)

@@ -28,7 +28,7 @@ class Constants:
     max_attempts: int = 3
     #: Time until an idle session's history leaves memory; its KV stays until evicted.
     history_idle_timeout_s: float = 300.0
-    #: Time without an ack until NATS redelivers a request; workers notice an end earlier (`cluster.members`).
+    #: Time without an ack until NATS redelivers a request; workers notice an end earlier (`liveness`).
     ack_wait_s: float = 3.0
     #: Time and space for token chunks that can be read back; the oldest are removed first.
     token_ttl_s: float = 900.0

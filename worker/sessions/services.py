@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
     from worker.engine.port import EnginePort
-    from worker.observe.counters import Telemetry
     from worker.observe.otlp import Traces
+    from worker.observe.telemetry import Telemetry
     from worker.process.concurrency import Rotation, SharedLock
     from worker.wire.erasures import Erasures
     from worker.wire.journal import Journal

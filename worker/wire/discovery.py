@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
 
     from turnkeep_client.subjects import Subjects
-    from worker.observe.counters import Telemetry
+    from worker.observe.telemetry import Telemetry
 
     from .outbox import Outbox
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from nats.aio.subscription import Subscription
 
     from turnkeep_client.messages import Request
-    from worker.observe.counters import Telemetry
+    from worker.observe.telemetry import Telemetry
 
     from .consistent_reads import StoredMessage
     from .journal import Journal

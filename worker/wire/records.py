@@ -1,6 +1,6 @@
 """The workers' records: messages in an in-memory stream, in the layout of a KV bucket.
 
-`cluster.members` writes and watches them; the command `drain` reads them too.
+`cluster.liveness` writes and watches them; the command `drain` reads them too.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import pytest
 
 from tests.parts import fall_asleep, until
 from turnkeep_client.subjects import Subjects
-from worker.cluster import members as members_of
-from worker.cluster.members import Members
+from worker.cluster import liveness as members_of
+from worker.cluster.liveness import Members
 from worker.wire.connection import BrokerError, connect
 from worker.wire.records import ensure_records, record_subject
 

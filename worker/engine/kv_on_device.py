@@ -32,7 +32,7 @@ class _Kv:
     policy: Policy
 
 
-class Residency:
+class KvOnDevice:
     """The sessions with KV on the device; while a session's turn runs, the KV that its previous turn left."""
 
     def __init__(self) -> None:
