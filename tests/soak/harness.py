@@ -53,6 +53,7 @@ from turnkeep_client.messages import (  # noqa: E402
 )
 from turnkeep_client.nats_client import Nats  # noqa: E402
 from turnkeep_client.session_log import decoded  # noqa: E402
+from turnkeep_client.stream import LogStream  # noqa: E402
 from turnkeep_client.subjects import SessionKey, Subjects  # noqa: E402
 from worker.models.tokenizer import Tokenizer  # noqa: E402
 from worker.process.constants import CONSTANTS  # noqa: E402
@@ -228,7 +229,8 @@ async def read_log(url: str) -> list[Any]:
     for left in itertools.count(20, -1):
         try:
             async with connect(url, connect_timeout_s=10) as client:
-                return await client._wire.read_all(SUBJECTS.log_stream, "turnkeep.>")
+                log = LogStream(client._wire, SUBJECTS)
+                return [one async for one in log._all(SUBJECTS.log_stream, "turnkeep.>")]
         except TurnkeepError:
             if not left:
                 raise
