@@ -64,13 +64,16 @@ class Here:
     async def crash(self, num_requests: int, num_answered: int, process: Process | None = None) -> None:
         """Wait for so many requests and answers in the log; kill `process`; kill and restart the worker."""
 
-        async def is_there() -> bool:
+        async def is_in_the_middle() -> bool:
             answers = [*(await self.requests()).values()]
-            return len(answers) >= num_requests and sum(answers) >= num_answered
+            return len(answers) >= num_requests and sum(answers) >= num_answered and 0 in answers
 
-        await until(is_there)
-        os.kill(self.worker.worker_pid, signal.SIGSTOP)
-        assert 0 in (await self.requests()).values(), "it was not in the middle"
+        while True:
+            await until(is_in_the_middle)
+            os.kill(self.worker.worker_pid, signal.SIGSTOP)
+            if await is_in_the_middle():
+                break
+            os.kill(self.worker.worker_pid, signal.SIGCONT)  # all were answered before it stopped
         if process is not None:
             process.kill()
             await process.wait()
