@@ -14,8 +14,6 @@ import asyncio
 import contextlib
 import json
 import os
-import re
-import secrets
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -28,6 +26,8 @@ import nkeys
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.nats_client import Nats, NatsError, refusal
 from turnkeep_client.subjects import CONSUMER, DEFAULT_PREFIX, Subjects, check_id
+
+from .routes import CLUSTER, ROUTES, write_routes
 
 WORKERS: Final = "_turnkeep"
 METRICS: Final = "_metrics"
@@ -365,28 +365,3 @@ def _say_what_is_next(folder: Path, *, is_cluster: bool, is_done: bool) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-CLUSTER: Final = "cluster.conf"
-ROUTES: Final = "routes.conf"
-_PORT: Final = 6222
-_PASSWORD: Final = re.compile(r'password: "([\w-]+)"')
-
-
-def write_routes(folder: Path, hosts: list[str]) -> None:
-    """Write the routes to these hosts (`NAME` or `NAME:PORT`) to a file that only its owner can read.
-
-    An existing file's password is reused, since nodes with different passwords refuse each other.
-    """
-    if not (folder / CLUSTER).exists():
-        shutil.copy(Path(__file__).with_name(CLUSTER), folder / CLUSTER)
-    there = folder / ROUTES
-    known = _PASSWORD.search(there.read_text()) if there.exists() else None
-    password = known[1] if known else secrets.token_urlsafe(32)
-    places = (host if ":" in host else f"{host}:{_PORT}" for host in hosts)
-    routes = json.dumps([f"nats://nodes:{password}@{place}" for place in places], indent=1)
-    fresh = folder / f"{ROUTES}.new"
-    fresh.unlink(missing_ok=True)
-    with open(fresh, "x", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-        file.write(f'authorization {{ user: nodes, password: "{password}", timeout: 5 }}\nroutes: {routes}\n')
-    fresh.replace(there)
