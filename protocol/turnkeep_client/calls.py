@@ -56,7 +56,7 @@ class _ResultFeed:
         self.publishing = 0
         #: Results that came before the acknowledgement of their request, by the request's sequence.
         self.early: dict[int, bytes] = {}
-        self._denied: set[int] = set()  # sequences of requests that seem removed from the log
+        self._denied: set[Call] = set()  # calls whose requests seem removed from the log
         self._wire = wire
         self._key = key
         self._reading = asyncio.Lock()
@@ -89,41 +89,49 @@ class _ResultFeed:
             results = subjects.of(self._key, "out")
             for stored in await self._wire.read(subjects.log_stream, results, min(self.waiting) + 1):
                 self._resolve(stored.body)
-            for seq in self._unanswered():
-                if seq not in self._denied and not await self._lacks(seq):
-                    break  # requests are removed from the log in order
-                self._denied.add(seq)
+            there = inf  # the first request that the log has; requests are removed from it in order
+            for seq, call in self._unanswered():
+                if seq > there:
+                    break
+                if call in self._denied or await self._lacks(call):
+                    self._denied.add(call)
+                else:
+                    there = seq
             self._last_complete = number
 
-    async def is_removed(self, seq: int) -> bool:
-        """Whether the request at `seq` was removed from the log without a result. Call it after `read_log`.
+    async def is_removed(self, call: Call) -> bool:
+        """Whether a call's request was removed from the log without a result. Call it after `read_log`.
 
         Asks the server twice: under load, a server was once observed to miss a request that it had stored.
         """
-        if seq not in self._denied:
+        if call not in self._denied:
             return False
         await asyncio.sleep(DOUBT_S)
-        if not await self._lacks(seq):
-            self._denied.discard(seq)
+        if not await self._lacks(call):
+            self._denied.discard(call)
             return False
         # Answered requests leave the queue too, and it may have been answered since `read_log`.
         with suppress(NoWorkerError):
             stream = LogStream(self._wire, self._wire.subjects)
-            async for _, stored in stream.every(self._key, "out", seq + 1):
+            async for _, stored in stream.every(self._key, "out", (call.seq or 0) + 1):
                 self._resolve(stored.body)
-            return not any(call.is_resolved() for call in self.waiting.get(seq, ()))
+            return not call.is_resolved()
         return False
 
-    def _unanswered(self) -> list[int]:
-        return sorted(
-            seq for seq, calls in self.waiting.items() if not any(call.is_resolved() for call in calls)
-        )
+    def _unanswered(self) -> list[tuple[int, Call]]:
+        """Return the calls without a result, with their requests' sequences, in the order of these."""
+        waiting = sorted(self.waiting.items())
+        return [(seq, call) for seq, calls in waiting for call in calls if not call.is_resolved()]
 
-    async def _lacks(self, seq: int) -> bool:
+    async def _lacks(self, call: Call) -> bool:
+        """Whether the log lacks a call's request.
+
+        A server that has lost it may have another one at its sequence.
+        """
         subjects = self._wire.subjects
-        begun_s = min((call.begun_s for call in self.waiting.get(seq, ())), default=inf)
-        is_old = asyncio.get_running_loop().time() - begun_s > MOST_LAG_S
-        return await self._wire.lacks(subjects.log_stream, subjects.of(self._key, "in"), seq, is_old=is_old)
+        stream, subject = subjects.log_stream, subjects.of(self._key, "in")
+        is_old = asyncio.get_running_loop().time() - call.begun_s > MOST_LAG_S
+        return await self._wire.lacks(stream, subject, call.seq or 0, call.is_named, is_old=is_old)
 
 
 class ResultFeeds:
@@ -278,9 +286,13 @@ class Call:
         Ignores a result with another request's id: if the server lost this request, another request may have
         got its sequence.
         """
-        if _named(body).id in (None, self.id):
+        if self.is_named(body):
             self._body = body
             self.wake.set()
+
+    def is_named(self, body: bytes) -> bool:
+        """Whether a request or a result has the id of this call's request, or none."""
+        return _named(body).id in (None, self.id)
 
     async def _start(self) -> None:
         self._epoch = self._wire.epoch
@@ -333,7 +345,7 @@ class Call:
             raise ClientClosedError(f"request {self.id} is not answered yet: {self._wire.why_closed}")
         self._epoch = self._wire.epoch
         await feed.read_log()
-        if not self.is_resolved() and await feed.is_removed(self.seq) and not self.is_resolved():
+        if not self.is_resolved() and await feed.is_removed(self) and not self.is_resolved():
             raise ResultRemovedError(
                 f"request {self.id} was removed from the log before its result was received: its session was"
                 " closed with forget, or closed long ago, or its tenant's mirror of the log is full; whether"

@@ -316,10 +316,13 @@ class NatsWire(Connection):
             ) from None
         return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
-    async def lacks(self, stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
+    async def lacks(
+        self, stream: str, subject: str, seq: int, is_it: Callable[[bytes], bool], *, is_old: bool
+    ) -> bool:
         """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
 
-        With `is_old` the message was stored so long ago that a replica without it must have removed it.
+        `is_it` says of the body that is there whether it is the message's. With `is_old` the message was
+        stored so long ago that a replica without it must have removed it.
         """
         with contextlib.suppress(NoWorkerError):
             request = {"seq": seq, "next_by_subj": subject, "batch": 1}
@@ -328,6 +331,7 @@ class NatsWire(Connection):
             if not found or found[0].seq > seq:
                 # A replica that lags behind has neither this message nor a later one.
                 return is_old or await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
+            return not is_it(found[0].body)
         return False
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:

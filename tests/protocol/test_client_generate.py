@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
+from typing import Any
 
 import nats
 import pytest
@@ -551,6 +552,28 @@ async def test_a_call_whose_request_was_the_log_s_last_entry_and_was_removed_rai
     assert time.monotonic() - begun_s > 1.0
 
 
+async def test_a_call_whose_request_the_server_has_lost_raises_although_another_has_its_sequence(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, seconds in (("FIRST_POLL_S", 0.2), ("DOUBT_S", 0.1)):
+        monkeypatch.setattr(turnkeep_client.calls, name, seconds)
+    is_over = asyncio.Event()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await is_over.wait()
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    session = client.session("s1")
+    there = session.generate(text="hi", request_id="there", timeout_s=20)
+    answer = asyncio.create_task(there.wait())
+    await until(lambda: there.seq)
+    with pytest.raises(ResultRemovedError):
+        await session.follow(Generate(id="lost", text="hi"), there.seq or 0)
+    is_over.set()
+    assert (await answer).text == TEXT
+
+
 async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_once(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -562,9 +585,9 @@ async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_o
         await asyncio.sleep(0.5)
         await worker.result(generated(seq, request))
 
-    async def deny(stream: str, subject: str, seq: int, *, is_old: bool) -> bool:
+    async def deny(*args: Any, is_old: bool) -> bool:
         if denied.is_set():
-            return await lacks(stream, subject, seq, is_old=is_old)
+            return await lacks(*args, is_old=is_old)
         denied.set()
         return True
 
@@ -648,7 +671,7 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
 
     await nc.subscribe(f"$JS.API.DIRECT.GET.{SUBJECTS.log_stream}", cb=reply)
     await heard(nc)
-    assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5, is_old=True)
+    assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5, bool, is_old=True)
     with pytest.raises(NoWorkerError, match="could not be read"):
         await client.log()
     await nc.close()

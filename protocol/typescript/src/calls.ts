@@ -39,7 +39,7 @@ class ResultFeed {
   readonly stop: () => void;
   readonly #wire: Wire;
   readonly #key: SessionKey;
-  readonly #denied = new Set<number>(); // sequences of requests that the log said it no longer has
+  readonly #denied = new Set<Call>(); // calls whose requests the log said it no longer has
   #reading = Promise.resolve();
   #next: Promise<void> | undefined;
 
@@ -60,15 +60,15 @@ class ResultFeed {
   }
 
   /**
-   * Whether the request at `seq` was removed from the log without a result. Called after the log was read.
+   * Whether a call's request was removed from the log without a result. Called after the log was read.
    *
    * Asks the server twice: under load, a server once said that it lacked a request that it had.
    */
-  async isRemoved(seq: number): Promise<boolean> {
-    if (!this.#denied.has(seq)) return false;
+  async isRemoved(call: Call, seq: number): Promise<boolean> {
+    if (!this.#denied.has(call)) return false;
     await delay(DOUBT_MS);
-    if (!(await this.#lacks(seq))) {
-      this.#denied.delete(seq);
+    if (!(await this.#lacks(call))) {
+      this.#denied.delete(call);
       return false;
     }
     // Answered requests leave the queue too, and it may have been answered since the log was read.
@@ -79,7 +79,7 @@ class ResultFeed {
     } catch {
       return false;
     }
-    return this.#unanswered().includes(seq);
+    return call.result === undefined;
   }
 
   #arrived(body: Uint8Array): void {
@@ -97,23 +97,28 @@ class ResultFeed {
     for (const { body } of await this.#wire.read(subjects.logStream, subjects.of(this.#key, "out"), first + 1)) {
       this.#arrived(body);
     }
-    for (const seq of this.#unanswered()) {
-      if (!this.#denied.has(seq) && !(await this.#lacks(seq))) break; // requests leave the log in their order
-      this.#denied.add(seq);
+    let there = Infinity; // the first request that the log has; requests leave the log in their order
+    for (const [seq, call] of this.#unanswered()) {
+      if (seq > there) break;
+      if (this.#denied.has(call) || (await this.#lacks(call))) this.#denied.add(call);
+      else there = seq;
     }
   }
 
-  #unanswered(): number[] {
-    const answered = (calls: Set<Call>) => [...calls].some((call) => call.result !== undefined);
-    const found = [...this.waiting].filter(([, calls]) => !answered(calls));
-    return found.map(([seq]) => seq).sort((a, b) => a - b);
+  /** Return the calls without a result, with their requests' sequences, in the order of these. */
+  #unanswered(): [number, Call][] {
+    const waiting = [...this.waiting].sort(([a], [b]) => a - b);
+    return waiting.flatMap(([seq, calls]) =>
+      [...calls].filter((call) => call.result === undefined).map((call): [number, Call] => [seq, call]),
+    );
   }
 
-  #lacks(seq: number): Promise<boolean> {
+  /** Whether the log lacks a call's request; a server that has lost it may have another one at its sequence. */
+  #lacks(call: Call): Promise<boolean> {
     const { subjects } = this.#wire;
-    const begun = Math.min(...[...(this.waiting.get(seq) ?? [])].map((call) => call.begun)); // without any Infinity
-    const isOld = Date.now() - begun > MOST_LAG_MS;
-    return this.#wire.lacks(subjects.logStream, subjects.of(this.#key, "in"), seq, isOld);
+    const isOld = Date.now() - call.begun > MOST_LAG_MS;
+    const isIt = (body: Uint8Array) => call.isNamed(decode<Request>(body));
+    return this.#wire.lacks(subjects.logStream, subjects.of(this.#key, "in"), call.seq ?? 0, isIt, isOld);
   }
 }
 
@@ -225,9 +230,14 @@ export class Call {
 
   resolve(result: Result): void {
     // A server that has lost the request may have another one at its sequence.
-    if (typeof result.id === "string" && result.id !== this.request.id) return;
+    if (!this.isNamed(result)) return;
     this.result ??= result;
     this.bell.ring();
+  }
+
+  /** Whether a request or a result has the id of this call's request, or none. */
+  isNamed(message: { id?: unknown } | undefined): boolean {
+    return typeof message?.id !== "string" || message.id === this.request.id;
   }
 
   async #start(): Promise<void> {
@@ -277,7 +287,7 @@ export class Call {
     }
     this.#epoch = wire.epoch;
     await feed.readLog();
-    if (this.result === undefined && (await feed.isRemoved(seq)) && this.result === undefined) {
+    if (this.result === undefined && (await feed.isRemoved(this, seq)) && this.result === undefined) {
       throw new ResultRemovedError(
         `request ${this.request.id} was removed from the log before its result was received: its session was closed` +
           " with forget, or closed long ago, or its tenant's mirror of the log is full; whether the request was" +

@@ -249,12 +249,15 @@ export class Wire {
   /**
    * Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
    *
-   * `isOld` says that it was stored so long ago that no replica lags behind it.
+   * `isIt` says of the body that is there whether it is the message's, `isOld` that it was stored so long ago that no
+   * replica lags behind it.
    */
-  async lacks(stream: string, subject: string, seq: number, isOld: boolean): Promise<boolean> {
+  async lacks(
+    stream: string, subject: string, seq: number, isIt: (body: Uint8Array) => boolean, isOld: boolean,
+  ): Promise<boolean> {
     try {
       const { found } = await this.#batch(stream, { seq, next_by_subj: subject, batch: 1 });
-      if (found[0]?.seq === seq) return false;
+      if (found[0]?.seq === seq) return !isIt(found[0].body);
       if (isOld) return true;
       // A replica that lags has neither this message nor a later one.
       const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
