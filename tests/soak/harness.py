@@ -395,9 +395,11 @@ def _judge_session(
     heard: Heard | None,
     forgotten: int,
 ) -> None:
+    asked = [entry for entry in asked if entry.seq >= forgotten]  # what is before it is being removed
     results: dict[int, list[StoredMessage]] = defaultdict(list)
     for entry in told:
-        results[decode_result(entry.body).seq or 0].append(entry)
+        if (seq := decode_result(entry.body).seq or 0) >= forgotten:
+            results[seq].append(entry)
     verdict.requests += len(asked)
     for seq in results.keys() - {entry.seq for entry in asked}:
         first_result = decode_result(results[seq][0].body)
