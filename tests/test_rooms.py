@@ -70,7 +70,7 @@ NATS = {
 #: `worker/sessions`, as a session can stay off the disk; `tests`, as each promise of the pages has a test.
 SIZES = {
     "bench": 3_838,
-    "cache": 9_626,
+    "cache": 9_632,
     "commands": 6_507,
     "gateway": 7_423,
     "ops": 5_428,

@@ -49,7 +49,6 @@ _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _READ_BYTES: Final = 1 << 20
 #: The most buffers that a system call takes (IOV_MAX).
 _MAX_BUFFERS: Final = max(16, os.sysconf("SC_IOV_MAX"))
-_NBYTES: Final = attrgetter("nbytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +180,7 @@ def read(
             if any(at is not None for at, _ in segments):
                 found.read(i, _to_places(run, segments))
         if state:
-            found.read(len(together), _batches([buffer for buffer in state if buffer.nbytes]))
+            found.read(len(together), _batches(buffer for buffer in state if buffer.nbytes))
         return found.num_read
 
 
@@ -222,7 +221,7 @@ def _to_places(
         parts.append((at is None, unused if at is None else at, num))
         unused += num if at is None else 0
     scratch = memoryview(bytearray(unused * max(place.token_bytes for place in places)))
-    rows = [
+    rows = (
         [
             (scratch if is_unused else row)[at * place.token_bytes : (at + num) * place.token_bytes]
             for is_unused, at, num in parts
@@ -230,9 +229,9 @@ def _to_places(
         for place in places
         if place.token_bytes
         for row in place.rows
-    ]
+    )
     # Rows share the scratch memory, so each row is read and hashed by itself.
-    return iter(rows) if unused else _batches([*chain.from_iterable(rows)])
+    return rows if unused else _batches(chain.from_iterable(rows))
 
 
 class _OpenSnapshot:
@@ -296,8 +295,15 @@ def _in_scratch(scratch: memoryview, size_bytes: int) -> Iterator[list[memoryvie
     return ([scratch[:num_left]] for num_left in range(size_bytes, 0, -_READ_BYTES))
 
 
-def _batches(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+def _batches(runs: Iterable[memoryview]) -> Iterator[list[memoryview]]:
     """Group buffers, one group per system call: about `_READ_BYTES`, at most `_MAX_BUFFERS` buffers."""
-    size_bytes = sum(map(_NBYTES, buffers))
-    num = min(-(-len(buffers) * _READ_BYTES // max(size_bytes, 1)), _MAX_BUFFERS)
-    return (list(buffers[i : i + num]) for i in range(0, len(buffers), num))
+    batch: list[memoryview] = []
+    size_bytes = 0
+    for run in runs:
+        batch.append(run)
+        size_bytes += run.nbytes
+        if size_bytes >= _READ_BYTES or len(batch) == _MAX_BUFFERS:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
