@@ -276,6 +276,40 @@ async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_
     await until_gone(w, "s", text=b"secret")
 
 
+async def test_a_forgotten_session_that_the_server_fails_to_delete_is_tried_again_and_delays_no_other(
+    quiet_wire: Start, server: Server
+) -> None:
+    """A delete that fails, as on a full disk, has the error code of one that finds no message."""
+    server.faults.undeletable = ".bad."
+    w = await quiet_wire()
+    for name in ("bad", "s"):
+        await w.send(name, append("a", "a secret"))
+        await w.send(name, FORGET)
+    await until_gone(w, "s", text=b"secret")
+    assert b"secret" in b"".join((await bodies(w, "bad"))["in"])
+    server.faults.undeletable = ""
+    await until_gone(w, "bad", text=b"secret")
+
+
+async def test_a_forget_whose_result_comes_an_hour_after_its_note_removes_the_session(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the log was full for so long, or the worker's clock was ahead."""
+    note_close = Retention.note_close
+
+    async def slowly(keeper: Retention, key: SessionKey, seq: int, *, forget: bool) -> int | None:
+        number = await note_close(keeper, key, seq, forget=forget)
+        await asyncio.sleep(1)
+        return number
+
+    monkeypatch.setattr(Retention, "note_close", slowly)
+    monkeypatch.setattr(retention, "_STALE_S", 0.0)
+    w = await quiet_wire()
+    await w.send("s", append("a", "a secret"))
+    await w.send("s", FORGET)
+    await until_gone(w, "s", text=b"secret")
+
+
 @pytest.mark.parametrize("num_deleted", [0, 1, 2, 4, 8])
 async def test_a_forget_that_a_kill_interrupts_anywhere_is_ended_by_the_next_worker(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
@@ -831,6 +865,9 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
             subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
             notes = [StoredMessage(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
             return [note for note in notes if note.seq > after], 0
+
+        async def page(self, *_: Any) -> tuple[list[StoredMessage], int]:
+            return [], 0
 
     async def found(*_: Any) -> retention._Closing:
         result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
