@@ -328,7 +328,7 @@ class FencedLog:
         """
         record, journal = self.record, self._services.journal
         async with self._lock:
-            while not journal.is_alone and await journal.last_seq(self.key, "out") != record.out_seq:
+            while await journal.last_seq(self.key, "out") != record.out_seq:
                 if not await self._skips(record):
                     raise FencedError("its last result is not that which was read")
 
