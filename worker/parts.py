@@ -109,9 +109,7 @@ class Parts:
         self.engine = engine
         self.metrics = partial(metrics, self)
         self.outbox = Outbox(nc, subjects)
-        self.journal = Journal(
-            nc, js, subjects, is_alone=lambda: members.is_alone, model=digests_of(ground.maker)
-        )
+        self.journal = Journal(nc, js, subjects, model=digests_of(ground.maker))
         self.intake = self._make_intake()
         self.owners = Owners(nc, members, self.journal, self.intake)
         self.retention = Retention(

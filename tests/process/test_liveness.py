@@ -43,12 +43,11 @@ class Kept(Members):
 
 
 @pytest.fixture
-async def members(nats_url, monkeypatch):
+async def members(nats_url):
     """Yield a function that makes a worker's membership record, on a connection of its own.
 
     `told` collects the reasons for which the worker lost its record.
     """
-    monkeypatch.setattr(members_of, "_SETTLE_S", 0.0)
     connections, made = [], []
     subjects = Subjects(f"lease{time.monotonic_ns()}")
 
@@ -164,39 +163,18 @@ async def test_workers_that_start_together_find_each_other_and_agree_which_one_i
     made = [await members(f"w{number}", f"d{number}") for number in range(4)]
     await asyncio.gather(*(one.join() for one in made))
     await until(lambda: all(len(one.others) == 3 for one in made))
-    assert not any(one.is_alone for one in made)
     assert [one.is_first for one in made].count(True) == 1
 
 
-async def test_a_worker_that_makes_the_membership_stream_counts_as_alone_only_after_a_pause(
-    members, monkeypatch
-):
-    monkeypatch.setattr(members_of, "_SETTLE_S", 0.3)
-    one = await members("w", "d")
-    await one.join()
-    assert not one.is_alone
-    await until(lambda: one.is_alone)
-
-
-async def test_a_worker_that_slept_for_longer_than_its_record_lives_counts_as_alone_only_once_it_is_renewed(
+async def test_a_worker_that_slept_for_longer_than_its_record_lives_is_recorded_only_once_it_is_renewed(
     members, monkeypatch
 ):
     only = await members("one", "a")
     await only.join()
-    assert only.is_alone
+    assert only.is_held
     fall_asleep(monkeypatch, 60.0)
-    assert not only.is_alone, "another worker may have joined meanwhile"
-    await until(lambda: only.is_alone)
-
-
-async def test_workers_no_longer_count_as_alone_once_another_worker_has_joined(members):
-    """Some actions are only for a lone worker, so two workers must never count as alone at once."""
-    first, second = await members("first", "one"), await members("second", "two")
-    await first.join()
-    assert first.is_alone
-    await second.join()
-    assert not first.is_alone
-    assert not second.is_alone
+    assert not only.is_held, "another worker may have joined meanwhile"
+    await until(lambda: only.is_held)
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
@@ -302,12 +280,11 @@ async def test_a_worker_renews_its_membership_record_after_a_lost_ack_or_after_t
     kill(one)
     one._seq -= 1  # the server took it, and the worker never heard of it
     assert await one._renew() is None
-    assert one.is_alone
+    assert one.is_held
     await one._js.delete_msg(one.stream, one._seq)  # it ran out
     assert await one._renew() is None
     assert (await one._holder()) == (one.me, one._seq)
     assert one.is_held
-    assert not one.is_alone, "another worker may have served meanwhile"
 
 
 async def test_a_paused_worker_that_lost_its_name_gets_an_error_that_names_the_new_owner(members):

@@ -90,7 +90,6 @@ class Log:
     """The journal, which reads and writes the log, on a list in memory."""
 
     server = "one"
-    is_alone = True
 
     def __init__(self) -> None:
         self.entries: list[StoredMessage] = []

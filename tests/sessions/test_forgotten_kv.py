@@ -22,9 +22,10 @@ from turnkeep_client.messages import Closed
 from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record
-from worker.sessions.record import Record
+from worker.sessions.record import Record, ResultParts
 from worker.sessions.session_log import FencedLog
 from worker.wire import erasures
+from worker.wire.consistent_reads import StoredMessage
 
 Start = Any  # of `local_worker`
 #: Tokens with which no other session begins.
@@ -265,15 +266,15 @@ async def test_a_session_is_erased_although_its_log_changes_while_it_is_read_fro
     await worker.stop()
     worker = await local_worker(model=str(endless_model))
     await worker.client.session("s").append(tokens=OTHER)
-    add, forgotten = FencedLog._add_results, list[Record]()
+    read, forgotten = FencedLog._parts, list[Record]()
 
-    async def interrupted(log: FencedLog, read: Record, *until: Any) -> bool:
-        if read is not log.record and not forgotten:
+    async def interrupted(log: FencedLog, entry: StoredMessage) -> ResultParts:
+        if not forgotten:
             forgotten.append(log.record)
             worker.app._parts.sessions._sessions[log.key].forget()
-        return await add(log, read, *until)
+        return await read(log, entry)
 
-    monkeypatch.setattr(FencedLog, "_add_results", interrupted)
+    monkeypatch.setattr(FencedLog, "_parts", interrupted)
     await worker.app._parts.sessions.erase(SessionKey("default", "s"))
     assert forgotten
     assert await all_gone(worker.client, tmp_path)

@@ -242,11 +242,11 @@ async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_s
         stored.append(body)
         return SimpleNamespace(seq=2)
 
-    async def get(_: int) -> bytes | None:
-        return None if nc.is_connected and "without" in comes_back else b""
+    async def is_there(_: int) -> bool:
+        return not (nc.is_connected and "without" in comes_back)
 
     journal = Journal(nc, SimpleNamespace(publish=publish), Subjects())  # type: ignore[arg-type]
-    journal.get = get  # type: ignore[method-assign]
+    journal.is_there = is_there  # type: ignore[method-assign]
     body = b'{"type":"failed","id":"a","seq":1,"code":"internal","message":"","retryable":false}'
     commit = asyncio.create_task(journal.commit(SessionKey("t", "s"), body, after, {}, server="S"))
     await asyncio.sleep(0.05)

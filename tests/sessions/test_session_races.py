@@ -693,7 +693,6 @@ async def test_an_answer_that_another_worker_gives_as_this_one_comes_to_it_is_no
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two requests that both workers know, the other one answers the second behind the first's result."""
-    monkeypatch.setattr(world.log, "is_alone", False)
     other, begun = beside(world), []
     run, end = world.engine.run, world.outbox.end
 
@@ -718,7 +717,6 @@ async def test_a_turn_that_fails_over_what_another_worker_has_removed_is_no_fail
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""
-    monkeypatch.setattr(world.log, "is_alone", False)
     other = beside(world)
 
     async def fails(*_: Any, **__: Any) -> Any:

@@ -426,11 +426,6 @@ async def the_first_chunk_of_an_answer_to_a_removed_request_is_taken_back(place:
         await journal.chunks.publish(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=journal.server)
     info = await place.js.stream_info(place.names.tokens, subjects_filter=place.subjects.tokens(key, "*"))
     assert (info.state.subjects, info.state.last_seq) == ({place.subjects.tokens(key, "kept"): 1}, first + 1)
-    alone = Journal(place.nc, place.js, place.subjects, is_alone=lambda: True)
-    assert (
-        await alone.chunks.publish(key, "gone", Chunk(0, (7,), "x", seq=seq + 9), 0, server=alone.server)
-        == first + 2
-    )
 
 
 async def a_forgotten_answer_publishes_nothing_after_a_new_one_under_its_id(place: Place) -> None:

@@ -299,7 +299,7 @@ def judge(
             values = {entry.seq: _value(entry, checkpoints, tokenizer) for entry in told[key]}
             record = Record(fold)
             for entry in told[key]:
-                record.add_results([entry], ResultParts(values[entry.seq], linked[entry.seq]))
+                record.add_result(entry, ResultParts(values[entry.seq], linked[entry.seq]))
             record.end_fold()
             if record.diverged or record.num_foreign:
                 verdict.blame(

@@ -2,8 +2,7 @@
 
 The records are messages in an in-memory stream, in the layout of a KV bucket; the server removes a record
 that is not renewed in time. Correct results do not depend on records, since only one of two workers can
-commit a result (see `journal`). Records decide which worker keeps a session's KV (see `owners`), and whether
-a worker is alone.
+commit a result (see `journal`). Records decide which worker keeps a session's KV (see `owners`).
 
 Each worker pings its neighbours: the two that follow it in the order of the names, after the last name the
 first. If one of them is silent, it pings all others too, so it also notices workers that end together. A
@@ -63,9 +62,6 @@ _CONFIRM_S: Final = 0.1
 #: How long a worker may take to answer a ping.
 _PING_S: Final = 0.25
 
-#: Time in which workers make their records again after a server has lost its memory.
-_SETTLE_S: Final = 1.5
-
 log = structlog.get_logger()
 
 
@@ -104,9 +100,7 @@ class Members:
         self._lost = lost
         self._seq = 0
         self._is_joined = False
-        self._is_broken = False  # another worker may have served since this one began
         self._renewed_s = (0.0, 0.0)  # by the monotonic clock, and by the wall clock
-        self._alone_s = 0.0  # until then others may be there whose records a server has lost
         self._misses: dict[str, int] = {}
         self._doubted: set[str] = set()  # names of workers that did not answer a request
         self._recorded: frozenset[str] = frozenset()  # names that had a record at the last look
@@ -131,11 +125,6 @@ class Members:
         return self._is_joined and age_s < TTL_S
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no other worker can have served the prefix since this one joined."""
-        return self.is_held and not self._is_broken and current_time() >= self._alone_s
-
-    @property
     def is_first(self) -> bool:
         """Whether this worker started first; the first one does the jobs that must run once per prefix."""
         return all((self.me.since, self.me.boot) < (one.since, one.boot) for one in self.others.values())
@@ -146,7 +135,7 @@ class Members:
         Raises `BrokerError` if a running worker has its name. Waits until the record of a killed worker has
         expired. A record with this data directory is replaced at once: its worker no longer holds the lock.
         """
-        is_new = await ensure_records(self._js, self._subjects, self._replicas)
+        await ensure_records(self._js, self._subjects, self._replicas)
         await self._nc.subscribe(self.address(self.me, "ping"), cb=self._pong)
         await self._nc.subscribe(self.address(self.me, "hello"), cb=self._hello)
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
@@ -155,7 +144,6 @@ class Members:
             while not await answered(self._take_name):
                 pass  # another worker was faster: `_free` raises, or waits for its end
             self._is_joined, self._server = True, server_id(self._nc)
-            self._alone_s = current_time() + (_SETTLE_S if is_new else 0.0)
             deadline_s = current_time() + PATIENCE_S
             while unknown := await self._unknown(deadline_s):
                 for member in unknown:
@@ -248,7 +236,6 @@ class Members:
             self._add(member)
 
     def _add(self, member: Member) -> None:
-        self._is_broken = True
         if not self.knows(member):
             if (last := self.others.get(member.worker)) is not None:  # only one process has the name
                 self._remove(last, "another worker has ended")
@@ -437,7 +424,6 @@ class Members:
         holder, seq = await self._holder()
         if holder is not None and holder.boot != self.me.boot:
             return holder
-        self._is_broken |= holder is None  # else the ack of a renewal was lost
         await self._put(seq)
         return None
 

@@ -66,10 +66,6 @@ class TokenHistory:
         """Return the 16-byte digest of the tokens, as hex."""
         return self.tokens.digest()
 
-    def changed(self, change: Change) -> TokenHistory:
-        """Return the history with the tokens after a request's input; the conversation stays as it is."""
-        return replace(self, tokens=changed(self.tokens, change))
-
 
 def changed(tokens: Tokens, change: Change, packed: str | None = None) -> Tokens:
     """Return a session's tokens after a request's input; `packed` has it if the change does not.

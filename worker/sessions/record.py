@@ -17,15 +17,11 @@ from msgspec import UNSET
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
-    Appended,
     Close,
     Closed,
     Failed,
     Generate,
-    Generated,
     Open,
-    Opened,
-    Rewound,
     UnknownResult,
     decode_asked,
 )
@@ -33,13 +29,13 @@ from worker.wire.written import changes_nothing, written
 
 from .answered_ids import AnsweredAt, AnsweredIds
 from .attachments import Checkpoint
-from .history import DivergedError, prefilled_by
+from .history import DivergedError
 from .pending import asked_at, pending_at
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from turnkeep_client.messages import Asked, Change, Request, Result
+    from turnkeep_client.messages import Asked, Request, Result
     from worker.wire.consistent_reads import StoredMessage
 
     from .fold import Fold
@@ -56,8 +52,6 @@ _TOKEN_BYTES: Final = 16
 _SEGMENT_BYTES: Final = 1_000
 #: Number of results between two checkpoints; opening a session replays about as many.
 _CHECKPOINT_EVERY: Final = 256
-#: Codes of failures that may follow a prefill. A request that ended with `internal` may crash a worker again.
-_AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
 class ResultParts(NamedTuple):
@@ -81,10 +75,8 @@ class Record:
     they are read in pages behind the last result, so a long queue takes no memory.
     """
 
-    def __init__(self, fold: Fold, *, notes_branches: bool = False) -> None:
-        """Collect `branches` only with `notes_branches`: only a removal of KV needs them."""
+    def __init__(self, fold: Fold) -> None:
         self._fold = fold
-        self._notes_branches = notes_branches
         self.history: TokenHistory = fold.begin(datetime.fromtimestamp(0, UTC))
         self.answered_ids = AnsweredIds()
         self.pending: deque[PendingRequest] = deque()
@@ -100,18 +92,12 @@ class Record:
         #: Number of entries of `out` that answer no request: no worker publishes such entries.
         self.num_foreign = 0
         self.diverged: str | None = None  # why this worker cannot continue the log; None if it can
+        self.is_unreadable = False  # whether `mark_diverged` was called before the first reading
         #: Sequence of the last applied request whose result has a digest of the history; 0 if there is none.
         self.proven_seq = 0
-        #: Whether there may be KV of tokens with which the present ones do not begin: those before a rewind,
-        #: of an earlier session of this name, or of a request that then changed nothing.
-        self.has_branched = False
-        #: These tokens, in order, as histories, or as histories and the requests that would have extended
-        #: them; collected only with `notes_branches`.
-        self.branches: list[tuple[TokenHistory, Append | Generate | None]] = []
         self._last: tuple[PendingRequest | None, Result] | None = None  # the last result, and what it answers
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
-        self._is_unreadable = False  # whether `mark_diverged` was called before the first reading
         self._lost_out = 0  # the first result that the log has lost
         self._cancelled_before = 0  # a close at this sequence cancels the requests before it
         self._answered: set[int] = set()  # requests behind `in_seq` that have a result
@@ -128,7 +114,6 @@ class Record:
         # Not the sequence of the checkpoint's result: results of later requests may lie before it.
         self.in_seq = self.out_seq = self._checkpoint_seq = checkpoint.in_seq
         self._is_begun = not self.history.closed  # a closing result may have left the log
-        self.has_branched = True
 
     @property
     def size_bytes(self) -> int:
@@ -174,32 +159,27 @@ class Record:
         """Whether the request at `seq`, which was not read yet, is known to have a result."""
         return seq in self._answered
 
-    def add_results(self, entries: Sequence[StoredMessage], parts: ResultParts = _NO_PARTS) -> bool:
-        """Apply results, in the log's order; return whether any of them answers a request that had no result.
+    def add_result(self, entry: StoredMessage, parts: ResultParts = _NO_PARTS) -> None:
+        """Apply the next result; `parts` has what is stored besides it.
 
-        `parts` has what is stored besides the result; give it only with a single entry. Skips results that
-        the checkpoint includes, and ignores entries that no worker can have written (see `written`) or whose
-        request already has a result. Once `folded`, a result that counts is another worker's: it is not
-        applied, and the record is `overtaken`.
+        Skips results that the checkpoint includes, and ignores entries that no worker can have written (see
+        `written`) or whose request already has a result. Once `folded`, a result that counts is another
+        worker's: it is not applied, and the record is `overtaken`.
         """
-        found = False
-        for entry in entries:
-            self.out_seq = max(self.out_seq, entry.seq)
-            result = written(entry)
-            self._note_hole(entry, result)
-            seq = (result.seq or 0) if result else 0
-            if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it, and what is before it
-                self._lost_out = 0
-                self.first_out = self.first_out or (entry.seq if seq == self._checkpoint_seq else 0)
-            elif result is None or self._is_answered(seq):
-                self._ignore(entry)
-            else:
-                found = True
-                if not self.folded:
-                    self.first_out = self.first_out or entry.seq
-                    self._add_result(entry, result, parts)
-        self.overtaken = self.overtaken or (found and self.folded)
-        return found
+        self.out_seq = max(self.out_seq, entry.seq)
+        result = written(entry)
+        self._note_hole(entry, result)
+        seq = (result.seq or 0) if result else 0
+        if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it, and what is before it
+            self._lost_out = 0
+            self.first_out = self.first_out or (entry.seq if seq == self._checkpoint_seq else 0)
+        elif result is None or self._is_answered(seq):
+            self._ignore(entry)
+        elif self.folded:
+            self.overtaken = True
+        else:
+            self.first_out = self.first_out or entry.seq
+            self._add_result(entry, result, parts)
 
     def _is_answered(self, seq: int) -> bool:
         waits = seq > self.in_seq or any(one.seq == seq for one in self.pending)
@@ -248,7 +228,7 @@ class Record:
     def mark_diverged(self, why: str) -> None:
         """Stop reading the log; from now on requests fail with `history_diverged`."""
         self.diverged = f"{why}: go on in a new session"
-        self._is_unreadable = not self.folded
+        self.is_unreadable = not self.folded
 
     def committed(self, pending: PendingRequest, result: Result, out_seq: int, history: TokenHistory) -> None:
         """Update the record: the request's result is in the log, and `history` is the session after it."""
@@ -257,8 +237,7 @@ class Record:
         else:
             self._answered.add(pending.seq)
         self.out_seq = self._last_out = out_seq
-        before, self.history = self.history, history
-        self._note_branch(before, pending.request, result, pending.change)
+        self.history = history
         if isinstance(result, Closed) and result.repeat_of is None:
             self.diverged = None  # the next session of this name begins anew
             if isinstance(pending.request, Close) and pending.request.forget:
@@ -293,12 +272,11 @@ class Record:
             self.answered_ids.add(request.id, AnsweredAt(seq, entry.seq))
         if pending is not None:
             self.history = self.before(pending)
-        before = self.history
         if changes:
             # A close of a session that does not exist belongs to a forgotten session, whose entries are gone:
             # its digest proves nothing here. Neither does the digest of a repeat, or of a request that was
             # cancelled behind an unanswered close.
-            proves = HISTORY_HEADER in entry.headers and (before.exists or not isinstance(result, Closed))
+            proves = self.history.exists or not isinstance(result, Closed)
             self.proven_seq = seq if proves else self.proven_seq
             self._last_position = 0 if isinstance(result, Closed) else result.position or 0
             may_follow = self.diverged is None and not self._lost_out
@@ -311,7 +289,6 @@ class Record:
             self._answered = {one for one in self._answered if one > seq}
         else:
             self._answered.add(seq)
-        self._note_branch(before, request, result, None if changes else prefilled_by(parts.value))
 
     def _begin_behind(self, seq: int, closed: StoredMessage, *, forgets: bool) -> None:
         """Ignore what is before a close if it cannot be continued: its removal may have been interrupted.
@@ -320,31 +297,13 @@ class Record:
         stay, which may have been cancelled before it was answered.
         """
         if forgets:
-            self.answered_ids, self.branches = self.answered_ids.behind(seq), []
+            self.answered_ids = self.answered_ids.behind(seq)
         elif self.diverged is None and not self._lost_out:
             return
-        else:
-            self.has_branched = True
-            self.branches += [(self.history, None)] if self._notes_branches else []
         self.history, self.first_out = self._fold.begin(closed.stored), closed.seq
         self.proven_seq = self._lost_out = 0
-        if not self._is_unreadable:
+        if not self.is_unreadable:
             self.diverged = None
-
-    def _note_branch(
-        self, before: TokenHistory, request: Request | None, result: Result, prefilled: Change | None
-    ) -> None:
-        """Note tokens that the session had before a result and has no longer, or that a request prefilled."""
-        asked = request if isinstance(request, Append | Generate) and changes_nothing(result) else None
-        if isinstance(result, Failed) and result.code not in _AFTER_PREFILL and prefilled is None:
-            asked = None
-        if result.repeat_of is not None or (asked is None and _kept(result, before) == before.position):
-            return
-        self.has_branched = True
-        if self._notes_branches:
-            if asked is not None and prefilled is not None:
-                before, asked = before.changed(prefilled), None
-            self.branches.append((before, asked))
 
     def _replay(
         self,
@@ -386,18 +345,6 @@ class Record:
         self.num_foreign += 1
         if self.num_foreign == 1:
             log.warning("ignoring this and further entries that are no results here", seq=entry.seq)
-
-
-def _kept(result: Result, before: TokenHistory) -> int:
-    """Return how many tokens of the history before a result stayed in the session."""
-    match result:
-        case Opened():
-            return 0
-        case Rewound(position=position):
-            return position
-        case Appended(change=change) | Generated(change=change) if change is not None:
-            return change.kept
-    return before.position
 
 
 def _is_first(result: Result) -> bool:

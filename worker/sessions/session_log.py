@@ -6,7 +6,6 @@ carried out, nor of other sessions.
 
 from __future__ import annotations
 
-import math
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -42,6 +41,7 @@ from worker.wire.journal import TooLargeError
 from worker.wire.written import changes_nothing
 
 from .attachments import SessionAttachments
+from .earlier_tokens import EarlierTokens
 from .history import RefusedError
 from .images import SessionImages
 from .pending import pending_at
@@ -52,12 +52,11 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from cache.names.tokens import Tokens
-    from turnkeep_client.messages import Append, Request, Result
+    from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
 
     from .answered_ids import AnsweredAt
-    from .history import TokenHistory
     from .pending import PendingRequest
     from .services import Services
 
@@ -152,18 +151,17 @@ class FencedLog:
         async with self._lock:
             record = self.record  # the pages read belong to this record, not to its replacement
             self.check_fresh()
-            num_foreign = record.num_foreign
             if not record.folded:
-                record = await self._fold()
+                await self._fold(record)
             elif beyond_bell or (not record.pending and self.has_work):
-                await self._read_on(record)
-            self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
+                await self._read_page(record)
+                if record.overtaken:
+                    raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
 
-    async def _fold(self) -> Record:
+    async def _fold(self, record: Record) -> None:
         """Read requests with their results, page by page, up to the first request without a result."""
         services, key = self._services, self.key
         async with services.reading.enter(key.tenant), services.retention.lock(key):
-            record = self.record
             try:
                 await self._read_log(record)
             except BaseException:
@@ -173,36 +171,37 @@ class FencedLog:
             self.is_doubted = True  # a new request came before the redelivery of one that may end workers
         elif not self.is_doubted:
             record.take_last()
-        return record
 
     async def _read_log(self, record: Record) -> None:
         """Read the log into an empty record: from a checkpoint, else from the beginning of the log."""
-        rung_seq = self._rung_seq
         if record.diverged is None and (found := await self._attachments.find()):
             record.resume(found.checkpoint)
-            await self._apply(record, found.results)
+            await self._add_results(record, found.results)
         record.has_more = True
         while record.has_more and not record.pending:
-            # The results last: each request that had left the queue by then has one.
-            requests, num_more = await self._services.journal.page(self.key, "in", record.in_seq)
-            while await self._add_results(record):
-                pass
-            record.add_requests(requests, num_more)
+            await self._read_page(record)
         await self._end_fold(record)
+
+    async def _read_page(self, record: Record) -> None:
+        """Read the next requests, unless some are pending, and the results that were stored until then."""
+        rung_seq, journal, more = self._rung_seq, self._services.journal, 1
+        # The results last: each request that had left the queue by then has one.
+        queue = None if record.pending else await journal.page(self.key, "in", record.in_seq)
+        while more:
+            results, more = await journal.page(self.key, "out", record.out_seq)
+            await self._add_results(record, results)
+        if queue is None:
+            return
+        record.add_requests(*queue)
         if not record.has_more:
             record.in_seq = max(record.in_seq, rung_seq)  # also if the entry was removed by now
 
-    async def _add_results(self, record: Record, until: float = math.inf) -> bool:
-        """Read the next results, up to the sequence `until`; return whether the log has more of them."""
-        entries, num_more = await self._services.journal.page(self.key, "out", record.out_seq)
-        results = [entry for entry in entries if entry.seq <= until]
-        await self._apply(record, results)
-        return num_more > 0 and len(results) == len(entries)
-
-    async def _apply(self, record: Record, results: Sequence[StoredMessage]) -> None:
+    async def _add_results(self, record: Record, results: Sequence[StoredMessage]) -> None:
         """Add results, with what is stored besides them: of one result at a time, as it may be long."""
+        num_foreign = record.num_foreign
         for entry in results:
-            record.add_results([entry], await self._parts(entry))
+            record.add_result(entry, await self._parts(entry))
+        self._services.telemetry.ignored["result"] += record.num_foreign - num_foreign
 
     async def _end_fold(self, record: Record) -> None:
         # Another worker may have removed the session meanwhile: removals begin with the first results.
@@ -214,23 +213,6 @@ class FencedLog:
             self._attachments.add(checkpoint)
             # The next result must name it: a session that is evicted after each result would read ever more.
             await self._attachments.stored()
-
-    async def _read_on(self, record: Record) -> None:
-        """Read the next requests, unless some are pending.
-
-        Raises `FencedError` if another worker has continued the session.
-        """
-        rung_seq, journal = self._rung_seq, self._services.journal
-        # In this order, as in `_read_log`.
-        queue = None if record.pending else await journal.page(self.key, "in", record.in_seq)
-        results, _ = await journal.page(self.key, "out", record.out_seq)
-        if record.add_results(results):
-            raise FencedError(f"a result up to sequence {record.out_seq} is not this worker's")
-        if queue is None:
-            return
-        record.add_requests(*queue)
-        if not record.has_more:
-            record.in_seq = max(record.in_seq, rung_seq)
 
     async def _parts(self, entry: StoredMessage) -> ResultParts:
         """Read what is stored besides a result."""
@@ -275,31 +257,24 @@ class FencedLog:
         """Return every token sequence of the session that may have KV, to erase it; the present one is last.
 
         A rewind, or a template that changes earlier text, leaves tokens that do not begin the present ones:
-        then the log is read from its beginning. Requests that changed nothing may have KV too, so they are
+        so the log is read from its beginning. Requests that changed nothing may have KV too, so they are
         tokenised again, except if the session may have crashed a worker.
         """
-        present = self.record.history.tokens
-        found: list[Tokens] = []
-        for history, request in await self._branches() if self.record.has_branched else ():
-            if request is None:
-                found.append(history.tokens)
-            elif not self.is_doubted:
-                with suppress(RefusedError):
-                    grids = await SessionImages(self.key, self._services).grids(
-                        history, request, stores=False
-                    )
-                    extended = await in_thread(self._services.fold.extend, history, request, grids)
-                    found.append(extended.history.tokens)
-        return [*found, present]
-
-    async def _branches(self) -> list[tuple[TokenHistory, Append | Generate | None]]:
-        """Read the log up to the record's present end, from its beginning; return the `Record.branches`."""
-        last_out = self.record.out_seq
-        read = Record(self._services.fold, notes_branches=True)
-        async with self._services.retention.lock(self.key):
-            while await self._add_results(read, last_out):
-                pass
-        return read.branches
+        services, present = self._services, self.record.history.tokens
+        earlier = EarlierTokens(services.fold)
+        if not self.record.is_unreadable:
+            last_out, more = self.record.out_seq, 1
+            async with services.retention.lock(self.key):
+                while more and earlier.out_seq < last_out:
+                    results, more = await services.journal.page(self.key, "out", earlier.out_seq)
+                    for entry in results:
+                        earlier.add_result(entry, await self._parts(entry))
+        for history, request in earlier.unknown if not self.is_doubted else ():
+            with suppress(RefusedError):
+                grids = await SessionImages(self.key, services).grids(history, request, stores=False)
+                extended = await in_thread(services.fold.extend, history, request, grids)
+                earlier.known.append(extended.history.tokens)
+        return [*earlier.known, present]
 
     async def find_waiting(self, request_id: str) -> PendingRequest | None:
         """Find a request without a result: first among the pending ones, then in the rest of the log.
@@ -328,17 +303,15 @@ class FencedLog:
         """
         record, journal = self.record, self._services.journal
         async with self._lock:
-            while not journal.is_alone and await journal.last_seq(self.key, "out") != record.out_seq:
+            while await journal.last_seq(self.key, "out") != record.out_seq:
                 if not await self._skips(record):
                     raise FencedError("its last result is not that which was read")
 
     async def _skips(self, record: Record) -> bool:
         """Read on in `out`; return whether there are entries, none of which is a result of the session."""
         entries, _ = await self._services.journal.page(self.key, "out", record.out_seq)
-        if not entries or record.add_results(entries):
-            return False
-        self._services.telemetry.ignored["result"] += len(entries)
-        return True
+        await self._add_results(record, entries)
+        return bool(entries) and not record.overtaken
 
     async def find_answered(self, request_id: str) -> AnsweredRequest | None:
         """Find an id's first request and its result in the log; None if the id has no result."""

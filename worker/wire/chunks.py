@@ -21,7 +21,7 @@ from .overwriting import overwrite
 from .written import answers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
     from datetime import datetime
 
     from nats.aio.client import Client
@@ -62,21 +62,13 @@ class AnswerChunks:
     """Publishes and reads the chunks in the token stream. Event loop only. Retries as `Journal` does."""
 
     def __init__(
-        self,
-        nc: Client,
-        js: JetStreamContext,
-        subjects: Subjects,
-        reads: ConsistentReads,
-        *,
-        is_alone: Callable[[], bool],
-        model: str,
+        self, nc: Client, js: JetStreamContext, subjects: Subjects, reads: ConsistentReads, *, model: str
     ) -> None:
-        """`is_alone()` is true if no other worker can have served the prefix; `model` goes into headers."""
+        """`model` goes into the header of each first chunk."""
         self._nc = nc
         self._js = js
         self._subjects = subjects
         self._reads = reads
-        self._is_alone = is_alone
         self._model = model
         self._name = uuid4().hex  # written into seals: a worker ignores its own seals
 
@@ -210,7 +202,7 @@ class AnswerChunks:
         first, then results, then chunks: so it will remove every chunk that is stored while the request or
         its result is still in the log. With a result, another worker has continued the answer.
         """
-        if self._is_alone() or not await self._is_gone(seq):
+        if not await self._is_gone(seq):
             return
         if not await self._is_answered(key, seq):
             with contextlib.suppress(nats.errors.Error, APIError, OSError):  # it expires

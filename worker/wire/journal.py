@@ -70,25 +70,13 @@ class Journal:
     succeeded, as a worker can do nothing without its log.
     """
 
-    def __init__(
-        self,
-        nc: Client,
-        js: JetStreamContext,
-        subjects: Subjects,
-        *,
-        is_alone: Callable[[], bool] = lambda: False,
-        model: str = "",
-    ) -> None:
-        """`is_alone` says whether no other worker can have served the prefix since this one started.
-
-        `model` identifies the model in the answers that this worker publishes.
-        """
+    def __init__(self, nc: Client, js: JetStreamContext, subjects: Subjects, *, model: str = "") -> None:
+        """`model` identifies the model in the answers that this worker publishes."""
         self._nc = nc
         self._js = js
-        self._is_alone = is_alone
         self._subjects = subjects
         self._reads = ConsistentReads(nc, js)
-        self.chunks = AnswerChunks(nc, js, subjects, self._reads, is_alone=is_alone, model=model)
+        self.chunks = AnswerChunks(nc, js, subjects, self._reads, model=model)
 
     @property
     def server(self) -> str:
@@ -107,11 +95,6 @@ class Journal:
         Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
         """
         return await self._reads.page(self._subjects.log_stream, self._subjects.of(key, kind), after)
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other worker can have served the prefix since this one started."""
-        return self._is_alone()
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
@@ -184,7 +167,7 @@ class Journal:
         pause_s = 0.1
         while True:
             # Without a last result no fence notices that the session was removed: its request must be there.
-            if not after and not self._is_alone() and await self.get(decode_result(body).seq or 0) is None:
+            if not after and not await self.is_there(decode_result(body).seq or 0):
                 raise FencedError(subject)
             if await check_server(self._nc, server) and not after:
                 continue  # the session may have been removed during the wait
@@ -306,8 +289,8 @@ class Journal:
         return f"{self._subjects.log_stream} {info.created}"
 
     async def is_there(self, seq: int) -> bool:
-        """Whether an entry is still in the log; true at once if no other worker can have removed it."""
-        return self._is_alone() or await self._reads.get(self._subjects.log_stream, seq) is not None
+        """Whether an entry is still in the log."""
+        return await self._reads.get(self._subjects.log_stream, seq) is not None
 
     async def remove(
         self,

@@ -6,18 +6,16 @@
 from __future__ import annotations
 
 import contextlib
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 import nats.errors
 from nats.js import api
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError
 
 from turnkeep_client.messages import VERSION as PROTOCOL
 
-from .connection import BrokerError, answered
-from .streams import DEDUPE_S, ensure_stream, reason
+from .streams import DEDUPE_S, ensure_stream
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
@@ -64,24 +62,17 @@ def record_subject(subjects: Subjects, worker: str) -> str:
     return f"$KV.{subjects.workers_bucket}.live.{worker}"
 
 
-async def ensure_records(js: JetStreamContext, subjects: Subjects, replicas: int | None) -> bool:
-    """Create or update the stream of records; return whether it was created.
+async def ensure_records(js: JetStreamContext, subjects: Subjects, replicas: int | None) -> None:
+    """Create or update the stream of records, with `replicas` copies; None: as many as the log.
 
-    It has `replicas` copies; None: as many as the log. Raises `BrokerError`.
+    Raises `BrokerError`.
     """
-    name, is_new = records_stream(subjects), False
-    try:
-        await answered(partial(js.stream_info, name))
-    except NotFoundError:
-        is_new = True
-    except (APIError, nats.errors.Error, OSError) as error:
-        raise BrokerError(f"the stream {name} cannot be looked at: {reason(error)}") from None
     with contextlib.suppress(APIError, nats.errors.Error):
         replicas = replicas or (await js.stream_info(subjects.log_stream)).config.num_replicas
     await ensure_stream(
         js,
         api.StreamConfig(
-            name=name,
+            name=records_stream(subjects),
             subjects=[f"$KV.{subjects.workers_bucket}.live.>"],
             retention=api.RetentionPolicy.LIMITS,
             storage=api.StorageType.MEMORY,  # renewed twice a second: not worth disk writes
@@ -94,7 +85,6 @@ async def ensure_records(js: JetStreamContext, subjects: Subjects, replicas: int
             allow_msg_ttl=True,
         ),
     )
-    return is_new
 
 
 def address(subjects: Subjects, member: Member, verb: str) -> str:
