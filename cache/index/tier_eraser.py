@@ -104,7 +104,7 @@ class TierEraser:
             self._remove(keys if is_all else self._forgotten(keys, marks))
             self._tier.sync()
         others = self._tier.contains(ERASED)
-        name = f"{_hashed(erased.log)}-{erased.seq}-{int(erased.time_s)}"
+        name = f"{_hashed(erased.log)}-{erased.seq}-{int(erased.time_s)}-{erased.stored_s}"
         empty = self._folder.tmp / f"{name}.erased"
         empty.touch()
         self._tier.put(FileKey(ERASED, name), empty)
@@ -163,5 +163,5 @@ def _said(names: Iterable[str], log: str) -> Iterator[tuple[str, ErasureProgress
         of, _, said = name.partition("-")
         with suppress(ValueError):  # not a file of Turnkeep
             if of == _hashed(log):
-                seq, _, time_s = said.partition("-")
-                yield name, ErasureProgress(log, int(seq), float(time_s))
+                seq, time_s, stored_s = said.split("-")
+                yield name, ErasureProgress(log, int(seq), float(time_s), float(stored_s))

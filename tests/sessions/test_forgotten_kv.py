@@ -390,8 +390,17 @@ async def test_a_backup_from_before_the_oldest_notes_is_dropped(
     assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 0)
 
 
-async def test_a_directory_that_nobody_has_copied_reads_no_note_twice(local_worker: Callable) -> None:
+async def test_a_directory_that_nobody_has_copied_carries_out_no_note_twice(
+    local_worker: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither after a stop nor after the worker's own forget."""
+    erase, carried_out = erasures.Erasures._erase, list[int]()
+
+    async def counted(self: erasures.Erasures, let_go: Any, entry: Any, marks: Any) -> bool:
+        carried_out.append(entry.seq)
+        return await erase(self, let_go, entry, marks)
+
+    monkeypatch.setattr(erasures.Erasures, "_erase", counted)
     worker = await local_worker(block_tokens=LONG_BLOCK)
     await worker.client.session("kept").append(tokens=[*KEPT, 5])
     await worker.stop()
@@ -400,7 +409,9 @@ async def test_a_directory_that_nobody_has_copied_reads_no_note_twice(local_work
         assert worker.app._store.eraser.doubtful == frozenset()
         await worker.client.session(name).append(tokens=[*FORGOTTEN, 5])
         assert (await worker.client.session(name).close(forget=True)).settled
+        await worker.app._parts.erasures._look(lambda _: set())
         await worker.stop()
+    assert len({*carried_out}) == len(carried_out) == 2
 
 
 def in_tier(tmp_path: Path, tokens: list[int]) -> int:
