@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _log = structlog.get_logger("turnkeep.cache")
 
 #: Increase with each change of the tables: an index of another version is made again from the files.
-_SCHEMA_VERSION: Final = 9
+_SCHEMA_VERSION: Final = 10
 #: Errors of the disk, not of the file's contents: the file is kept.
 _DISKS_FAULTS: Final = frozenset(
     {
@@ -55,7 +55,11 @@ _SCHEMA: Final = (
         identity BLOB PRIMARY KEY, name TEXT NOT NULL, block INTEGER NOT NULL
     )
     """,
-    "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL)",
+    """
+    CREATE TABLE IF NOT EXISTS erased (
+        log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL, stored REAL NOT NULL
+    )
+    """,
     "CREATE TABLE IF NOT EXISTS life (stamp TEXT NOT NULL)",
 )
 #: Suffixes of the files that SQLite makes beside the catalog.
@@ -183,7 +187,7 @@ class Catalog:
         From now on this is certain of all snapshots.
         """
         with self._transaction() as db:
-            db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?)", erased)
+            db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?, ?)", erased)
             db.execute("DELETE FROM life")
             db.execute("INSERT INTO life VALUES (?)", (self._stamp,))
 

@@ -90,11 +90,12 @@ class TierEraser:
     async def note_erased(self, erased: ErasureProgress) -> None:
         """Remove the snapshots that were collected, then store in the tier how far erasures are carried out.
 
-        If this fails, the tier says what it said before.
+        If this fails, the tier says what it said before: raises `OSError`.
         """
         self._erasure = self._queue(partial(self._carry_out, self._marks, self._is_all, erased))
-        if await asyncio.shield(self._erasure):
-            self.is_certain = True
+        if not await asyncio.shield(self._erasure):
+            raise OSError("the remote tier could not erase what was forgotten")
+        self.is_certain = True
 
     # The methods below run on the uploading thread.
 
@@ -104,7 +105,7 @@ class TierEraser:
             self._remove(keys if is_all else self._forgotten(keys, marks))
             self._tier.sync()
         others = self._tier.contains(ERASED)
-        name = f"{_hashed(erased.log)}-{erased.seq}-{int(erased.time_s)}"
+        name = f"{_hashed(erased.log)}-{erased.seq}-{int(erased.time_s)}-{erased.stored_s}"
         empty = self._folder.tmp / f"{name}.erased"
         empty.touch()
         self._tier.put(FileKey(ERASED, name), empty)
@@ -163,5 +164,5 @@ def _said(names: Iterable[str], log: str) -> Iterator[tuple[str, ErasureProgress
         of, _, said = name.partition("-")
         with suppress(ValueError):  # not a file of Turnkeep
             if of == _hashed(log):
-                seq, _, time_s = said.partition("-")
-                yield name, ErasureProgress(log, int(seq), float(time_s))
+                seq, time_s, stored_s = said.split("-")
+                yield name, ErasureProgress(log, int(seq), float(time_s), float(stored_s))

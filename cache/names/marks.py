@@ -26,11 +26,15 @@ MARK_BYTES: Final = 8
 
 
 class ErasureProgress(NamedTuple):
-    """The entry `seq` of a `log` up to which a cache has carried out erasures, at `time_s` (since 1970)."""
+    """The entry `seq` of a `log` up to which a cache has carried out erasures, at `time_s` (since 1970).
+
+    The log has it only if it has stored the entry `seq` at `stored_s`; else it has lost its last entries.
+    """
 
     log: str
     seq: int
     time_s: float
+    stored_s: float = 0.0
 
 
 class Marks(msgspec.Struct, frozen=True):

@@ -227,9 +227,9 @@ async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(
     store = await open_store()
     assert await store.eraser.erased_up_to("log") is None
     await store.eraser.note_erased(ErasureProgress("log", 5, 1.5))
-    await store.eraser.note_erased(ErasureProgress("log", 7, 2.5))
+    await store.eraser.note_erased(ErasureProgress("log", 7, 2.5, 2.125))
     assert await store.close()
-    assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5)
+    assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5, 2.125)
 
 
 async def test_a_directory_without_its_index_was_there_to_erase_until_its_last_use(

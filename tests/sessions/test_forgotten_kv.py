@@ -14,6 +14,7 @@ import pytest
 from parts import BLOCK
 from test_forks import conversation, said, settled
 
+from cache.disk.tier import SharedDirectory
 from cache.names.tokens import as_tokens, pack
 from ops.log.ending import end
 from turnkeep_client.client import Client
@@ -391,8 +392,17 @@ async def test_a_backup_from_before_the_oldest_notes_is_dropped(
     assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 0)
 
 
-async def test_a_directory_that_nobody_has_copied_reads_no_note_twice(local_worker: Callable) -> None:
+async def test_a_directory_that_nobody_has_copied_carries_out_no_note_twice(
+    local_worker: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither after a stop nor after the worker's own forget."""
+    erase, carried_out = erasures.Erasures._erase, list[int]()
+
+    async def counted(self: erasures.Erasures, let_go: Any, entry: Any, marks: Any) -> bool:
+        carried_out.append(entry.seq)
+        return await erase(self, let_go, entry, marks)
+
+    monkeypatch.setattr(erasures.Erasures, "_erase", counted)
     worker = await local_worker(block_tokens=LONG_BLOCK)
     await worker.client.session("kept").append(tokens=[*KEPT, 5])
     await worker.stop()
@@ -401,7 +411,9 @@ async def test_a_directory_that_nobody_has_copied_reads_no_note_twice(local_work
         assert worker.app._store.eraser.doubtful == frozenset()
         await worker.client.session(name).append(tokens=[*FORGOTTEN, 5])
         assert (await worker.client.session(name).close(forget=True)).settled
+        await worker.app._parts.erasures._look(lambda _: set())
         await worker.stop()
+    assert len({*carried_out}) == len(carried_out) == 2
 
 
 def in_tier(tmp_path: Path, tokens: list[int]) -> int:
@@ -450,3 +462,26 @@ async def test_a_remote_tier_that_is_put_back_brings_no_forgotten_kv_to_life(
     await uploaded(worker)
     assert (in_tier(tmp_path, FORGOTTEN), in_tier(tmp_path, KEPT)) == (0, 1)
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
+
+
+async def test_a_tier_that_once_could_not_store_how_far_it_has_erased_is_used_later(
+    local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is fresh, and the log has no note."""
+
+    def full(*_: Any) -> None:
+        raise OSError("no space left on device")
+
+    worker = await local_worker(block_tokens=LONG_BLOCK, remote_tier=str(tmp_path / "tier"))
+    eraser, look = worker.app._store.remote.eraser, worker.app._parts.tier_erasures._look
+    with monkeypatch.context() as patched:
+        patched.setattr(SharedDirectory, "put", full)
+        for path in (tmp_path / "tier").rglob("*.*"):
+            path.unlink()
+        worker.app._parts.tier_erasures._noted = None
+        eraser.doubt()
+        with pytest.raises(OSError, match="could not erase"):
+            await look(lambda _: set())
+        assert not eraser.is_certain
+    await look(lambda _: set())
+    assert eraser.is_certain

@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
 
+import msgspec
 import pytest
 from parts import NatsServer, until
 from raw_wire import Start, append, generate
 
+from cache.names.marks import ErasureNote, Marks, digest_of_name
 from ops.log.verifying import verify
 from tests.simulation.world import Server as World
 from turnkeep_client.calls import expect
@@ -25,7 +27,7 @@ from worker.app import WorkerError
 from worker.cluster.owners import Owners
 from worker.process.concurrency import background
 from worker.sessions.session_log import FencedLog
-from worker.wire import streams
+from worker.wire import consistent_reads, streams
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.intake import Delivery
@@ -155,6 +157,49 @@ async def test_a_session_that_a_worker_leaves_to_another_one_is_answered_althoug
     await asyncio.sleep(5.0)  # it has taken over all sessions that no worker is at work on
     is_back.set()
     await until(lambda: len(server.jetstream.streams["turnkeep_log"].matching("turnkeep.default.s.out")) >= 2)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("when", ["while it runs", "before it starts", "between two reads"])
+async def test_a_note_of_what_to_erase_is_carried_out_that_has_the_sequence_of_a_lost_one(
+    quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """A worker, or its directory, had carried out the lost one."""
+    w = await quiet_wire()
+    await w.send("s", append("a"))
+    disk, log = w.worker.app._disk, server.jetstream.streams["turnkeep_log"]
+    kept, key, look = log.last_seq, SessionKey("default", "s"), w.worker.app._parts.erasures._look
+
+    def forgotten(*tenants: str) -> None:  # by another worker
+        for tenant in tenants:
+            note = ErasureNote(digest_of_name(f"{tenant}/s"), Marks.of(tenant, disk[key].packed()))
+            server.handle(Subjects().erased(tenant), "", msgspec.json.encode(note), None)
+
+    async def loses() -> None:
+        lose(server, kept)
+        forgotten("default", "another", "another")
+        await asyncio.sleep(1.0)  # until the worker is connected again
+
+    async def reads(journal: Journal, after: int) -> tuple[list[StoredMessage], int]:
+        found = await read(journal, after)
+        if found[1] and not server.life:
+            await loses()
+        return found
+
+    forgotten("another", "another")
+    if when == "between two reads":
+        read = Journal.erasures
+        monkeypatch.setattr(Journal, "erasures", reads)
+        monkeypatch.setattr(consistent_reads, "_BATCH", 1)
+        await look(lambda _: set())
+    else:
+        await look(lambda _: set())
+        if when == "before it starts":
+            await w.worker.stop()
+        await loses()
+        await (quiet_wire() if when == "before it starts" else look(lambda _: set()))
+    assert server.life == 1
+    assert key not in disk
 
 
 async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_search() -> None:

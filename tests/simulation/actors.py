@@ -542,6 +542,8 @@ class History:
         #: The sessions as a fresh worker has read them at the end.
         self.read: dict[SessionKey, Read] = {}
         self.deeds: list[asyncio.Task[Any]] = []
+        #: What is left to be done after the last fault, such as requests without a result.
+        self.left: dict[str, int] = {}
         #: Imported requests: session and sequence now, mapped to session and sequence before the import.
         self.imported: dict[tuple[SessionKey, int], tuple[SessionKey, int]] = {}
         self.supervisors = [Supervisor(self, number) for number in range(plan.num_workers)]

@@ -87,7 +87,7 @@ def simulate(
                 run(loop, _live(history))
                 outcome.wrong = check(history) + outcome.logged
             except (DeadlockError, TimeoutError) as error:
-                outcome.wrong = [repr(error)]
+                outcome.wrong = [f"{error!r}, left over: {history.left}"]
             outcome.trace = server.trace
             outcome.counts = _counts(history)
             disturbed = [name for name, value in PLAIN.items() if getattr(plan, name) != value]
@@ -288,7 +288,6 @@ async def _settle(history: History) -> None:
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
     consumer = stream.consumers[CONSUMER]
     deadline_s = history.loop.time() + PATIENCE_S
-    left: dict[str, int] = {}
     await asyncio.sleep(0.05)
     while history.loop.time() < deadline_s:
         left = {"requests": unanswered(stream), "deliveries": len(consumer.pending)}
@@ -300,7 +299,8 @@ async def _settle(history: History) -> None:
                 left |= one.worker.leftovers
         left = {name: number for name, number in left.items() if number} or {"copies": len(copies(history))}
         left = {name: number for name, number in left.items() if number}
+        history.left = left
         if not left and history.ready:
             return
         await asyncio.sleep(0.1)
-    history.faults.append(f"left over: {left}" if left else "no worker serves")
+    history.faults.append(f"left over: {history.left}" if history.left else "no worker serves")

@@ -19,8 +19,6 @@ from nats.js.errors import APIError
 from cache.names.marks import ErasureNote, ErasureProgress, Marks, digest_of_name
 from worker.process.clock import monotonic, time
 
-from .synced import SyncedEntries
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -68,23 +66,18 @@ class Copies(Protocol):
         """Return the last argument of `note_erased` for the log with this name; None if there is none."""
 
     async def note_erased(self, erased: ErasureProgress) -> None:
-        """Store the sequence up to which all notes of a log are carried out."""
+        """Store up to which note of a log all are carried out. Raises `OSError` if it could not be stored."""
 
 
 class Erasures:
     """Stores notes about forgotten sessions, and carries out other workers' notes. Event loop only."""
 
-    def __init__(self, journal: Journal, boot: str, copies: Copies | None, sync_s: float) -> None:
-        """`boot` is the worker process's, or `TIER`; `copies` is None if it stores no snapshots.
-
-        The NATS server syncs its files every `sync_s` seconds, see `SyncedEntries`.
-        """
+    def __init__(self, journal: Journal, boot: str, copies: Copies | None) -> None:
+        """`boot` is the worker process's, or `TIER`; `copies` is None if it stores no snapshots."""
         self._journal = journal
-        self._synced = SyncedEntries(journal, sync_s)
         self._boot = boot
         self._copies = copies
-        self._carried_out: set[int] = set()  # only notes behind one that must wait, or may be lost
-        self._server = ""  # the server process that has these notes
+        self._carried_out: set[tuple[int, float]] = set()  # only notes behind one that must wait
         self._log = ""
         self._noted: ErasureProgress | None = None  # the only record of it if there are no `copies`
         self._was_put_back = True  # whether the copies may be older than what a note says of them
@@ -127,25 +120,36 @@ class Erasures:
             await sleep(_PERIOD_S)
 
     async def _look(self, let_go: LetGo) -> None:
-        await self._synced.look()
-        if self._server != self._journal.server:  # other notes may have their sequences now
-            self._server, self._carried_out = self._journal.server, set()
         self._log = self._log or await self._journal.log_name()
+        server = self._journal.server
         noted = await self._copies.erased_up_to(self._log) if self._copies is not None else self._noted
         known = noted or ErasureProgress(self._log, 0, time())
+        if not await self._is_there(known):
+            known = known._replace(seq=0, stored_s=0.0)
         if time() - known.time_s > _KEPT_S and not await self._drop_all(let_go, known.seq):
             return
         self._was_put_back = self._noted is None or known.seq < self._noted.seq
         doubtful = self._copies.doubtful if self._copies is not None else frozenset()
-        done = await self._carry_out(let_go, known.seq, doubtful)
-        if done < known.seq:
-            return
-        is_new = self._noted is None or self._carried_out or done > known.seq
-        if is_new or doubtful or not 0 < time() - known.time_s < _OFTEN_S:
-            progress = ErasureProgress(self._log, done, time())
+        is_empty = noted is None and self._boot != TIER
+        done, stored_s = await self._carry_out(let_go, known, doubtful, is_empty=is_empty)
+        is_due = self._noted is None or doubtful or not 0 < time() - known.time_s < _OFTEN_S
+        if server != self._journal.server:  # it may have lost what was read first
+            await self._look(let_go)
+        elif done > known.seq or (done == known.seq and is_due):
+            progress = ErasureProgress(self._log, done, time(), stored_s)
             if self._copies is not None:
                 await self._copies.note_erased(progress)
             self._noted = progress
+
+    async def _is_there(self, known: ErasureProgress) -> bool:
+        """Whether the log has the note `known`, and not another one at its sequence.
+
+        A server that loses its last entries (a power cut, a backup) uses their sequences again.
+        """
+        if not known.seq:
+            return True
+        notes, _ = await self._journal.erasures(known.seq - 1)
+        return any((one.seq, one.stored.timestamp()) == (known.seq, known.stored_s) for one in notes[:1])
 
     async def _drop_all(self, let_go: LetGo, after: int) -> bool:
         """Drop all KV if there are notes after `after`; return false if this has to be continued later.
@@ -168,25 +172,27 @@ class Erasures:
         self._late = None
         return True
 
-    async def _carry_out(self, let_go: LetGo, known: int, doubtful: frozenset[bytes]) -> int:
+    async def _carry_out(
+        self, let_go: LetGo, known: ErasureProgress, doubtful: frozenset[bytes], *, is_empty: bool
+    ) -> tuple[int, float]:
         """Carry out the notes after `known`, and those before that concern a `doubtful` mark.
 
-        Returns the sequence up to which all are carried out, and none can be lost by a power cut.
+        With `is_empty`, no KV was stored before these notes, so none concerns any.
+        Returns the sequence up to which all are carried out, and when the server stored that note.
         """
-        more, left, after = 1, 0, 0 if doubtful else known
+        more, is_left = 1, False
+        done = after = (0, 0.0) if doubtful else (known.seq, known.stored_s)
         while more:
-            notes, more = await self._journal.erasures(after)
+            notes, more = await self._journal.erasures(after[0])
             for entry in notes:
-                after = entry.seq
-                is_done = after in self._carried_out or await self._erase(
-                    let_go, entry, None if after > known else doubtful
-                )
-                if is_done:
+                after = entry.seq, entry.stored.timestamp()
+                marks = None if entry.seq > known.seq and not is_empty else doubtful
+                if after in self._carried_out or await self._erase(let_go, entry, marks):
                     self._carried_out.add(after)
-                if not is_done or not (after <= known or self._synced.has(after)):
-                    left = left or after
-        done = left - 1 if left else max(after, known)
-        self._carried_out = {seq for seq in self._carried_out if seq > done}
+                else:
+                    is_left = True
+                done = done if is_left else after
+        self._carried_out = {note for note in self._carried_out if note > done}
         return done
 
     async def _erase(self, let_go: LetGo, entry: StoredMessage, marks: frozenset[bytes] | None) -> bool:
