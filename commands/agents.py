@@ -17,17 +17,26 @@ _PI_RESERVE: Final = 16_384
 
 
 class GatewayAccess(NamedTuple):
-    """A gateway: its URL without a path, its API key, its model and the context length in tokens."""
+    """A gateway: its URL without a path, its API key, its model, the context length in tokens.
+
+    `sees` says that the model sees images.
+    """
 
     url: str
     key: str
     model: str
     context_tokens: int
+    sees: bool = False
 
     @property
     def openai_url(self) -> str:
         """The base URL for OpenAI's client libraries."""
         return f"{self.url}/v1"
+
+    @property
+    def inputs(self) -> list[str]:
+        """What the model takes. Agents send no image to a model that takes only text."""
+        return ["text", "image"] if self.sees else ["text"]
 
     @property
     def answer_tokens(self) -> int:
@@ -88,7 +97,15 @@ def _opencode(door: GatewayAccess) -> Start:
         "npm": "@ai-sdk/openai-compatible",
         "name": "Turnkeep",
         "options": {"baseURL": door.openai_url, "apiKey": door.key, "timeout": False},
-        "models": {door.model: {"name": door.model, "limit": limit, "tool_call": True}},
+        "models": {
+            door.model: {
+                "name": door.model,
+                "limit": limit,
+                "tool_call": True,
+                "attachment": door.sees,
+                "modalities": {"input": door.inputs, "output": ["text"]},
+            }
+        },
     }
     name = f"turnkeep/{door.model}"
     config = {"provider": {"turnkeep": provider}, "model": name, "small_model": name}
@@ -100,7 +117,7 @@ def _pi(door: GatewayAccess) -> Start:
         "id": door.model,
         "name": door.model,
         "reasoning": False,
-        "input": ["text"],
+        "input": door.inputs,
         "cost": dict.fromkeys(("input", "output", "cacheRead", "cacheWrite"), 0),
         "contextWindow": door.context_tokens + max(_PI_RESERVE - door.answer_tokens, 0),
         "maxTokens": door.answer_tokens,
@@ -125,7 +142,7 @@ def _continue(door: GatewayAccess) -> Start:
         "apiBase": door.openai_url,
         "apiKey": door.key,
         "roles": ["chat", "edit", "apply"],
-        "capabilities": ["tool_use"],
+        "capabilities": ["tool_use", *(["image_input"] if door.sees else [])],
         "defaultCompletionOptions": {"contextLength": door.context_tokens, "maxTokens": door.answer_tokens},
     }
     config = {"name": "Turnkeep", "version": "1.0.0", "schema": "v1", "models": [model]}
@@ -143,6 +160,7 @@ def _aider(door: GatewayAccess) -> Start:
         "output_cost_per_token": 0,
         "litellm_provider": "openai",
         "mode": "chat",
+        "supports_vision": door.sees,
     }
     return Start(
         {"OPENAI_API_BASE": door.openai_url, "OPENAI_API_KEY": door.key},

@@ -173,7 +173,7 @@ def _door(url: str, key: str, wanted: str | None) -> GatewayAccess:
         model = models[wanted] if wanted else [*models.values()][0]  # noqa: RUF015  # an IndexError if empty
         if "context_window" not in model and model["owned_by"] == "turnkeep":
             raise TurnkeepError(f"no worker of the model {model['id']} answers the gateway at {url}")
-        return GatewayAccess(url, key, model["id"], int(model["context_window"]))
+        return GatewayAccess(url, key, model["id"], int(model["context_window"]), model["vision"])
     except urllib.error.HTTPError as error:
         raise TurnkeepError(f"the gateway at {url} refuses: {_reason(error)}") from None
     except OSError as error:

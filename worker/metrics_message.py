@@ -30,7 +30,6 @@ def collect(parts: Parts) -> Metrics:
         worker=ground.settings.worker,
         version=ground.version,
         **model.described,
-        vision=model.loaded.tokenizer.image_processor is not None,
         context_tokens=model.context_tokens,
         device=model.device.name,
         others=tuple(sorted(ground.members.others)),

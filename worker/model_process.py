@@ -33,7 +33,7 @@ class SupervisorError(TurnkeepError):
 
 
 #: Of a model that was not measured, and has not served yet.
-UNKNOWN: Final = Needs("", "", 0, {}, False, (), 0, 0.0)
+UNKNOWN: Final = Needs("", "", 0, {}, False, False, (), 0, 0.0)
 
 
 class ModelProcess:

@@ -5,6 +5,7 @@ Refuses settings that do not fit the model. `App` calls `ModelStart.load`, and t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -100,12 +101,13 @@ class ModelStart:
         self._memo = models / "digests.json"
         self._hashed = self._tasks.start_soon(partial(in_thread, hash_weights, folder, self._memo))
         self.device = self._make_device(load, died, load_draft, models / "trials.json")
-        loaded = self.loaded = await step_in_thread(self._tasks, self.device.start)
+        loaded = await step_in_thread(self._tasks, self.device.start)
         stack.push_async_callback(shielded, partial(in_thread, self.device.stop))
         self._weights_loaded()
-        loaded.tokenizer.image_processor = (
-            None if isinstance(self.device.vision_model, str) else self.device.vision_model.processor
-        )
+        vision_model = self.device.vision_model
+        loaded = self.loaded = replace(loaded, vision_model=vision_model)
+        if not isinstance(vision_model, str):
+            loaded.tokenizer.image_processor = vision_model.processor
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()

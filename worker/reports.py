@@ -40,6 +40,7 @@ class Needs(msgspec.Struct, frozen=True, tag="needs"):
     context_tokens: int
     sampling: dict[str, int | float]
     reasoning: bool
+    vision: bool
     makes: tuple[Made, ...]
     weight_bytes: int
     model_changed_s: float

@@ -16,7 +16,7 @@ import mlx.core as mx
 from cache.kv import layers
 from worker.batch.matching import num_sketched
 from worker.batch.rows import PrefillPiece
-from worker.device import drafting, machine
+from worker.device import drafting, machine, vision
 from worker.device.served_model import estimator
 from worker.sessions.limits import misfit
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from worker.device.memory import Estimator
 
     from .models.model import LoadedModel
+    from .models.vision.families import Family
     from .process.settings import Settings
     from .reports import Needs
 
@@ -86,11 +87,12 @@ _ENDLESS_BYTES: Final = 2**50
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """The measured sizes of a model under one policy."""
+    """The measured sizes of a model under one policy. `estimator` counts no memory for images of `family`."""
 
     policy: Policy
     estimator: Estimator
     kv: KvSize
+    family: Family | None
 
 
 def measure(
@@ -126,14 +128,18 @@ def measure(
     weight_bytes = loaded.weight_bytes + (draft.weight_bytes if draft else 0)
     limit = limit_bytes or machine.default_limit(weight_bytes).size_bytes
     whole = estimator(loaded, caches, limit, sketched, reserved_bytes)
-    return ModelSizes(policy, whole, whole.kv.under(policy))
+    seen_by = loaded.vision_model
+    family = None if isinstance(seen_by, str) else seen_by.tower.family
+    return ModelSizes(policy, whole, whole.kv.under(policy), family)
 
 
 def device_bytes(sized: ModelSizes, kv_bytes: int, *, block: int, max_batch: int, max_context: int) -> int:
     """Return the least device memory, in bytes, that leaves a worker `kv_bytes` for KV."""
 
     def room(limit_bytes: int) -> int:
-        estimated = replace(sized.estimator, limit_bytes=limit_bytes)
+        images_bytes = vision.reserved_bytes(sized.family, limit_bytes) if sized.family else 0
+        weight_bytes = sized.estimator.weight_bytes + images_bytes
+        estimated = replace(sized.estimator, limit_bytes=limit_bytes, weight_bytes=weight_bytes)
         return estimated.kv_limit(max_batch, block, max_context, sized.policy)
 
     return bisect_left(range(_ENDLESS_BYTES), kv_bytes, key=room)

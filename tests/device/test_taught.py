@@ -17,9 +17,13 @@ from tests import taught
 from tests.matrices import first
 from turnkeep_client.subjects import SessionKey
 from worker.device.request import TurnRequest
+from worker.model_start import WorkerError
 from worker.models import model
 from worker.models.model import LoadedModel
+from worker.process.constants import CONSTANTS
+from worker.process.settings import Settings
 from worker.text.answer import Answer
+from worker.weighing import weigh
 
 _MOST: Final = 12
 
@@ -96,3 +100,13 @@ async def test_a_prompt_without_a_picture_is_answered_so(
     load = partial(model.load, taught_model, dtype="float32")
     async with engine_process.open_process(None, tmp_path / "s", trials=trials, load=load) as process:
         assert await said(process, loaded, "s", prompt(loaded, "What is this?")) == taught.NO_PICTURE
+
+
+async def test_the_memory_that_a_model_needs_has_room_for_images(
+    local_worker: Any, taught_model: Path, tmp_path: Path
+) -> None:
+    least_bytes = weigh(Settings(data_dir=tmp_path, model=str(taught_model))).least_bytes
+    given = {"model": str(taught_model), "block_tokens": CONSTANTS.block_tokens}
+    await (await local_worker(**given, device_memory=least_bytes)).stop()
+    with pytest.raises(WorkerError, match="leaves no room for KV"):
+        await local_worker(**given, device_memory=least_bytes - 2**16)

@@ -149,6 +149,14 @@ async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(hou
     await until(lambda: not any(one.is_running() for one in left))
 
 
+@pytest.mark.process
+async def test_a_model_that_sees_says_so_before_it_is_loaded(house: Any, taught_model: Path) -> None:
+    at = await house(tiny=taught_model)
+    listed = (await at.http.get("/v1/models")).json()["data"]
+    assert [(one["id"], one["vision"]) for one in listed] == [("tiny", True), ("wide:1b", False)]
+    assert at.workers() == {}
+
+
 async def test_requests_are_still_held_if_a_worker_dies_as_it_is_about_to_get_them(nats_url: str) -> None:
     """The supervisor then cancels `end`."""
     nc, subjects, woken, heard = await nats.connect(nats_url), Subjects("held"), [], asyncio.Queue[bytes]()

@@ -96,6 +96,7 @@ class LoadedModel:
             "model": self.name,
             "sampling": self.sampling,
             "reasoning": self.tokenizer.markup.has_reasoning,
+            "vision": not isinstance(self.vision_model, str),
             "makes": self.makes(),
             "weight_bytes": self.weight_bytes,
             "model_changed_s": self.changed_s,
