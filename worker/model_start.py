@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
     from cache.names.identity import Identity
     from worker.device.device import Device
-    from worker.models.model import LoadedModel, Progress
+    from worker.models.model import LoadedModel
+    from worker.models.model_files import Progress
 
     from .process.constants import Constants
     from .process.datadir import DataDir
@@ -64,7 +65,7 @@ class ModelStart:
         constants: Constants,
         tasks: TaskGroup,
         *,
-        progress: Progress | None,
+        progress: Progress,
         weights_loaded: Callable[[], None],
     ) -> None:
         """Take the task group `tasks`, which runs blocking steps; a cancelled start waits for them."""
@@ -103,9 +104,8 @@ class ModelStart:
         loaded = self.loaded = await step_in_thread(self._tasks, self.device.start)
         stack.push_async_callback(shielded, partial(in_thread, self.device.stop))
         self._weights_loaded()
-        loaded.tokenizer.image_processor = (
-            None if isinstance(self.device.vision_model, str) else self.device.vision_model.processor
-        )
+        seeing = self.device.served.vision_model
+        loaded.tokenizer.image_processor = None if isinstance(seeing, str) else seeing.processor
         self._log(loaded)
         self.context_tokens = min(settings.max_context or loaded.context_tokens, loaded.context_tokens)
         self.kv_bytes = self._kv_limit()
@@ -128,10 +128,9 @@ class ModelStart:
         # Not earlier: importing mlx-lm takes time, and a user's mistakes should show before.
         import_mlx_lm()
         from worker.device.device import Device
+        from worker.device.served_model import DeviceOptions
 
-        return Device(
-            load,
-            died,
+        options = DeviceOptions(
             block_tokens=constants.block_tokens,
             max_batch=settings.max_batch,
             max_tenant_rows=settings.tenants.rows,
@@ -141,9 +140,10 @@ class ModelStart:
             load_draft=load_draft,
             trials=trials,
         )
+        return Device(load, died, options)
 
     def _log(self, loaded: LoadedModel) -> None:
-        settings, kv = self._settings, self.device.estimator.kv
+        settings, kv = self._settings, self.device.served.estimator.kv
         log.info(
             "loaded the model",
             model=loaded.name,
@@ -153,12 +153,12 @@ class ModelStart:
             cache_policy=str(settings.cache_policy),
             kv_bytes_per_token=kv.bytes_per_token,
             kv_bounded_bytes=kv.bounded_bytes,
-            caches=self.device.caches,
+            caches=self.device.served.caches,
             **({"draft_model": settings.draft_model} if settings.draft_model else {}),
             vision=loaded.tokenizer.image_processor is not None,
         )
-        if settings.kv_bits is not None and " " in self.device.caches:
-            log.warning("kv_bits holds in some layers only", caches=self.device.caches)
+        if settings.kv_bits is not None and " " in self.device.served.caches:
+            log.warning("kv_bits holds in some layers only", caches=self.device.served.caches)
 
     async def name(self) -> Model:
         """Return the model's name and digests, for results."""
@@ -184,7 +184,7 @@ class ModelStart:
             kv_dtype=self.dtype,
             block_tokens=self._constants.block_tokens,
             code=await step_in_thread(self._tasks, code_digest, self.loaded.model),
-            caches=self.device.caches,
+            caches=self.device.served.caches,
             memo=self._memo,
         )
 
@@ -193,7 +193,7 @@ class ModelStart:
 
         Raises `WorkerError` if not even one block of KV fits.
         """
-        settings, estimator = self._settings, self.device.estimator
+        settings, estimator = self._settings, self.device.served.estimator
         block = self._constants.block_tokens
         sizes = (settings.max_batch, block, self.context_tokens)
         room = estimator.kv_limit(*sizes, settings.cache_policy)
