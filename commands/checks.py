@@ -261,7 +261,7 @@ def _model(settings: Settings) -> Diagnosis:
     name = settings.model
     try:
         if name is None:
-            packaged = model.packaged_gguf()
+            packaged = catalog.packaged_gguf()
             if packaged is not None:
                 entry = catalog.named(packaged.stem, settings.data_dir)
                 made = "converted" if entry.conversions else "to be converted"

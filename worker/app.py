@@ -30,6 +30,7 @@ from turnkeep_client.subjects import Subjects
 from worker.cluster.liveness import Members
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
+from worker.models.model_files import silent
 from worker.process.cache_parts import cache_codec, remote_tier
 from worker.process.wakefulness import keep_awake
 from worker.sessions.history import digests_of
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
     from turnkeep_client.subjects import SessionKey
-    from worker.models.model import Progress
+    from worker.models.model_files import Progress
     from worker.wire.streams import Streams
 
     from .observe.otlp import Traces
@@ -99,7 +100,7 @@ class App:
         directory: DataDir | None = None,
         *,
         constants: Constants = CONSTANTS,
-        progress: Progress | None = None,
+        progress: Progress = silent,
         loaded: Callable[[], None] = lambda: None,
     ) -> None:
         """Take an open data directory, if another process keeps it locked, and two callbacks.
@@ -301,19 +302,19 @@ class App:
         if parts.tier_erasures is not None:
             erase = partial(parts.tier_erasures.run, _no_sessions, lambda: False)
             background.start_soon(self._run_part, "tier-erasures", erase)
-        for name, part in (
-            ("keep-alive", parts.intake.keep_alive),
-            ("sweep", parts.sessions.sweep),
-            ("retention", parts.retention.run),
-            ("erasures", partial(parts.erasures.run, parts.sessions.let_go, lambda: self._members.is_first)),
-            ("undelivered", parts.undelivered.run),
-            ("overheard", parts.overheard.run),
-            ("streams", partial(self._keep_streams, js)),
-            ("saving", parts.engine.save),
-            ("audit", parts.engine.audit),
-            ("loop-lag", self._telemetry.watch_loop),
-            ("metrics", partial(self._publish_metrics, parts)),
-        ):
+        running: dict[str, Callable[[], Awaitable[None]]] = {
+            "keep-alive": parts.intake.keep_alive,
+            "sweep": parts.sessions.sweep,
+            "retention": parts.retention.run,
+            "erasures": partial(parts.erasures.run, parts.sessions.let_go, lambda: self._members.is_first),
+            "undelivered": parts.undelivered.run,
+            "overheard": parts.overheard.run,
+            "streams": partial(self._keep_streams, js),
+            **parts.engine.chores,
+            "loop-lag": self._telemetry.watch_loop,
+            "metrics": partial(self._publish_metrics, parts),
+        }
+        for name, part in running.items():
             background.start_soon(self._run_part, name, part)
         if sys.platform == "darwin":
             is_busy = partial(_is_busy, parts.engine)
@@ -344,7 +345,7 @@ class App:
             Ledger(ground.model.kv_bytes),
             ground.store,
             ground.telemetry,
-            kv=device.estimator.kv,
+            kv=device.served.estimator.kv,
             piece_tokens=ground.constants.block_tokens,
             max_tenant_bytes=ground.settings.tenants.memory,
             has_unopened=self._has_unopened,

@@ -48,7 +48,7 @@ def collect(parts: Parts) -> Metrics:
         interval_s=ground.constants.metrics_interval_s,
         resident_kv_bytes=engine.ledger.used_bytes,
         kv_limit_bytes=engine.ledger.max_bytes,
-        device_memory_bytes=model.device.estimator.limit_bytes,
+        device_memory_bytes=model.device.served.estimator.limit_bytes,
         mlx_active_bytes=engine.report.active_bytes,
         mlx_peak_bytes=engine.report.peak_bytes,
         estimated_scratch_bytes=engine.report.highest_bytes[0],

@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 
     from cache.names.identity import Identity
     from worker.device.device import Device
-    from worker.models.model import LoadedModel, Progress
+    from worker.models.model import LoadedModel
+    from worker.models.model_files import Progress
 
     from .process.constants import Constants
     from .process.datadir import DataDir
@@ -65,7 +66,7 @@ class ModelStart:
         constants: Constants,
         tasks: TaskGroup,
         *,
-        progress: Progress | None,
+        progress: Progress,
         weights_loaded: Callable[[], None],
     ) -> None:
         """Take the task group `tasks`, which runs blocking steps; a cancelled start waits for them."""
@@ -104,7 +105,7 @@ class ModelStart:
         loaded = await step_in_thread(self._tasks, self.device.start)
         stack.push_async_callback(shielded, partial(in_thread, self.device.stop))
         self._weights_loaded()
-        vision_model = self.device.vision_model
+        vision_model = self.device.served.vision_model
         loaded = self.loaded = replace(loaded, vision_model=vision_model)
         if not isinstance(vision_model, str):
             loaded.tokenizer.image_processor = vision_model.processor
@@ -130,10 +131,9 @@ class ModelStart:
         # Not earlier: importing mlx-lm takes time, and a user's mistakes should show before.
         import_mlx_lm()
         from worker.device.device import Device
+        from worker.device.served_model import DeviceOptions
 
-        return Device(
-            load,
-            died,
+        options = DeviceOptions(
             block_tokens=constants.block_tokens,
             max_batch=settings.max_batch,
             max_tenant_rows=settings.tenants.rows,
@@ -143,9 +143,10 @@ class ModelStart:
             load_draft=load_draft,
             trials=trials,
         )
+        return Device(load, died, options)
 
     def _log(self, loaded: LoadedModel) -> None:
-        settings, kv = self._settings, self.device.estimator.kv
+        settings, kv = self._settings, self.device.served.estimator.kv
         log.info(
             "loaded the model",
             model=loaded.name,
@@ -155,12 +156,12 @@ class ModelStart:
             cache_policy=str(settings.cache_policy),
             kv_bytes_per_token=kv.bytes_per_token,
             kv_bounded_bytes=kv.bounded_bytes,
-            caches=self.device.caches,
+            caches=self.device.served.caches,
             **({"draft_model": settings.draft_model} if settings.draft_model else {}),
             vision=loaded.tokenizer.image_processor is not None,
         )
-        if settings.kv_bits is not None and " " in self.device.caches:
-            log.warning("kv_bits holds in some layers only", caches=self.device.caches)
+        if settings.kv_bits is not None and " " in self.device.served.caches:
+            log.warning("kv_bits holds in some layers only", caches=self.device.served.caches)
 
     async def name(self) -> Model:
         """Return the model's name and digests, for results."""
@@ -186,7 +187,7 @@ class ModelStart:
             kv_dtype=self.dtype,
             block_tokens=self._constants.block_tokens,
             code=await step_in_thread(self._tasks, code_digest, self.loaded.model),
-            caches=self.device.caches,
+            caches=self.device.served.caches,
             memo=self._memo,
         )
 
@@ -195,7 +196,7 @@ class ModelStart:
 
         Raises `WorkerError` if not even one block of KV fits.
         """
-        settings, estimator = self._settings, self.device.estimator
+        settings, estimator = self._settings, self.device.served.estimator
         block = self._constants.block_tokens
         sizes = (settings.max_batch, block, self.context_tokens)
         room = estimator.kv_limit(*sizes, settings.cache_policy)

@@ -15,8 +15,7 @@ from worker.cluster.endpoints import Endpoints
 from worker.cluster.overheard import OverheardRequests
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
-from worker.models import model
-from worker.models.model_files import text_config
+from worker.models.model_files import dtype_name, text_config
 from worker.models.pooling import is_encoder, judging, no_embeddings
 from worker.process.concurrency import Rotation, SharedLock
 from worker.sessions.control import Control
@@ -252,7 +251,7 @@ class Parts:
         build = {
             "worker": settings.worker,
             "version": self.ground.version,
-            "dtype": model.dtype_name(loaded.config) if started.dtype == "keep" else started.dtype,
+            "dtype": dtype_name(loaded.config) if started.dtype == "keep" else started.dtype,
             "device": started.device.name,
             "kv": f"{settings.kv_bits}-bit" if settings.kv_bits else "full",
         }

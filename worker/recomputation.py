@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from cache.names.blocks import Span
     from cache.names.snapshot import Tensor
     from cache.names.tokens import Tokens
-    from worker.models.model import Progress
+    from worker.models.model_files import Progress
 
     from .device.device import Device
     from .device.turn import StepReport

@@ -33,10 +33,10 @@ def _has_snapshots(settings: Settings, device: Device) -> bool:
     if settings.snapshots == "off":
         log.info("snapshots are off")
         return False
-    if device.unsupported_cache is not None:
+    if device.served.unsupported_cache is not None:
         log.warning(
             "serving without snapshots: this model has a kind of cache that cannot be kept on SSD",
-            cache_class=device.unsupported_cache,
+            cache_class=device.served.unsupported_cache,
         )
         return False
     return True
@@ -63,7 +63,7 @@ async def open_store(
         store = await Store.open(
             directory.snapshots,
             identity=identity,
-            layout=device.layout,
+            layout=device.served.layout,
             max_bytes=settings.max_disk,
             queue_bytes=constants.writer_queue,
             min_free_bytes=settings.min_free_disk,

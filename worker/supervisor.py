@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping
 
     from anyio.abc import Process
+    from nats.aio.client import Client
 
     from turnkeep_client.errors import TurnkeepError
     from turnkeep_client.messages import ServeRequest
@@ -155,15 +156,18 @@ class Supervisor:
                 **options,
             )
             stack.push_async_callback(shielded, nc.close)
-            for model in self._models:
-                model.activator = Activator(
-                    *(nc, Subjects(model.settings.prefix), model.metrics, model.wake),
-                    partial(self._asked, model),
-                )
-                await model.activator.open(model.settings, all_requests=self._are_several)
+            await self._activate(nc)
             await self._serve()
         if self._fatal is not None:
             raise self._fatal
+
+    async def _activate(self, nc: Client) -> None:
+        """Let requests for a model that has no process start it."""
+        for model in self._models:
+            subjects = Subjects(model.settings.prefix)
+            asked = partial(self._asked, model)
+            model.activator = Activator(nc, subjects, model.metrics, model.wake, asked)
+            await model.activator.open(model.settings, all_requests=self._are_several)
 
     async def _start(self, server: EmbeddedServer, stack: AsyncExitStack) -> tuple[str, dict[str, Any]]:
         """Start this machine's NATS server, for all models; return its URL and the options of connections."""

@@ -28,6 +28,7 @@ from cache.names.policy import Policy
 from worker.batch.forward import Forward
 from worker.batch.merged import MergedRows
 from worker.device.runner import Runner
+from worker.device.served_model import DeviceOptions
 
 #: Fields of all kinds of configuration, for models of a few hundred kilobytes.
 COMMON: dict[str, Any] = {
@@ -140,7 +141,9 @@ def serve(model: Any) -> Served:
         run(model, make_prompt_cache(model), prompt(3))
     except RuntimeError as error:
         return Served(fault=str(error).partition("]")[0].strip("["))
-    runner = Runner(loaded(model), lambda _: None, block_tokens=BLOCK, max_batch=4, stall_s=0.25)
+    runner = Runner(
+        loaded(model), lambda _: None, DeviceOptions(block_tokens=BLOCK, max_batch=4, stall_s=0.25)
+    )
     batch = runner._batch
     shares, merges = isinstance(batch._run, Forward), isinstance(batch._keeping, MergedRows)
     together = "one pass" if shares else "merged" if merges else "one by one"

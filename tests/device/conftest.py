@@ -12,6 +12,7 @@ import pytest
 from tiny_models import BLOCK, WIDE, build, loaded
 
 from worker.device.device import Device
+from worker.device.served_model import DeviceOptions
 from worker.device.turn import (
     DeviceTurn,
     DroppedKv,
@@ -79,11 +80,13 @@ class Rig:
         self.device = Device(
             lambda: loaded(model),
             self.deaths.append,
-            block_tokens=block_tokens,
-            max_batch=max_batch,
-            stall_s=stall_s,
-            limit_bytes=limit_bytes,
-            trials=trials,
+            DeviceOptions(
+                block_tokens=block_tokens,
+                max_batch=max_batch,
+                stall_s=stall_s,
+                limit_bytes=limit_bytes,
+                trials=trials,
+            ),
         )
         self.device.listen(self._reports.put)
         self.device.start()

@@ -21,6 +21,7 @@ from cache.store import Store
 from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import TurnRequest
+from worker.device.served_model import DeviceOptions
 from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
 from worker.engine.port import TurnResult
@@ -115,19 +116,21 @@ async def open_process(
     device = Device(
         load_recorded,
         lambda error: None,
-        block_tokens=block,
-        max_batch=max_batch,
-        stall_s=stall_s,
-        limit_bytes=limit_bytes,
-        trials=trials,
-        **options,
+        DeviceOptions(
+            block_tokens=block,
+            max_batch=max_batch,
+            stall_s=stall_s,
+            limit_bytes=limit_bytes,
+            trials=trials,
+            **options,
+        ),
     )
     await asyncio.to_thread(device.start)
-    assert device.unsupported_cache is None
+    assert device.served.unsupported_cache is None
     store = await Store.open(
         directory,
-        identity=replace(IDENTITY, caches=device.caches, block_tokens=block),
-        layout=device.layout,
+        identity=replace(IDENTITY, caches=device.served.caches, block_tokens=block),
+        layout=device.served.layout,
         max_bytes=max_bytes,
         queue_bytes=queue_bytes,
         min_free_bytes=0,

@@ -23,6 +23,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import PRIORITY_S, TurnRequest, place
+from worker.device.served_model import DeviceOptions
 from worker.device.turn import DroppedKv
 from worker.engine.admission import Admission, Claim, Decision, Ledger
 from worker.engine.engine import Engine
@@ -280,11 +281,7 @@ async def make_engine(make_model, trials):
         device = Device(
             lambda: model,
             lambda error: None,
-            block_tokens=8,
-            max_batch=8,
-            stall_s=0.25,
-            limit_bytes=limit_bytes,
-            trials=trials,
+            DeviceOptions(block_tokens=8, max_batch=8, stall_s=0.25, limit_bytes=limit_bytes, trials=trials),
         )
         devices.append(device)
         ledger = Ledger(model.kv.held(num_tokens))

@@ -19,6 +19,7 @@ from tiny_models import BLOCK, loaded
 from cache.admin.stored_blocks import StoredBlocks
 from cache.disk.unencrypted import PLAIN
 from worker.device.device import Device
+from worker.device.served_model import DeviceOptions
 from worker.engine import audit
 from worker.recomputation import ComputedBlocks, Recomputation, compare
 
@@ -31,7 +32,7 @@ async def auditing(model: Any, directory: Path, trials: Path) -> AsyncIterator[P
     async with open_process(model, directory, trials=trials) as process:
         assert process.engine._audit is not None
         process.engine._audit._one_in = 1
-        task = asyncio.create_task(process.engine.audit(), name="audit")
+        task = asyncio.create_task(process.engine.chores["audit"](), name="audit")
         try:
             yield process
         finally:
@@ -175,16 +176,14 @@ async def recomputed(model: Any, directory: Path, trials: Path) -> tuple[Recompu
     device = Device(
         lambda: loaded(model),
         computed.reports.put,
-        block_tokens=BLOCK,
-        max_batch=1,
-        stall_s=0.25,
-        trials=trials,
+        DeviceOptions(block_tokens=BLOCK, max_batch=1, stall_s=0.25, trials=trials),
     )
     with closing(_Running(device)):
         await asyncio.to_thread(device.start)
         computed.take(device)
         stored_twice = StoredBlocks(directory, PLAIN)
-        num, blocks = stored_twice.of(replace(IDENTITY, caches=device.caches, block_tokens=BLOCK).digest())
+        identity = replace(IDENTITY, caches=device.served.caches, block_tokens=BLOCK)
+        num, blocks = stored_twice.of(identity.digest())
         return await compare(computed, blocks, stored_twice.read), num
 
 

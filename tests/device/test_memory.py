@@ -74,7 +74,7 @@ def test_a_fork_that_lacks_memory_drops_other_idle_sessions_before_the_forked_on
     rig.run(append(prompt(1000), name="source"))
     for i in range(90):
         rig.run(append(prompt(100, salt=1 + i), name=f"s{i}"))
-        if mx.get_active_memory() + rig.device.estimator.kv.held(999) > limit:
+        if mx.get_active_memory() + rig.device.served.estimator.kv.held(999) > limit:
             break
     assert not rig.dropped
     turn = generate([*prompt(999), 1], 3, name="copy", source=key("source"))
@@ -144,7 +144,7 @@ def test_memory_for_a_restore_is_freed_then_granted_and_reserved_until_it_is_rel
     limit = limit_of(8, scratch=2**20)
     rig = make_rig(model, block_tokens=64, limit_bytes=limit)
     rig.run(*(append(prompt(250, salt=i), name=f"s{i}") for i in range(7)))
-    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    estimator, answers = rig.device.served.estimator, queue.SimpleQueue[bool]()
     size_bytes = estimator.restore_bytes(3200, 64)
     assert mx.get_active_memory() + size_bytes > limit
     rig.device.reserve_room(key("restored"), 3200, answers.put)
@@ -171,7 +171,7 @@ def test_a_restore_larger_than_the_device_is_refused(make_rig, model) -> None:
 def test_a_session_whose_restore_is_tried_again_does_not_wait_for_its_own_memory(make_rig, model) -> None:
     """A damaged file ends the first try; the second one asks for memory although the first one has some."""
     rig = make_rig(model, limit_bytes=limit_of(8))
-    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    estimator, answers = rig.device.served.estimator, queue.SimpleQueue[bool]()
     left = estimator.limit_bytes - mx.get_active_memory()
     num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left // 2 + 1)
     for _ in range(2):
@@ -184,7 +184,7 @@ def test_a_restore_without_enough_memory_waits_until_running_answers_end(make_ri
     running = generate(prompt(250), 1000, name="running")
     rig.device.submit(running)
     rig.wait(lambda _: len(rig.tokens(running)) > 2)
-    estimator, answers = rig.device.estimator, queue.SimpleQueue[bool]()
+    estimator, answers = rig.device.served.estimator, queue.SimpleQueue[bool]()
     left = estimator.limit_bytes - mx.get_active_memory()
     num_tokens = next(num for num in range(100_000) if estimator.restore_bytes(num, BLOCK) > left + 2**14)
     rig.device.reserve_room(key("large"), num_tokens, answers.put)
@@ -200,7 +200,7 @@ def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
     make_rig, model, num_turns: int, num_new: int
 ) -> None:
     """Each prompt's caches allocate 256 tokens at first; the limit has room for only 30 tokens per prompt."""
-    estimator = make_rig(model, max_batch=4).device.estimator
+    estimator = make_rig(model, max_batch=4).device.served.estimator
     gc.collect()
     limit = least_limit(estimator, num_turns * 30, weight_bytes=mx.get_active_memory())
     rig = make_rig(model, max_batch=4, limit_bytes=limit)
@@ -222,7 +222,7 @@ def test_many_short_prompts_that_compete_for_memory_all_finish_within_the_limit(
 
 def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_restart(make_rig, model) -> None:
     """Prompts of several tenants start even if they do not fit together, so some lose their progress."""
-    estimator = make_rig(model, max_batch=4).device.estimator
+    estimator = make_rig(model, max_batch=4).device.served.estimator
     gc.collect()
     limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
     rig = make_rig(model, max_batch=4, limit_bytes=limit)

@@ -307,8 +307,8 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
         await process.store.queue.drained(10)  # what is not on the disk yet cannot come back
         outcome, answer = await _answered(process, [*tokens, 5, 6, 7], 20)
         assert (outcome.num_prefilled, len(answer)) == (4, 20)
-        per_token = process.engine._device.estimator.kv.bytes_per_token
-        sketch = process.engine._device.estimator.kv.sketch_bytes
+        per_token = process.engine._device.served.estimator.kv.bytes_per_token
+        sketch = process.engine._device.served.estimator.kv.sketch_bytes
         num = len(tokens) + 3 + 19
         assert outcome.live_bytes == (POLICY.most_tokens or 0) * per_token + num * sketch
         assert {9} <= {span.start // CHUNK for spans in read for span in spans} <= set(wanted)
@@ -507,7 +507,7 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
 def test_a_paged_prompt_that_has_waited_for_a_slow_disk_waits_again_later(monkeypatch) -> None:
     now_s, room_bytes = 0.0, 0
     monkeypatch.setattr(cutter, "time", Mock(monotonic=lambda: now_s))
-    watched = cutter.Cutter(Mock(), Mock(kv=KvSize(1)), CHUNK, Mock(), trimmable=True)
+    watched = cutter.Cutter(Mock(estimator=Mock(kv=KvSize(1)), trimmable=True), CHUNK, Mock())
     watched.room = lambda: room_bytes
     turn = append(prompt(CHUNK), policy=POLICY, spans=(Span(0, CHUNK),))
     assert watched.is_behind(turn, CHUNK)
@@ -648,7 +648,7 @@ async def test_blocks_of_a_paged_answer_that_found_the_queue_full_are_stored_lat
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
         engine, store = process.engine, process.store
-        task = asyncio.create_task(engine.save())
+        task = asyncio.create_task(engine.chores["saving"]())
         await process.append(tokens, policy=POLICY)
         await store.queue.drained(10)
         engine._device.cut_snapshots(lambda: 0)

@@ -29,7 +29,8 @@ from worker.batch import batch as steps
 from worker.batch import cpu, forward
 from worker.batch.row_sampler import RowSampler
 from worker.batch.rows import PrefillPiece, Row
-from worker.models.model import ModelError, cache_sizes
+from worker.models.model import cache_sizes
+from worker.models.model_files import ModelError
 from worker.models.quantised import quantise_kv, unpacked_bytes
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def test_a_step_on_quantised_kv_takes_no_more_memory_than_estimated(
 ) -> None:
     """Steps run a piece of a prompt, then answers. The KV of one layer is dequantised at a time."""
     model = make_model("llama", kv_bits)
-    estimator = make_rig(model).device.estimator
+    estimator = make_rig(model).device.served.estimator
     on_cpu = mx.default_device() == mx.cpu
     assert (estimator.fused, estimator.unpacked_bytes) == (False, 2 * 2 * 32 * 4 if on_cpu else 0)
     assert estimator.kv.bytes_per_token == TOKEN_BYTES[kv_bits]

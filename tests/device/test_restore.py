@@ -359,8 +359,8 @@ async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_is_re
             return [KVCache(), OwnCache()]
 
     rig = make_rig(Model(make_model("llama")))
-    assert rig.device.unsupported_cache == "OwnCache"
-    assert rig.device.caches == "KVCache OwnCache"
+    assert rig.device.served.unsupported_cache == "OwnCache"
+    assert rig.device.served.caches == "KVCache OwnCache"
     turn = generate(prompt(9), 4)
     rig.run(turn)
     assert rig.tokens(turn) == alone(make_model("llama"), prompt(9), 4)[0]
@@ -372,10 +372,10 @@ MIB = 2**20
 def test_a_fetch_is_tried_again_after_refusals_whether_the_disk_or_the_tier_was_slow() -> None:
     for tier_s, disk_s in ((60.0, 1.0), (1.0, 60.0), (1.0, None)):
         rates = RestoreTimes()
-        rates.prefilled(1000, seconds=1.0)
-        rates.fetched(64 * MIB, tier_s)
+        rates.prefilled.learn(1000, seconds=1.0)
+        rates.fetched.learn(64 * MIB, tier_s)
         if disk_s is not None:
-            rates.restored(64 * MIB, disk_s)
+            rates.restored.learn(64 * MIB, disk_s)
         refused = next(n for n in count() if rates.should_fetch(64 * MIB, 1000))
         assert refused <= 100
         assert (refused > 50) == (disk_s is not None)
@@ -383,8 +383,8 @@ def test_a_fetch_is_tried_again_after_refusals_whether_the_disk_or_the_tier_was_
 
 def test_a_restore_is_tried_again_after_refusals() -> None:
     rates = RestoreTimes()
-    rates.prefilled(1000, seconds=1.0)
-    rates.restored(64 * MIB, seconds=60.0)
+    rates.prefilled.learn(1000, seconds=1.0)
+    rates.restored.learn(64 * MIB, seconds=60.0)
     assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50
 
 
@@ -410,7 +410,7 @@ async def test_a_session_is_prefilled_again_where_the_disk_was_seen_to_be_slower
 
     monkeypatch.setattr(snapshot_format, "read", slow)
     async with open_process() as after:
-        after.engine._finder.rates.prefilled(1000, seconds=1000 * token_s)
+        after.engine._finder.rates.prefilled.learn(1000, seconds=1000 * token_s)
         first, second = [await after.append(tokens, name=f"s{i}") for i, tokens in enumerate(texts)]
     assert (first.num_cached, first.num_prefilled) == (8 * BLOCK - 1, 0)
     assert (second.num_prefilled == 0) == is_restored

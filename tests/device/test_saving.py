@@ -80,7 +80,7 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 ) -> None:
     model = make_model(kind)
     async with small_queue(model, tmp_path, 2, trials) as process:
-        saving = asyncio.create_task(process.engine.save())
+        saving = asyncio.create_task(process.engine.chores["saving"]())
         said = await answered(process, disk)
         await quiet(process)
         saving.cancel()
@@ -134,7 +134,7 @@ async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_lea
     model = make_model("llama")
     async with small_queue(model, tmp_path, 2, trials) as process:
         said = await answered(process, disk)
-        saving = asyncio.create_task(process.engine.save())
+        saving = asyncio.create_task(process.engine.chores["saving"]())
         while process.engine._saving._copied is None:  # noqa: ASYNC110
             await asyncio.sleep(0)
         for _ in range(num_passes):  # erased at different points of its copies
@@ -152,7 +152,7 @@ async def test_a_session_can_run_turns_while_its_dropped_snapshots_are_stored_ag
 ) -> None:
     model, context = make_model("llama"), list(PROMPT)
     async with small_queue(model, tmp_path, 2, trials) as process:
-        saving = asyncio.create_task(process.engine.save())
+        saving = asyncio.create_task(process.engine.chores["saving"]())
         for _ in range(6):
             turn, said, _ = await process.generate(context, 3)
             assert turn.num_prefilled <= len(PROMPT)
@@ -168,7 +168,7 @@ async def test_a_session_can_run_turns_while_its_dropped_snapshots_are_stored_ag
 @asynccontextmanager
 async def saved(process: Process) -> AsyncIterator[None]:
     """Save what the disk lacks beside the block and after it, until the process is quiet."""
-    saving = asyncio.create_task(process.engine.save())
+    saving = asyncio.create_task(process.engine.chores["saving"]())
     yield
     await quiet(process)
     assert not saving.done()
@@ -226,7 +226,7 @@ async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_dis
         monkeypatch.setattr(snapshot_format, "write", lambda *args: may_write.acquire() and write(*args))
         _, said, _ = await process.generate(PROMPT, 4)
         context = as_tokens([*PROMPT, *said[:-1]])
-        saving = asyncio.create_task(process.engine.save())
+        saving = asyncio.create_task(process.engine.chores["saving"]())
         for number in range(90):
             if store.kv.find(chain, context).num_tokens == len(context):
                 break

@@ -29,7 +29,7 @@ from worker.batch.speculation import Speculation
 from worker.batch.trials import Trials
 from worker.device.drafting import check
 from worker.device.drafting import draft_model as draft_model_of
-from worker.device.served_model import ServedModel
+from worker.device.served_model import DeviceOptions, ServedModel
 from worker.models.model_files import ModelError
 
 __all__ = ["grammar"]  # a fixture
@@ -286,16 +286,11 @@ def test_a_draft_model_is_refused_for_a_model_whose_state_cannot_undo_a_draft(ma
     )
     with pytest.raises(ModelError, match="tiny cannot undo a draft; leave draft_model out"):
         check(model, draft)
+    options = DeviceOptions(
+        block_tokens=8, max_batch=1, stall_s=0.25, limit_bytes=2**30, max_draft=None, load_draft=lambda: draft
+    )
     with pytest.raises(ModelError, match="tiny cannot undo a draft; leave draft_model out"):
-        ServedModel(
-            model,
-            lambda _: True,
-            block_tokens=8,
-            limit_bytes=2**30,
-            max_draft=None,
-            draft=draft,
-            trials=None,
-        )
+        ServedModel(model, lambda _: True, options)
     with pytest.raises(ModelError, match=r"draft_model tiny cannot draft: its layers of ArraysCache"):
         draft_model_of(draft, model, Trials())
 

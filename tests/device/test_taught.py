@@ -57,10 +57,12 @@ async def said(process: Any, loaded: LoadedModel, name: str, tokens: Tokens, *fi
     async def read(fingerprint: bytes) -> bytes:
         return known[fingerprint]
 
-    growing = Answer(Endless(), max_tokens=_MOST, max_bytes=1 << 20, end_tokens=loaded.eos_ids)
+    growing = Answer(Endless(), max_tokens=_MOST, max_bytes=1 << 20, end_tokens=loaded.tokenizer.eos_ids)
     request = TurnRequest(SessionKey("default", name), tokens, answer=growing, read_image=read)
     await process.engine.run(request, lambda: False)
-    return loaded.tokenizer.decode([token for token in growing.tokens if token not in loaded.eos_ids])
+    return loaded.tokenizer.decode(
+        [token for token in growing.tokens if token not in loaded.tokenizer.eos_ids]
+    )
 
 
 @pytest.mark.parametrize("num", first([48, 200]))

@@ -42,7 +42,7 @@ def test_the_kv_of_a_windowed_session_stays_at_the_size_of_its_sinks_and_window(
 ) -> None:
     model = make_model("llama")
     naive, rig = _naive(model, build_model("llama")), make_rig(model)
-    per_token = rig.device.estimator.kv.bytes_per_token
+    per_token = rig.device.served.estimator.kv.bytes_per_token
     session: list[int] = []
     for i in range(40):
         added = prompt(9, i)
@@ -104,7 +104,7 @@ def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_in_pieces_as_
     turn = generate(context, 12, name="pieces", num_kept=259, policy=POLICY)
     rig.run(turn)
     assert rig.tokens(turn) == whole
-    assert rig.end(turn).live_bytes == 23 * rig.device.estimator.kv.bytes_per_token
+    assert rig.end(turn).live_bytes == 23 * rig.device.served.estimator.kv.bytes_per_token
 
 
 def test_a_step_of_a_long_windowed_prompt_takes_no_more_memory_than_estimated(make_model, make_rig) -> None:

@@ -204,7 +204,6 @@ def loaded(model: Any) -> LoadedModel:
         kv=cache_sizes(model),
         context_tokens=2048,
         vocab_size=VOCABULARY,
-        eos_ids=frozenset(),
         weight_bytes=0,
         sampling={},
     )

@@ -84,7 +84,7 @@ def resolved(tmp_path: Path) -> Callable[..., dict[str, Any]]:
 
 def refused(spec: str, dtype: str = "keep") -> str:
     with pytest.raises(ModelError) as caught:
-        hub.fetch(spec, None, dtype)
+        hub.fetch(spec, dtype=dtype)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -158,14 +158,14 @@ def test_a_downloaded_file_with_a_wrong_checksum_is_refused_and_can_be_fetched_a
     assert f"{name} from {server.url}/{ID} is broken: its checksum is not the hub's" in refused(ID)
     assert names(tmp_path) == []
     server.broken = set()
-    assert hub.fetch(ID, None).joinpath(name).read_bytes() == server.repositories[ID][name]
+    assert hub.fetch(ID).joinpath(name).read_bytes() == server.repositories[ID][name]
     assert names(tmp_path) == [ID]
 
 
 def test_fetching_a_model_again_downloads_no_file(server: FakeHub, cache: Path) -> None:
-    hub.fetch(ID, None)
+    hub.fetch(ID)
     server.asked.clear()
-    hub.fetch(ID, None)
+    hub.fetch(ID)
     assert server.asked == []
     assert catalog.find(ID, cache) == hub.downloaded(f"hf.co/{ID}")
 
@@ -176,7 +176,7 @@ def test_only_the_subfolders_for_pooling_and_scoring_are_downloaded_with_a_model
     """Without these folders, a model with mean pooling would use the last token's vector instead."""
     server.add(ID, embedding_model)
     server.repositories[ID] |= {"1_LogitScore/config.json": b"{}", "2_Dense/config.json": b"{}"}
-    folder = hub.fetch(ID, None)
+    folder = hub.fetch(ID)
     assert {path.parent.name for path in folder.glob("*/*")} == {"1_Pooling", "1_LogitScore"}
     assert hub.downloaded(ID) == folder
 
@@ -194,7 +194,7 @@ def test_a_model_too_large_for_disk_or_memory_is_refused_before_the_download(
     server.repositories[ID]["config.json"] = json.dumps(config).encode()
     assert "of memory for its weights, and this machine has" in refused(ID, "float32")
     assert "model.safetensors" not in dict(server.asked)
-    hub.fetch(ID, None, "float16")
+    hub.fetch(ID, dtype="float16")
 
 
 def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantisation(
@@ -208,7 +208,7 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     assert refused("org/tiny-GGUF") == (
         "org/tiny-GGUF has no GGUF file Q4_K_M; it has F16, Q8_0: name one as org/tiny-GGUF:QUANTISATION"
     )
-    found = hub.fetch("hf.co/org/tiny-GGUF:q8_0", None)
+    found = hub.fetch("hf.co/org/tiny-GGUF:q8_0")
     assert found.name == "tiny-Q8_0.gguf"
     assert [name for name, _ in server.asked] == [found.name]
     entry = catalog.named("tiny-GGUF:Q8_0", tmp_path)
@@ -220,7 +220,7 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     )
     made = model.resolve("org/tiny-GGUF:Q8_0", tmp_path, dtype="float32")
     assert catalog.named("org/tiny-GGUF", tmp_path).conversions == (made,)
-    hub.fetch("org/tiny-GGUF:F16", None)
+    hub.fetch("org/tiny-GGUF:F16")
     assert names(tmp_path) == ["org/tiny-GGUF:F16", "org/tiny-GGUF:Q8_0"]
     catalog.remove(catalog.named("org/tiny-GGUF:Q8_0", tmp_path))
     assert not made.exists()
@@ -266,7 +266,7 @@ def test_an_unusable_model_on_the_hub_is_refused_before_any_file_is_downloaded(
 def test_a_model_in_use_is_listed_as_in_use_and_cannot_be_removed(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
-    folder = hub.fetch(ID, None)
+    folder = hub.fetch(ID)
     with contextlib.closing(Hold(folder)):
         entry = catalog.named("tiny", tmp_path)
         assert entry.in_use

@@ -18,7 +18,7 @@ from tiny_gguf import TinyLlama
 
 from cache.kv.size import KvSize
 from worker.models import catalog, gguf_model, model
-from worker.models.model import ModelError
+from worker.models.model_files import ModelError
 from worker.models.own_sampling import own_sampling
 
 
@@ -60,7 +60,7 @@ def test_the_packaged_model_knows_the_capital_of_france(packaged_folder: Path) -
     assert found.kv.bytes_per_token == 46_080
     assert found.context_tokens == 8192
     assert found.vocab_size == 49_152
-    assert 2 in found.eos_ids
+    assert 2 in found.tokenizer.eos_ids
     assert len(reports) > 3
     assert reports[-1][:2] == (found.weight_bytes, found.weight_bytes)
     cache = make_prompt_cache(found.model)
@@ -299,7 +299,7 @@ def test_packaged_converted_and_hub_models_are_listed_and_broken_folders_left_ou
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     data_dir = tiny.parent.parent
     (data_dir / "models" / "broken").mkdir()
-    packaged, converted, hub = model.list_models(data_dir)
+    packaged, converted, hub = catalog.list_models(data_dir)
     assert (packaged.name, packaged.origin) == ("SmolLM2-135M-Instruct.Q4_1", "packaged")
     assert (converted.name, converted.origin, converted.path, converted.dtype) == (
         "tiny",
@@ -391,7 +391,7 @@ def test_a_folder_as_other_programs_leave_it_is_read(
     found = model.load(model.resolve(str(changed), tmp_path, dtype="float32"), dtype="float32")
     expected = model.load(tiny_model, dtype="float32")
     assert mx.array_equal(found.model(tokens), expected.model(tokens))
-    assert found.eos_ids >= expected.eos_ids
+    assert found.tokenizer.eos_ids >= expected.tokenizer.eos_ids
     entry = catalog.named(str(changed), tmp_path)
     assert (entry.origin, entry.size_bytes >= found.weight_bytes) == ("elsewhere", True)
 

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import KVCache
 from cache.names.policy import Policy
 from turnkeep_client.errors import RequestFailedError
 from worker.app import WorkerError
-from worker.models.model import ModelError
+from worker.models.model_files import ModelError
 
 _SHAPE = {
     "hidden_size": 32,

@@ -114,14 +114,14 @@ def variable(model_with_template: Callable[[str, str], Path]) -> Tokenizer:
 def thinking(model_with_template: Callable[[str, str], Path], with_tools: Tokenizer) -> Tokenizer:
     """A tokenizer like `with_tools` that also finds reasoning, by markers that are not in its vocabulary."""
     made = Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
-    made._markup = replace(with_tools.markup, reasoning=("<think>", "</think>"))
+    made.markup = replace(with_tools.markup, reasoning=("<think>", "</think>"))
     return made
 
 
 @pytest.fixture(scope="module")
 def harmony(model_with_template: Callable[[str, str], Path], with_tools: Tokenizer) -> Tokenizer:
     made = Tokenizer.from_folder(model_with_template("with-tools", WITH_TOOLS))
-    made._markup = replace(with_tools.markup, is_harmony=True, reasoning=None)
+    made.markup = replace(with_tools.markup, is_harmony=True, reasoning=None)
     return made
 
 

@@ -13,7 +13,7 @@ from functools import cache
 from hashlib import blake2b, sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import msgspec
 import nats.errors
@@ -223,13 +223,8 @@ class Device(EnginePort):
     async def embed(self, key: SessionKey, tokens: Tokens, *, priority: int = 0) -> bytes:
         raise NotImplementedError  # no client of a history asks for vectors
 
-    async def save(self) -> None:
-        """Wait until cancelled. Unlike the engine, never save again what the disk has lost."""
-        await Event().wait()
-
-    async def audit(self) -> None:
-        """Wait until cancelled: the KV of this device is not computed again."""
-        await Event().wait()
+    #: Unlike the engine, it never saves again what the disk has lost, and computes no KV again.
+    chores: ClassVar = {}
 
     async def save_all(self, within_s: float) -> None:
         """Do nothing. Unlike the engine, save nothing again when the worker stops."""
@@ -381,7 +376,7 @@ class Worker(App):
     async def run(self) -> None:
         tokens = tokenizer()
         loaded = LoadedModel(
-            *(None, tokens, {}, "hashes", Path(), None, CONTEXT, tokens.vocab_size, tokens.eos_ids, 0, {})  # type: ignore[arg-type]
+            *(None, tokens, {}, "hashes", Path(), None, CONTEXT, tokens.vocab_size, 0, {})  # type: ignore[arg-type]
         )
         self._maker = VISION
         self._model: Any = SimpleNamespace(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+import mlx.core as mx
 from mlx_lm.models import base
 
 from . import cpu, cuda, ring_attention
@@ -15,8 +16,6 @@ from .streamed_attention import StreamedAttention
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import mlx.core as mx
 
     from .ring_attention import Rotate, VisibleSlots
 
@@ -40,7 +39,8 @@ class Attention:
         """Compute attention to keys and values from a cache, with the fastest implementation for them."""
         plain = all(value is None for value in self.more.values())  # no attention sinks
         if plain and cpu.should_dequantise(keys):
-            keys, values = (cpu.dequantised(part, cache.group_size, cache.bits) for part in (keys, values))
+            precision = {"group_size": cache.group_size, "bits": cache.bits}
+            keys, values = (mx.dequantize(*part, **precision) for part in (keys, values))
             cache = None
         if plain and cpu.faster_attention(queries, keys):
             return cpu.attention(queries, keys, values, self.scale, mask)

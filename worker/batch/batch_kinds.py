@@ -12,7 +12,7 @@ import time
 from array import array
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import mlx.core as mx
 import structlog
@@ -59,6 +59,7 @@ _COARSE: Final = 0.05
 #: The first generation of Apple's GPUs whose matrix units MLX uses for float32.
 _ROUNDS_FROM: Final = 17
 _LOOKUP: Final = Lookup()
+T = TypeVar("T")
 
 
 def batch_for(
@@ -84,22 +85,20 @@ def batch_for(
     forward = Forward(model)
     shares = _shares(model, forward, trials)
     has_rings = _has_rings(model, forward, trials, shares=shares)
-    rotations = forward.rotations if has_rings else None
     classes = {type(cache) for cache in layers.make(model, rings=has_rings)}
     is_plain = classes <= {KVCache, QuantizedKVCache, RingCache}
     sharing = shares and is_plain
-    merged = None if sharing else merged_for(model, trials, room, merged_rows)
-    keeping: CommonKv = merged or CommonKv()
-    if sharing and QuantizedKVCache not in classes:
+    keeping: CommonKv | None = None
+    if not sharing:
+        keeping = merged_for(model, trials, room, merged_rows)
+    elif QuantizedKVCache not in classes:
         keeping = Pools(room, pooled_rows)
-    if merged is not None and not shares:
-        log.info("this model's prompts run one after the other; its answers decode together")
-    elif not shares:
-        log.warning("this model's sessions run one after the other: they cannot share a pass or be merged")
+    if not shares:
+        _log_order(is_merged=keeping is not None)
     forward.products = products_for(model)
     return Batch(
-        forward if shares else OwnPass(model, rotations),
-        keeping,
+        forward if shares else OwnPass(model, forward.rotations if has_rings else None),
+        keeping or CommonKv(),
         is_plain=is_plain,
         drafters=drafters,
         max_draft=max_draft if sharing else 0,
@@ -109,6 +108,14 @@ def batch_for(
         sketched=_sketched(model, forward, trials) if sharing and has_rings else (),
         clock=clock,
     )
+
+
+def _log_order(*, is_merged: bool) -> None:
+    """Log how a model runs whose rows cannot share a pass."""
+    if is_merged:
+        log.info("this model's prompts run one after the other; its answers decode together")
+    else:
+        log.warning("this model's sessions run one after the other: they cannot share a pass or be merged")
 
 
 def draft_model_for(
@@ -137,8 +144,7 @@ def draft_model_for(
 
 def _shares(model: Any, forward: Forward, trials: Trials) -> bool:
     """Say whether a model's rows and pieces of prompts can share a forward pass, by a trial."""
-    share = partial(_deviation_shared, model, forward)
-    return trials.way("share", lambda: 0 if _fits(model, "share", share) else None, 1) is not None
+    return _passes(model, trials, "share", partial(_deviation_shared, model, forward))
 
 
 def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) -> bool:
@@ -147,10 +153,7 @@ def _has_rings(model: Any, forward: Forward, trials: Trials, *, shares: bool) ->
     Logs a message if they cannot.
     """
     rotates = partial(_deviation_rotated, model, forward, shares=shares)
-    has_rings = (
-        forward.rotations is not None
-        and trials.way("rings", lambda: 0 if _fits(model, "rings", rotates) else None, 1) is not None
-    )
+    has_rings = forward.rotations is not None and _passes(model, trials, "rings", rotates)
     if not has_rings:
         log.info("this model's sessions cannot have a window: all policies but full are refused")
     return has_rings
@@ -163,18 +166,10 @@ def _sketched(model: Any, forward: Forward, trials: Trials) -> tuple[int, ...]:
     """
     num_layers = len(make_prompt_cache(model))
 
-    def find() -> int | None:
-        try:
-            return sum(1 << layer for layer in matching.find(model, forward))
-        except Exception as error:  # a model may raise anything on unknown caches
-            if metal.has_failed(error):
-                raise
-            log.debug(
-                "a trial of this model failed", trial="sketches", error=f"{type(error).__name__}: {error}"
-            )
-            return None
+    def find() -> int:
+        return sum(1 << layer for layer in matching.find(model, forward))
 
-    bits = trials.way("sketches", find, 1 << num_layers)
+    bits = trials.way("sketches", lambda: _result("sketches", find), 1 << num_layers)
     return tuple(layer for layer in range(num_layers) if (bits or 0) >> layer & 1)
 
 
@@ -197,20 +192,32 @@ def merged_for(
     return None
 
 
+def _passes(model: Any, trials: Trials, trial: str, deviation: Callable[[], float]) -> bool:
+    """Say whether a model passes a trial that has only two results, or has passed it at an earlier start."""
+    return trials.way(trial, lambda: 0 if _fits(model, trial, deviation) else None, 1) is not None
+
+
 def _fits(model: Any, trial: str, deviation: Callable[[], float]) -> bool:
     """Run a trial, which returns a deviation of logits; say whether that is no more than rounding."""
-    try:
-        with _in_float32(model):
-            worst = deviation()
-    except Exception as error:  # a model may raise anything on unknown caches
-        if metal.has_failed(error):
-            raise
-        log.debug("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
+    with _in_float32(model):
+        worst = _result(trial, deviation)
+    if worst is None:
         return False
     if not worst < _tolerance(model):  # NaN passes no trial
         log.debug("a trial of this model failed", trial=trial, deviation=worst)
         return False
     return True
+
+
+def _result(trial: str, run: Callable[[], T]) -> T | None:
+    """Run a trial and return its result; None if the model raises an error."""
+    try:
+        return run()
+    except Exception as error:  # a model may raise anything on unknown caches
+        if metal.has_failed(error):
+            raise
+        log.debug("a trial of this model failed", trial=trial, error=f"{type(error).__name__}: {error}")
+        return None
 
 
 def _deviation_shared(model: Any, forward: Forward) -> float:

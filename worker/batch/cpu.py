@@ -41,12 +41,6 @@ def should_dequantise(keys: Any) -> bool:
     return not isinstance(keys, mx.array) and _on_cpu()
 
 
-def dequantised(part: Any, group_size: int, bits: int) -> mx.array:
-    """Dequantise a layer's keys or values, a tuple (codes, scales, biases); the result is not evaluated."""
-    codes, scales, biases = part
-    return mx.dequantize(codes, scales, biases, group_size=group_size, bits=bits)
-
-
 def faster_swiglu(gate: mx.array) -> bool:
     """Say whether `swiglu` is faster than MLX for this number of elements."""
     return gate.size >= _LEAST_GATES and gate.dtype == mx.float32 and _on_cpu()

@@ -15,6 +15,7 @@ the logits.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,12 +27,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from . import cpu, ring_attention
 from .attention import THEIR_ATTENTION, Attention
 from .image_rows import added, embedded
-from .parts import OwnPart, of_one_session, rotary_offsets
+from .parts import of_one_session, rotary_offsets
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from .parts import Part
+    from .parts import OwnPart, Part
     from .products import Products
     from .ring_attention import Rotate
     from .rows import PrefillPiece
@@ -161,18 +162,12 @@ class Forward:
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
             tokens = mx.array([*tokens, *(token for piece in pieces for token in piece.tokens)])
-        parts = [
-            *parts,
-            *(
-                OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.images)
-                for piece in pieces
-            ),
-        ]
-        ends = list(accumulate(len(part.positions) for part in parts))
+        parts = [*parts, *(piece.part() for piece in pieces)]
+        starts = [0, *accumulate(len(part.positions) for part in parts)]
+        ends, num_tokens = starts[1:], starts[-1]
         prompts = zip(pieces, ends[num_parts:], strict=True)
         wanted += [end - 1 for piece, end in prompts if piece.has_output]
         offsets = _Offsets(parts)
-        num_tokens = ends[-1] if ends else 0
         if self.products is not None:
             self.products.begin(num_tokens)
         views = [
@@ -181,25 +176,25 @@ class Forward:
         ]
         # A step without prompts wants all: an array of positions would be one more copy from the host.
         chosen = slice(None) if len(wanted) == num_tokens else mx.array(wanted or [0])
-        model = self._model.model if hidden else self._model
-        options: dict[str, mx.array] = {}
+        run, options = partial(self._model.model if hidden else self._model, cache=views), {}
         if any(piece.images is not None for piece in pieces):
-            starts = [0, *ends][num_parts:-1]
-            images = [(start, piece.images) for start, piece in zip(starts, pieces, strict=True)]
+            places = zip(starts[num_parts:-1], pieces, strict=True)
+            images = [(start, piece.images) for start, piece in places]
             embeddings, tokens = embedded(self._model, tokens, images)
             options["input_embeddings"] = embeddings[:, None]
             for view, more in zip(views, added(embeddings, images), strict=False):
                 view.added = more[:, None]
+        return self._outputs(partial(run, tokens[:, None], **options), chosen)
+
+    def _outputs(self, run: Callable[[], mx.array], chosen: mx.array | slice) -> mx.array:
+        """Run a pass and return the outputs of the `chosen` tokens, for which alone the output head runs."""
         if self._selected is None:
-            outputs = model(tokens[:, None], cache=views, **options)[chosen]
-        else:
-            self._selected.append(chosen)
-            try:
-                outputs = model(tokens[:, None], cache=views, **options)
-            finally:
-                self._selected.clear()
-        last: mx.array = outputs[:, -1]
-        return last
+            return run()[chosen][:, -1]
+        self._selected.append(chosen)
+        try:
+            return run()[:, -1]
+        finally:
+            self._selected.clear()
 
 
 def _select_hidden(model: Any) -> list[mx.array | slice] | None:

@@ -154,9 +154,7 @@ class MergedRows(CommonKv):
 
         Each cache must be of a mergeable class and not empty.
         """
-        return all(
-            can_merge(leaf) and type(leaf) in self._way and not leaf.empty() for leaf in _leaves(caches)
-        )
+        return all(can_merge(leaf) and not leaf.empty() for leaf in _leaves(caches))
 
     def joining_bytes(self, newcomers: Sequence[Sequence[Any]]) -> int:
         """Return the most bytes that a join allocates, besides the joining rows' own caches.

@@ -55,7 +55,7 @@ class OwnPass:
             elif isinstance(part, OwnPart):
                 found.append(run_alone(self._model, _shown_at(part), some, self._rotations)[0])
         for piece in pieces:
-            part = OwnPart(piece.caches, piece.start, len(piece.tokens), piece.positions, piece.images)
+            part = piece.part()
             # In a separate call, so that no logits are computed for these tokens.
             num_plain = len(piece.tokens) - piece.has_output
             rows, whole, more = None, mx.array(piece.tokens), list[mx.array]()

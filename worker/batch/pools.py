@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 from .rows import CommonKv
-from .slots import Pool, capacity_for, form_of
+from .slots import Pool, PoolPart, capacity_for, form_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,7 @@ class Pools(CommonKv):
                 lengths = [row.num_cached + num_ahead for row in pooled]
                 num_each = 1 + len(drafts.get(pooled[0], ()))
                 shifts = [row.shift for row in pooled]
-                found.append((pool.part([*map(self._slot, pooled)], lengths, num_each, shifts), pooled))
+                found.append((PoolPart(pool, [*map(self._slot, pooled)], lengths, num_each, shifts), pooled))
         return found
 
     def caches(self, row: Row) -> list[Any]:

@@ -138,9 +138,6 @@ def sight(
     before = (held[:, 0] < first) & (held[:, 0] >= ring.sink) & seen.any(axis=1)
     passed = at - (ring.sink + ring.window - 1)
     has_far_sinks = bool(ring.sink) and bool((passed > 0).any())
-    kinds = np.where(before[0], 1, 0)
-    kinds[: ring.sink * has_far_sinks] = 2
-    ends = [*(np.flatnonzero(np.diff(kinds)) + 1).tolist(), num_places]
     return VisibleSlots(
         num_places,
         None if seen.all() else mx.array(seen[:, None]),
@@ -148,8 +145,16 @@ def sight(
         mx.array((first - np.maximum(passed, 0)).reshape(-1)) if has_far_sinks else None,
         ring.sink,
         ring.grid,
-        tuple((end, _KINDS[kinds[end - 1]]) for end in ends) if len(before) == 1 else (),
+        _runs(before[0], ring.sink * has_far_sinks) if len(before) == 1 else (),
     )
+
+
+def _runs(before: np.ndarray[Any, np.dtype[np.bool_]], num_far_sinks: int) -> tuple[tuple[int, str], ...]:
+    """Return the ends of runs of a row's places that need the same rotation, each with its kind."""
+    kinds = np.where(before, 1, 0)
+    kinds[:num_far_sinks] = 2
+    ends = [*(np.flatnonzero(np.diff(kinds)) + 1).tolist(), len(kinds)]
+    return tuple((end, _KINDS[kinds[end - 1]]) for end in ends)
 
 
 def attend(

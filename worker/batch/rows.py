@@ -9,6 +9,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .parts import OwnPart
+
 if TYPE_CHECKING:
     from array import array
     from collections.abc import Hashable, Mapping, Sequence
@@ -98,6 +100,10 @@ class PrefillPiece:
     def has_output(self) -> bool:
         """Whether a pass returns logits, or hidden states, of the piece's last token."""
         return self.row is not None or self.embedding is not None
+
+    def part(self) -> OwnPart:
+        """Return the part of a pass over the piece's tokens."""
+        return OwnPart(self.caches, self.start, len(self.tokens), self.positions, self.images)
 
     @property
     def states(self) -> list[Any]:

@@ -70,7 +70,8 @@ def waits_for_logits(sampling: RowSampling) -> bool:
     and only if a sampling may need more than the largest logits: there MLX sorts 49,152 logits in 4 ms, so
     `draw_all` looks first whether the largest 1,024 suffice, which takes a seventh of that.
     """
-    return mx.default_device() == mx.cpu and _needs_every_rank(sampling)
+    takes_any_number = not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k
+    return mx.default_device() == mx.cpu and takes_any_number
 
 
 class Logprobs:
@@ -280,8 +281,3 @@ def _put(array: mx.array, rows: list[int], values: mx.array) -> mx.array:
         return values
     array[mx.array(rows)] = values
     return array
-
-
-def _needs_every_rank(sampling: RowSampling) -> bool:
-    """Say whether top_p may keep any number of tokens, so that all logits may have to be sorted."""
-    return not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k

@@ -89,12 +89,12 @@ class Pool:
 
     def __init__(self, form: Form, capacity: int) -> None:
         self.capacity = capacity
-        self._rings = [
+        self.rings = [
             None if ring is None else RingCache(ring[0], ring[1], grid=ring[2], kept=ring[3]) for ring in form
         ]
         self._first_held: dict[int, list[int]] = {}  # by slot: each layer's `first_held` when the row joined
-        self._keys: list[_Buffer] = []
-        self._values: list[_Buffer] = []
+        self.keys: list[_Buffer] = []
+        self.values: list[_Buffer] = []
         self._used: list[bool] = []  # by slot
 
     @property
@@ -105,7 +105,7 @@ class Pool:
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, in use or not."""
-        return sum(buffer.flat.nbytes for buffer in (*self._keys, *self._values))
+        return sum(buffer.flat.nbytes for buffer in (*self.keys, *self.values))
 
     @property
     def slot_bytes(self) -> int:
@@ -118,7 +118,7 @@ class Pool:
 
     def growth_bytes(self, caches: Sequence[Any]) -> int:
         """Return the most bytes that are allocated if a row with these caches joins and later leaves."""
-        layers = zip(caches, self._rings, strict=True)
+        layers = zip(caches, self.rings, strict=True)
         slot = sum(
             (part.nbytes // part.shape[2]) * (ring.capacity if ring is not None else self.capacity)
             for cache, ring in layers
@@ -140,11 +140,11 @@ class Pool:
             self._grow(caches)
         slot = self._used.index(False)
         self._first_held[slot] = [getattr(cache, "first_held", 0) for cache in caches]
-        for keys, values, cache in zip(self._keys, self._values, caches, strict=True):
+        for keys, values, cache in zip(self.keys, self.values, caches, strict=True):
             for buffer, part in zip((keys, values), _filled(cache), strict=True):
                 buffer.put(slot, part, min(cache.offset, part.shape[2]))
         self._used[slot] = True
-        mx.eval([buffer.flat for buffer in (*self._keys, *self._values)])
+        mx.eval([buffer.flat for buffer in (*self.keys, *self.values)])
         return slot
 
     def leave(self, slot: int, length: int) -> list[Any]:
@@ -159,7 +159,7 @@ class Pool:
 
         They are valid until the next step.
         """
-        layers = zip(self._keys, self._values, self._rings, self._first_held[slot], strict=True)
+        layers = zip(self.keys, self.values, self.rings, self._first_held[slot], strict=True)
         here = slice(slot, slot + 1)
         return [
             _cache(keys.slots[here], values.slots[here], length)
@@ -171,44 +171,34 @@ class Pool:
     def _grow(self, like: Sequence[Any]) -> None:
         """Double the number of slots. The first time, make buffers with the shapes of the caches `like`."""
         if not self._used:
-            places = [self.capacity if ring is None else ring.capacity for ring in self._rings]
+            places = [self.capacity if ring is None else ring.capacity for ring in self.rings]
             made = [
                 [_Buffer(part, num) for part in _filled(cache)]
                 for cache, num in zip(like, places, strict=True)
             ]
-            self._keys, self._values = ([pair[i] for pair in made] for i in (0, 1))
+            self.keys, self.values = ([pair[i] for pair in made] for i in (0, 1))
         num_more = max(2, len(self._used))
-        for buffer in (*self._keys, *self._values):
+        for buffer in (*self.keys, *self.values):
             buffer.grow(num_more)
         self._used += [False] * num_more
-
-    def part(self, slots: list[int], lengths: list[int], num_each: int, shifts: list[int]) -> PoolPart:
-        """Return the part for a pass over `num_each` tokens of each slot; the slots hold `lengths` tokens.
-
-        `slots` are ascending. With rings, `num_each` must be 1. `shifts` are those of the rows (`Row.shift`).
-        """
-        return PoolPart(self._keys, self._values, self._rings, slots, lengths, num_each, shifts)
 
 
 class PoolPart:
     """A part of a pass: equally many tokens for each of several rows of a pool; see `parts.Part`."""
 
     def __init__(
-        self,
-        keys: list[_Buffer],
-        values: list[_Buffer],
-        rings: Sequence[RingCache | None],
-        slots: list[int],
-        lengths: list[int],
-        num_each: int,
-        shifts: list[int],
+        self, pool: Pool, slots: list[int], lengths: list[int], num_each: int, shifts: list[int]
     ) -> None:
+        """Make the part of a pass over `num_each` tokens of each slot; the slots hold `lengths` tokens.
+
+        `slots` are ascending. With rings, `num_each` must be 1. `shifts` are those of the rows (`Row.shift`).
+        """
         self._offsets = [length + i for length in lengths for i in range(num_each)]
         self.positions = [
             length + shift + i for length, shift in zip(lengths, shifts, strict=True) for i in range(num_each)
         ]
         self._num_each = num_each
-        self._keys, self._values, self._rings = keys, values, rings
+        self._keys, self._values, self._rings = pool.keys, pool.values, pool.rings
         self._slots = mx.array(slots)[:, None]
         self._ends: dict[tuple[int, int, int], mx.array] = {}  # flat row indices, by heads, sink and window
         self._sights: dict[tuple[int, int, int], VisibleSlots] = {}  # by ring kind; most models have one

@@ -23,10 +23,8 @@ from .turn import DeviceTurn, SnapshotCut
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from worker.batch.batch import Batch
-
-    from .memory import Estimator
     from .scheduler import Step
+    from .served_model import ServedModel
 
 log = structlog.get_logger()
 
@@ -41,22 +39,14 @@ class Cutter:
     Does nothing until `room` is set, a function that returns the free bytes of the writer's queue.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        estimator: Estimator,
-        block: int,
-        done: Callable[[SnapshotCut], None],
-        *,
-        trimmable: bool,
-    ) -> None:
-        """`done` is called with each snapshot; `trimmable` says that caches can be truncated at any token."""
+    def __init__(self, served: ServedModel, block: int, done: Callable[[SnapshotCut], None]) -> None:
+        """`done` is called with each snapshot."""
         self.room: Callable[[], int] | None = None
-        self._batch = batch
-        self._estimator = estimator
+        self._batch = served.batch
+        self._estimator = served.estimator
+        self._trimmable = served.trimmable
         self._block = block
         self._done = done
-        self._trimmable = trimmable
 
     def size_bytes(self, step: Step) -> int:
         """Return the bytes of the snapshots that `cut_blocks` may make after a step."""
@@ -143,10 +133,8 @@ class Cutter:
 
         A turn's last snapshot is cut only with these states: stored without them, it would never get them.
         """
-        row, caches = turn.row, turn.caches or []
-        num_cached = turn.num_cached
-        if row is not None:
-            caches, num_cached = self._batch.caches(row), row.num_cached
+        caches = turn.current_caches(self._batch)
+        num_cached = turn.num_cached if turn.row is None else turn.row.num_cached
         if self.room is None:
             return False
         if not layers.holds(caches, span.start, span.end):  # the window has moved past the span

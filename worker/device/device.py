@@ -9,8 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from functools import partial
-from typing import TYPE_CHECKING, Concatenate, NotRequired, ParamSpec, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias
 
 import mlx.core as mx
 
@@ -21,39 +20,18 @@ from .runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from cache.kv.size import KvSize
     from cache.names.policy import Policy
-    from cache.names.snapshot import ModelLayout
     from worker.models.model import LoadedModel
-    from worker.models.vision.vision_model import VisionModel
 
-    from .memory import Estimator
+    from .served_model import DeviceOptions, ServedModel
     from .turn import StepReport
 
 P = ParamSpec("P")
 
 #: A function that the device thread calls with its runner; None stops the thread.
 _Command: TypeAlias = "Callable[[Runner], object] | None"
-
-
-class RunnerOptions(TypedDict):
-    """The keyword arguments of `Runner`, except `report`.
-
-    `limit_bytes` limits the memory that MLX allocates, `max_draft` the tokens of a draft; None means the
-    device's default. `load_draft` loads the draft model. `trials` is the file that stores the results of
-    tests of the model, run when it is first loaded.
-    """
-
-    block_tokens: int
-    max_batch: int
-    stall_s: float
-    max_tenant_rows: NotRequired[int | None]
-    limit_bytes: NotRequired[int | None]
-    max_draft: NotRequired[int | None]
-    load_draft: NotRequired[Callable[[], LoadedModel] | None]
-    trials: NotRequired[Path | None]
 
 
 def _queued(command: Callable[Concatenate[Runner, P], object]) -> Callable[Concatenate[Device, P], None]:
@@ -72,36 +50,30 @@ class Device:
         self,
         load: Callable[[], LoadedModel],
         died: Callable[[BaseException], None],
-        **options: Unpack[RunnerOptions],
+        options: DeviceOptions,
     ) -> None:
         """The thread calls `load` to load the model, and `died` if an error ends the thread after that."""
         self._load = load
         self._died = died
-        self._make_runner = partial(Runner, report=self._hand_over, **options)
+        self._options = options
         self._report: Callable[[StepReport], object]  # set by `listen`, before the first turn
         #: What the thread is to do; only the methods made by `_queued`, and `stop`, put something in.
         self.commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._loaded: queue.SimpleQueue[LoadedModel | BaseException] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._busy_since: float | None = None  # None while the thread loads, or waits for a command
-        #: Set once `start` has returned: the memory estimator, the cache class that has no snapshots (None:
-        #: all have), the layout of snapshots, all layers' cache classes as text, whether KV can be truncated
-        #: at any token, the device's name, and what the model sees with, or why it cannot see.
-        self.estimator: Estimator
-        self.unsupported_cache: str | None = None
-        self.layout: ModelLayout
-        self.caches = ""
-        self.trimmable = True
+        #: The model, of which no other thread may use the batch, and the device's name; set once `start` has
+        #: returned.
+        self.served: ServedModel
         self.name = ""
-        self.vision_model: VisionModel | str = ""
 
     def kv(self, policy: Policy) -> KvSize:
         """Return the `KvSize` that computes the bytes of a session's KV under a cache policy."""
-        return self.estimator.kv.under(policy)
+        return self.served.estimator.kv.under(policy)
 
     def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
         """Return why sessions cannot use a cache policy; None if they can. `has_disk`: KV is kept on disk."""
-        return self._runner.served.refusal(policy, has_disk=has_disk)
+        return self.served.refusal(policy, has_disk=has_disk)
 
     @property
     def is_alive(self) -> bool:
@@ -165,7 +137,8 @@ class Device:
     def _live(self) -> None:
         try:
             loaded = self._load()
-            runner = self._start_runner(loaded)
+            runner = self._runner = Runner(loaded, self._hand_over, self._options)
+            self.served, self.name = runner.served, machine.name()
         except BaseException as error:  # noqa: BLE001  # start() raises it on its caller's thread
             lost = machine.DeviceError(f"the GPU has failed: {error}; start the worker again")
             self._loaded.put(lost if metal.has_failed(error) and isinstance(error, RuntimeError) else error)
@@ -177,17 +150,6 @@ class Device:
                 pause_s = runner.step(undisturbed=self.commands.empty())
         except BaseException as error:  # noqa: BLE001  # else the thread would end unnoticed
             self._died(error)
-
-    def _start_runner(self, loaded: LoadedModel) -> Runner:
-        self._runner = runner = self._make_runner(loaded)
-        self.estimator = runner.served.estimator
-        self.unsupported_cache = runner.served.unsupported_cache
-        self.layout = runner.served.layout
-        self.caches = runner.served.caches
-        self.trimmable = runner.served.trimmable
-        self.name = machine.name()
-        self.vision_model = runner.served.vision_model
-        return runner
 
     def _apply_commands(self, runner: Runner, pause_s: float) -> bool:
         """Apply the queued commands; wait for one if no turn can run. Return False at the stop command."""

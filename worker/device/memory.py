@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.policy import FULL, PART
+from worker.models.model_files import text_config
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -26,8 +27,6 @@ GROWTH_TOKENS: Final = 256
 _FLOAT_BYTES: Final = 4
 #: The most bytes of token ids, positions, masks and the like; they matter only for tiny models.
 _SMALL_BYTES: Final = 64 * 2**10
-#: Multimodal models keep the language model's configuration under one of these names.
-_NESTED: Final = ("text_config", "language_config", "llm_config")
 _NAMES: Final = {
     "num_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "hidden": ("hidden_size", "n_embd", "d_model", "dim"),
@@ -65,10 +64,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
 
     A missing size gets a usual value: `intermediate`, for example, four times the hidden size.
     """
-    nested: Mapping[str, Any] = next(
-        (config[name] for name in _NESTED if isinstance(config.get(name), dict)), {}
-    )
-    merged = {**config, **nested}
+    merged = text_config(config)
 
     def size(name: str, default: int) -> int:
         found = (merged.get(key) for key in _NAMES[name])

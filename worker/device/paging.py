@@ -7,7 +7,7 @@ Sends `KvRequest` to the event loop, and tracks which turns wait for its answer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from cache.kv import layers, paged
 from cache.names.blocks import Span
@@ -90,7 +90,7 @@ class Paging:
             turn.asks = turn.asks and not is_due
         else:
             num_past, is_due = 0, turn.num_cached % RECALL_EVERY == 0
-            cache = paged.first(self._caches(turn)) if is_due else None
+            cache = paged.first(turn.current_caches(self._batch)) if is_due else None
         chunks = cache.pages.choose(turn.num_cached)[: RECALLED // CHUNK] if cache and is_due else []
         if num_past or chunks:
             self._asked.add(turn)
@@ -106,7 +106,7 @@ class Paging:
         """
         self._asked.discard(turn)
         if kv.spans:
-            paged.recall(self._caches(turn), kv.tensors, kv.spans)
+            paged.recall(turn.current_caches(self._batch), kv.tensors, kv.spans)
         if turn.row is None:
             cache = paged.first(turn.caches or [])
             if kv.past is None and cache is not None and cache.num_passed:
@@ -114,7 +114,3 @@ class Paging:
                 raise LostPastError(why)
             turn.past = kv.past
             self._scheduler.add(turn)
-
-    def _caches(self, turn: DeviceTurn) -> list[Any]:
-        """Return the caches of a running turn."""
-        return (turn.caches if turn.row is None else self._batch.caches(turn.row)) or []

@@ -45,13 +45,13 @@ from .vision import Vision
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from cache.names.policy import Policy
     from turnkeep_client.subjects import SessionKey
     from worker.models.model import LoadedModel
 
     from .scheduler import Step
+    from .served_model import DeviceOptions
     from .step_chooser import ChosenStep
     from .turn import ImageViews, KvRead, StepReport
 
@@ -67,46 +67,29 @@ class Runner:
     """Runs all submitted turns, keeps the KV of idle sessions, and calls `report` after each step."""
 
     def __init__(
-        self,
-        loaded: LoadedModel,
-        report: Callable[[StepReport], None],
-        *,
-        block_tokens: int,
-        max_batch: int,
-        max_tenant_rows: int | None = None,
-        stall_s: float,
-        limit_bytes: int | None = None,
-        max_draft: int | None = 0,
-        load_draft: Callable[[], LoadedModel] | None = None,
-        trials: Path | None = None,
+        self, loaded: LoadedModel, report: Callable[[StepReport], None], options: DeviceOptions
     ) -> None:
         machine.prepare()
         mx.reset_peak_memory()
         self._report = report
-        self._block = block_tokens
+        block_tokens = options.block_tokens
         self.served = ServedModel(
             loaded,
             lambda num_bytes: self.idle_kv.make_room(num_bytes),  # noqa: PLW0108  # made below
-            block_tokens=block_tokens,
-            limit_bytes=limit_bytes,
-            max_draft=max_draft,
-            draft=load_draft() if load_draft is not None else None,
-            trials=trials,
+            options,
         )
-        self._batch, estimator, trimmable = self.served.batch, self.served.estimator, self.served.trimmable
+        self._batch = self.served.batch
         #: Idle sessions' KV, and the restores that wait for memory or have been promised memory.
-        self.idle_kv = IdleKv(estimator, block_tokens, self._dropped)
+        self.idle_kv = IdleKv(self.served.estimator, block_tokens, self._dropped)
         #: Copies KV into snapshots for the disk, once its `room` is set.
-        self.cutter = Cutter(self._batch, estimator, block_tokens, self._emit, trimmable=trimmable)
-        self._scheduler = Scheduler(
-            max_batch, block_tokens, max_tenant_rows, joins_images=bool(self.served.most_joint)
-        )
+        self.cutter = Cutter(self.served, block_tokens, self._emit)
+        limits = options.max_batch, block_tokens, options.max_tenant_rows
+        self._scheduler = Scheduler(*limits, joins_images=bool(self.served.most_joint))
         device = machine.profile()
-        self._prefill_budget = PrefillBudget(stall_s, block_tokens * device.prompt_blocks, device.longest_s)
-        self._sharing, make = TurnSharing(), self.served.make_caches
-        self._acquisition = Acquisition(
-            loaded, self._batch, self.idle_kv, self._sharing, make, trimmable=trimmable
-        )
+        most_tokens = block_tokens * device.prompt_blocks
+        self._prefill_budget = PrefillBudget(options.stall_s, most_tokens, device.longest_s)
+        self._sharing = TurnSharing()
+        self._acquisition = Acquisition(self.served, self.idle_kv, self._sharing)
         parts = (self._batch, self.cutter, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._prefill_budget, self.idle_kv, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)

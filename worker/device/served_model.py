@@ -11,6 +11,7 @@ import hashlib
 import importlib.metadata
 import json
 from array import array
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -124,31 +125,42 @@ def _no_window(model: Any, batch: Batch) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceOptions:
+    """How the device serves its model.
+
+    `limit_bytes` limits the memory that MLX allocates, `max_draft` the tokens of a draft; None means the
+    device's default. `load_draft` loads the draft model. `trials` is the file that stores the results of
+    tests of the model, run when it is first loaded.
+    """
+
+    block_tokens: int
+    max_batch: int
+    stall_s: float
+    max_tenant_rows: int | None = None
+    limit_bytes: int | None = None
+    max_draft: int | None = 0
+    load_draft: Callable[[], LoadedModel] | None = None
+    trials: Path | None = None
+
+
 class ServedModel:
     """A loaded model, the batch that runs it, and the sizes and snapshot layout of its KV."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        has_room: Callable[[int], bool],
-        *,
-        block_tokens: int,
-        limit_bytes: int | None,
-        max_draft: int | None,
-        draft: LoadedModel | None = None,
-        trials: Path | None,
-    ) -> None:
+    def __init__(self, loaded: LoadedModel, has_room: Callable[[int], bool], options: DeviceOptions) -> None:
         """`has_room(n)` says whether `n` more bytes fit on the device; it is called only while steps run.
 
-        Raises `ModelError` if the model `draft` cannot draft for this one.
+        Raises `ModelError` if the draft model cannot draft for this one.
         """
         drafters: tuple[Drafter, ...] = (Lookup(),)
+        draft = options.load_draft() if options.load_draft is not None else None
+        self.vocab_size = loaded.vocab_size
         self._draft = draft  # keeps the draft model's folder in use
         self._reserved_bytes = 0
         if draft is not None:
-            drafters = (*drafters, drafting.draft_model(loaded, draft, _trials(draft, trials)))
+            drafters = (*drafters, drafting.draft_model(loaded, draft, _trials(draft, options.trials)))
             self._reserved_bytes = drafting.reserved_bytes(draft)
-        self.batch = self._choose_batch(loaded, has_room, max_draft, drafters, trials)
+        self.batch = self._choose_batch(loaded, has_room, drafters, options)
         if draft is not None and not self.batch.can_draft:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         #: What the model sees with, or why it cannot see.
@@ -161,7 +173,7 @@ class ServedModel:
             )
         #: The most tokens of an image that attend to each other in both directions, so that no pass cuts it.
         self.most_joint = family.most_joint if family is not None else 0
-        self.make_caches = self._try_caches(loaded, block_tokens, limit_bytes)
+        self.make_caches = self._try_caches(loaded, options)
         self._no_window = _no_window(loaded.model, self.batch)
         if self.most_joint:
             self._no_window = "this model sees images as a whole; use the policy full"
@@ -170,26 +182,23 @@ class ServedModel:
         self,
         loaded: LoadedModel,
         has_room: Callable[[int], bool],
-        max_draft: int | None,
         drafters: Sequence[Drafter],
-        trials: Path | None,
+        options: DeviceOptions,
     ) -> Batch:
-        """Choose by test runs how the model's rows are batched; the file `trials` stores their results."""
+        """Choose by test runs how the model's rows are batched."""
         device = machine.profile()
         return batch_for(
             loaded.model,
             has_room,
-            max_draft=device.max_draft if max_draft is None else max_draft,
+            max_draft=device.max_draft if options.max_draft is None else options.max_draft,
             drafters=drafters,
             pooled_rows=device.pooled_rows,
             merged_rows=device.merged_rows,
             runs_ahead=not machine.on_cpu() or loaded.weight_bytes < _SMALL_BYTES,
-            trials=_trials(loaded, trials),
+            trials=_trials(loaded, options.trials),
         )
 
-    def _try_caches(
-        self, loaded: LoadedModel, block_tokens: int, limit_bytes: int | None
-    ) -> Callable[[Policy], list[Any]]:
+    def _try_caches(self, loaded: LoadedModel, options: DeviceOptions) -> Callable[[Policy], list[Any]]:
         """Run one token, and set the attributes that describe the model's KV (classes, sizes, layout).
 
         Returns a function that makes empty caches for a policy.
@@ -199,7 +208,7 @@ class ServedModel:
             loaded.model,
             rings=self.batch.windows_are_rings,
             sketched=self.batch.sketched,
-            block_tokens=block_tokens,
+            block_tokens=options.block_tokens,
             most_joint=self.most_joint,
             grid=0 if self.most_joint else None,  # no image lies on both sides of its multiples
         )
@@ -216,6 +225,7 @@ class ServedModel:
             self.layout = layers.layout(caches, make, self.batch.sketched)
         self.caches = layers.describe(caches)
         self.trimmable = layers.trimmable(caches)
+        limit_bytes = options.limit_bytes
         if not limit_bytes:
             limit_bytes, why = machine.default_limit()
             log.info("chose device_memory", size=size(limit_bytes), why=why)

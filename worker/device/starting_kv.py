@@ -17,14 +17,10 @@ from cache.names.tokens import as_tokens
 from .turn import ResidentKv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from cache.names.policy import Policy
     from turnkeep_client.subjects import SessionKey
-    from worker.batch.batch import Batch
-    from worker.models.model import LoadedModel
 
     from .idle_kv import IdleKv
+    from .served_model import ServedModel
     from .turn import DeviceTurn
 
 log = structlog.get_logger()
@@ -105,22 +101,9 @@ class TurnSharing:
 class Acquisition:
     """Gives turns the caches that they start from. The runner calls it."""
 
-    def __init__(
-        self,
-        loaded: LoadedModel,
-        batch: Batch,
-        idle_kv: IdleKv,
-        sharing: TurnSharing,
-        make: Callable[[Policy], list[Any]],
-        *,
-        trimmable: bool,
-    ) -> None:
-        """`make` makes empty caches for a policy; `trimmable`: caches can be truncated at any token."""
-        self._make = make
-        self._vocab_size = loaded.vocab_size
-        self._batch = batch
+    def __init__(self, served: ServedModel, idle_kv: IdleKv, sharing: TurnSharing) -> None:
+        self._served = served
         self._idle_kv = idle_kv
-        self._trimmable = trimmable
         self._sharing = sharing
 
     def add(self, turn: DeviceTurn) -> bool:
@@ -129,7 +112,7 @@ class Acquisition:
         # An abandoned turn of this session may have left KV of other tokens since the event loop looked.
         held = turn.resident.tokens if turn.resident is not None else as_tokens()
         turn.num_kept = min(turn.plan.num_kept, held.num_common(turn.request.context))
-        if not self._trimmable:
+        if not self._served.trimmable:
             turn.source = None
         return not self._sharing.add(turn)
 
@@ -151,8 +134,9 @@ class Acquisition:
             caches = layers.fork(source.caches, self._new(turn), len(source.tokens))
             resident, usable = ResidentKv(caches, source.tokens), len(source.tokens)
         # For an id outside of the embedding table MLX reads beyond it, and the process crashes.
-        if any(not 0 <= token < self._vocab_size for token in turn.request.context[usable:]):
-            raise ValueError(f"a token id is outside of the model's vocabulary of {self._vocab_size}")
+        vocab_size = self._served.vocab_size
+        if any(not 0 <= token < vocab_size for token in turn.request.context[usable:]):
+            raise ValueError(f"a token id is outside of the model's vocabulary of {vocab_size}")
         # An answer is drawn from the last token's logits, so that token always has to be run.
         most = min(len(turn.request.reusable), max(len(turn.request.context) - 1, 0))
         self._trimmed(turn, resident, min(usable, most))
@@ -178,18 +162,14 @@ class Acquisition:
         """
         if turn.source is None or turn.restored is not None:
             return None
-        other = self._sharing.source(turn)
-        resident = self._idle_kv.get(turn.source) if other is None else self._under_way(other)
+        resident, other = self._idle_kv.get(turn.source), self._sharing.source(turn)
+        if other is not None:
+            tokens = other.request.tokens(other.num_cached)
+            resident = ResidentKv(other.current_caches(self._served.batch), tokens)
         num_tokens = resident.tokens.num_common(turn.request.reusable) if resident is not None else 0
         if resident is None or num_tokens <= turn.num_kept or not _reaches(resident, num_tokens):
             return None
         return ResidentKv(resident.caches, turn.request.context[:num_tokens])
-
-    def _under_way(self, turn: DeviceTurn) -> ResidentKv:
-        """Return the current KV of a running turn; it is valid until the next step."""
-        if turn.row is not None:
-            return ResidentKv(self._batch.caches(turn.row), turn.request.tokens(turn.num_cached))
-        return ResidentKv(turn.caches or [], turn.request.context[: turn.num_cached])
 
     def _rebuilt(self, turn: DeviceTurn) -> ResidentKv | None:
         """Build caches from restored tensors; None if there are none, or they do not fit the model."""
@@ -213,7 +193,7 @@ class Acquisition:
         turn.caches, turn.num_cached = kv.caches, num_tokens
 
     def _new(self, turn: DeviceTurn) -> list[Any]:
-        return self._make(turn.request.policy)
+        return self._served.make_caches(turn.request.policy)
 
 
 def _reaches(kv: ResidentKv, num_tokens: int) -> bool:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from cache.store import StoredPast
     from turnkeep_client.messages import Chunk
     from turnkeep_client.subjects import SessionKey
+    from worker.batch.batch import Batch
     from worker.models.vision.families import View
     from worker.observe.traces import Phase
 
@@ -126,6 +127,10 @@ class DeviceTurn:
             shift=plane.shift_after(context.spans),
             session=request.key,
         )
+
+    def current_caches(self, batch: Batch) -> list[Any]:
+        """Return the KV of the running turn, its own or its row's in the batch; valid until the next step."""
+        return (self.caches if self.row is None else batch.caches(self.row)) or []
 
     @property
     def cost(self) -> TurnCost:

@@ -48,7 +48,7 @@ from .run import Run, on_device, resolve
 from .unsaved_kv import UnsavedKv
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from anyio.abc import TaskGroup
 
@@ -195,19 +195,14 @@ class Engine(EnginePort):
             self.forget(key)
         return embedding.vector
 
-    async def save(self) -> None:
-        """Save what the disk lacks of idle sessions when there is room to queue it; run until cancelled."""
-        if self._saving is None:
-            await asyncio.Event().wait()
-        else:
-            await self._saving.run()
+    @property
+    def chores(self) -> dict[str, Callable[[], Awaitable[None]]]:
+        """What runs beside the turns until it is cancelled, by name: nothing without a store.
 
-    async def audit(self) -> None:
-        """Compute some of the restored KV again while no request runs; run until cancelled."""
-        if self._audit is None:
-            await asyncio.Event().wait()
-        else:
-            await self._audit.run()
+        It saves what the disk lacks of idle sessions, and computes some of the restored KV again.
+        """
+        parts = {"saving": self._saving, "audit": self._audit}
+        return {name: part.run for name, part in parts.items() if part is not None}
 
     async def save_all(self, within_s: float) -> None:
         """Save what the disk lacks after `stop`, and wait until all is on disk, for at most `within_s`."""
@@ -442,7 +437,7 @@ class Engine(EnginePort):
             if isinstance(end.error, NoRoomError):
                 raise NoMemoryError(str(end.error)) from end.error
             raise DeviceFaultError(repr(end.error)) from end.error
-        self._finder.rates.prefilled(cost.num_prefilled, cost.prefill_s)
+        self._finder.rates.prefilled.learn(cost.num_prefilled, cost.prefill_s)
         run.count(request, cost, live_bytes)
         if self._stopping and not (request.is_drawn and run.is_complete):
             raise StoppingError
@@ -470,7 +465,7 @@ class Engine(EnginePort):
 
     async def _views(self, needs: ImageRequest) -> ImageViews:
         """Read an image and process it; one at a time, since its pixels take much memory."""
-        read, vision_model = needs.turn.request.read_image, self._device.vision_model
+        read, vision_model = needs.turn.request.read_image, self._device.served.vision_model
         if read is None or isinstance(vision_model, str):
             raise ValueError("the request cannot read its images")
         data = await read(needs.fingerprint)

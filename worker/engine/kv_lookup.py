@@ -191,7 +191,7 @@ class Finder:
                 break
             restored = await store.kv.load(match, capacity_tokens=capacity_tokens)
             if restored is not None:
-                self.rates.restored(restored.size_bytes, restored.seconds)
+                self.rates.restored.learn(restored.size_bytes, restored.seconds)
                 phases.append(Phase("restore", found_s, monotonic(), restored.num_tokens))
                 if restored.num_tokens > num_found:
                     return restored.num_tokens, restored.tensors
@@ -208,7 +208,7 @@ class Finder:
         if not self.rates.should_fetch(size_bytes, there.num_tokens - max(there.num_stored, num_found)):
             return []
         num_bytes, seconds = await store.remote.fetch(there)
-        self.rates.fetched(num_bytes, seconds)
+        self.rates.fetched.learn(num_bytes, seconds)
         return [Phase("fetch", asked_s, monotonic())]
 
     def _find_source(
@@ -219,7 +219,7 @@ class Finder:
         Returns the session's key and the prefix's length; (None, 0) if the turn's own KV is about as long.
         Of equal sessions, an idle one is preferred, then the one submitted first.
         """
-        if not self._device.trimmable:  # such KV cannot be truncated to a prefix
+        if not self._device.served.trimmable:  # such KV cannot be truncated to a prefix
             return None, 0
         found, most, context = None, num_kept + LEAST_SHARED - 1, request.reusable
         if len(context) <= most:
@@ -271,52 +271,43 @@ _SHARE: Final = 0.3
 _FORGOTTEN: Final = 0.95
 
 
-class RestoreTimes:
-    """Average seconds for a byte read from disk, a byte fetched from the remote tier, and a prefilled token.
+class UnitTime:
+    """The average seconds for one unit of work, such as a byte read; None until it is measured."""
 
-    Each average is None until it is measured.
-    """
+    def __init__(self, least: int) -> None:
+        """Work of fewer than `least` units is not measured."""
+        self._least = least
+        self.unit_s: float | None = None
+
+    def learn(self, num_units: int, seconds: float) -> None:
+        """Update the average by work on `num_units` that took `seconds`."""
+        if num_units >= self._least:
+            now, before = seconds / num_units, self.unit_s
+            self.unit_s = now if before is None else (1 - _SHARE) * before + _SHARE * now
+
+
+class RestoreTimes:
+    """The times of bytes read from disk, of bytes fetched from the remote tier, and of prefilled tokens."""
 
     def __init__(self) -> None:
-        self._byte_s: float | None = None
-        self._remote_byte_s: float | None = None
-        self._token_s: float | None = None
-
-    def restored(self, size_bytes: int, seconds: float) -> None:
-        """Update the average for bytes read from disk by a restore of `size_bytes` that took `seconds`."""
-        if size_bytes >= _LEAST_BYTES:
-            self._byte_s = _mixed(self._byte_s, seconds / size_bytes)
-
-    def fetched(self, size_bytes: int, seconds: float) -> None:
-        """Update the average for fetched bytes by a fetch of `size_bytes` that took `seconds`."""
-        if size_bytes >= _LEAST_BYTES:
-            self._remote_byte_s = _mixed(self._remote_byte_s, seconds / size_bytes)
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Update the average for prefilled tokens by a prefill of `num_tokens` that took `seconds`."""
-        if num_tokens >= _LEAST_TOKENS:
-            self._token_s = _mixed(self._token_s, seconds / num_tokens)
+        self.restored = UnitTime(_LEAST_BYTES)
+        self.fetched = UnitTime(_LEAST_BYTES)
+        self.prefilled = UnitTime(_LEAST_TOKENS)
 
     def should_fetch(self, size_bytes: int, num_saved: int) -> bool:
         """Say whether fetching `size_bytes` is faster than prefilling `num_saved` tokens; True if unknown."""
-        if self._remote_byte_s is None or self._token_s is None:
-            return True
-        byte_s = self._remote_byte_s + (self._byte_s or 0.0)
-        is_faster = size_bytes * byte_s <= num_saved * self._token_s
-        if not is_faster:
-            self._remote_byte_s *= _FORGOTTEN
-            self._byte_s = self._byte_s and self._byte_s * _FORGOTTEN
-        return is_faster
+        return self._are_faster(size_bytes, num_saved, self.fetched, self.restored)
 
     def should_restore(self, size_bytes: int, num_saved: int) -> bool:
         """Say whether reading `size_bytes` is faster than prefilling `num_saved` tokens; True if unknown."""
-        if self._byte_s is None or self._token_s is None:
+        return self._are_faster(size_bytes, num_saved, self.restored)
+
+    def _are_faster(self, size_bytes: int, num_saved: int, first: UnitTime, *more: UnitTime) -> bool:
+        """Say whether work on bytes is faster than prefilling tokens; only `first` has to be measured."""
+        if first.unit_s is None or self.prefilled.unit_s is None:
             return True
-        is_faster = size_bytes * self._byte_s <= num_saved * self._token_s
-        if not is_faster:
-            self._byte_s *= _FORGOTTEN
+        byte_s = first.unit_s + sum(one.unit_s or 0.0 for one in more)
+        is_faster = size_bytes * byte_s <= num_saved * self.prefilled.unit_s
+        for one in () if is_faster else (first, *more):
+            one.unit_s = one.unit_s and one.unit_s * _FORGOTTEN
         return is_faster
-
-
-def _mixed(before: float | None, now: float) -> float:
-    return now if before is None else (1 - _SHARE) * before + _SHARE * now

@@ -32,6 +32,9 @@ class _Kv:
     policy: Policy
 
 
+_NO_KV: Final = _Kv(as_tokens(), 0, 0, FULL)
+
+
 class KvOnDevice:
     """The sessions with KV on the device; while a session's turn runs, the KV that its previous turn left."""
 
@@ -47,25 +50,21 @@ class KvOnDevice:
 
     def size_bytes(self, key: SessionKey) -> int:
         """Return the bytes of a session's KV; 0 if the session has no KV."""
-        kv = self._kv.get(key)
-        return kv.size_bytes if kv is not None else 0
+        return self._kv.get(key, _NO_KV).size_bytes
 
     def tokens(self, key: SessionKey) -> Tokens:
         """Return the tokens that a session's KV covers; empty if the session has no KV."""
-        kv = self._kv.get(key)
-        return kv.tokens if kv is not None else as_tokens()
+        return self._kv.get(key, _NO_KV).tokens
 
     def policy(self, key: SessionKey) -> Policy:
         """Return the cache policy of a session's KV; `FULL` if the session has no KV."""
-        kv = self._kv.get(key)
-        return kv.policy if kv is not None else FULL
+        return self._kv.get(key, _NO_KV).policy
 
     def num_usable(self, key: SessionKey, num_tokens: int, policy: Policy) -> int:
         """Return `num_tokens` if a session's KV has this policy and can be trimmed to that length, else 0."""
-        kv = self._kv.get(key)
-        if kv is None or kv.policy != policy or not kv.earliest <= num_tokens <= len(kv.tokens):
-            return 0
-        return num_tokens
+        kv = self._kv.get(key, _NO_KV)
+        is_usable = kv.policy == policy and kv.earliest <= num_tokens <= len(kv.tokens)
+        return num_tokens if is_usable else 0
 
     def put(
         self, key: SessionKey, tokens: Tokens, size_bytes: int, earliest: int = 0, policy: Policy = FULL

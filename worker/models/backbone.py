@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from .model_files import check_safetensors, weight_files
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
 _FIRST: Final = "embed_tokens.weight"
@@ -29,11 +30,19 @@ def bare_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     from mlx_lm import utils
 
     kind, arguments = utils._get_classes(config)  # noqa: SLF001  # the default of `load_model`
+    return renaming(kind, lambda weights: {f"model.{name}": one for name, one in weights.items()}), arguments
+
+
+def renaming(kind: Any, renamed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Any:
+    """Return a function that makes a model of mlx-lm's class `kind`, which loads weights by other names.
+
+    `renamed` returns the weights by the names that `kind` expects.
+    """
 
     def make(given: Any) -> Any:
         model: Any = kind(given)
         theirs = getattr(model, "sanitize", dict)
-        model.sanitize = lambda weights: theirs({f"model.{name}": one for name, one in weights.items()})
+        model.sanitize = lambda weights: theirs(renamed(weights))
         return model
 
-    return make, arguments
+    return make

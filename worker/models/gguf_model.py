@@ -24,7 +24,7 @@ from worker.process.formatting import size
 from . import gguf_file, gguf_tokenizer, tokenizer_files
 from .converted import folder_of
 from .gguf_family import FAMILIES, GgufFamily, unsupported
-from .model_files import ModelError, one_line
+from .model_files import ModelError, one_line, silent
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -50,7 +50,7 @@ _ROPE_FACTORS: Final = "rope_freqs.weight"
 _GEMMA3_27B_LAYERS: Final = 62
 
 
-def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
+def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress = silent) -> Path:
     """Return the model folder made from a GGUF file; convert the file unless that folder is there.
 
     `dtype` is float32, float16, bfloat16, or keep: the type nearest to the types in the file. Raises
@@ -67,7 +67,7 @@ def convert(source: Path, models_dir: Path, *, dtype: str, progress: Progress | 
         models_dir.mkdir(parents=True, exist_ok=True)
         with _locked(models_dir):
             if not folder.is_dir():  # otherwise another process has just written it
-                _write(conversion, folder, progress or _silent)
+                _write(conversion, folder, progress)
                 tokenizer_files.keep(
                     conversion.tokenizer.tokenizer, conversion.tokenizer.config, folder, models_dir
                 )
@@ -341,7 +341,3 @@ def _locked(models_dir: Path) -> Iterator[None]:
         for unfinished in models_dir.glob(_UNFINISHED + "*"):
             shutil.rmtree(unfinished, ignore_errors=True)
         yield
-
-
-def _silent(_done: int, _total: int, _what: str) -> None:
-    """Do nothing: a `Progress` for callers that give none."""

@@ -24,7 +24,7 @@ from worker.process.formatting import size
 
 from .gguf_family import FAMILIES, mlx_name, quantisation_of, unsupported
 from .known import memory_bytes
-from .model_files import GGUF_NAMES, ModelError, one_line, read_json, weight_bits
+from .model_files import GGUF_NAMES, ModelError, one_line, read_json, silent, weight_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -138,7 +138,7 @@ def downloaded(spec: str) -> Path | None:
     return folder / name if folder and name else None
 
 
-def fetch(spec: str, progress: Progress | None, dtype: str = "keep") -> Path:
+def fetch(spec: str, progress: Progress = silent, dtype: str = "keep") -> Path:
     """Download missing files of a model on the hub; return its folder or GGUF file. Raises `ModelError`.
 
     Resumes files that an earlier call began. Refuses weights that exceed the free disk space or, loaded as
@@ -266,9 +266,7 @@ def _is_piece(name: str) -> bool:
     return re.search(r"(?i)-\d{5}-of-\d{5}\.gguf$", name) is not None
 
 
-def _bring(
-    hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress | None, dtype: str
-) -> None:
+def _bring(hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress, dtype: str) -> None:
     """Check disk and memory, then download missing files into the cache. Raises `ModelError`."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.constants import MAX_HTTP_DOWNLOAD_SIZE
@@ -281,8 +279,7 @@ def _bring(
     def advance(num: int) -> None:
         nonlocal done
         done += num
-        if progress is not None:
-            progress(done, total, f"downloading {hub_id}")
+        progress(done, total, f"downloading {hub_id}")
 
     weights_bytes = sum(
         file.size_bytes for file in files if file.name.lower().endswith((".safetensors", ".gguf"))

@@ -34,14 +34,10 @@ class KnownModel(Struct, frozen=True, forbid_unknown_fields=True):
     sources: tuple[str, ...]
 
 
-class _Models(Struct, forbid_unknown_fields=True):
-    models: tuple[KnownModel, ...]
-
-
 def known() -> tuple[KnownModel, ...]:
     """Read the recommended models from `known.toml`."""
     text = Path(__file__).with_name("known.toml").read_text()
-    return msgspec.convert(tomllib.loads(text), _Models).models
+    return msgspec.convert(tomllib.loads(text)["models"], tuple[KnownModel, ...])
 
 
 def memory_bytes() -> int:

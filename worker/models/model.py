@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import blas, catalog, converted, hub, positions
 from .backbone import bare_classes, is_bare
-from .catalog import ModelEntry, list_models, packaged_gguf
+from .catalog import packaged_gguf
 from .misfits import explain, surplus_tokens
 from .model_files import (
     Hold,
@@ -23,8 +23,8 @@ from .model_files import (
     check_folder,
     check_tokenizer,
     context_tokens,
-    dtype_name,
     is_gguf,
+    silent,
     text_config,
 )
 from .own_sampling import own_sampling
@@ -43,21 +43,6 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Made
 
     from .vision.vision_model import VisionModel
-
-__all__ = [
-    "LoadedModel",
-    "ModelEntry",
-    "ModelError",
-    "Progress",
-    "Tokenizer",
-    "cache_sizes",
-    "default_dtype",
-    "dtype_name",
-    "list_models",
-    "load",
-    "packaged_gguf",
-    "resolve",
-]
 
 DTYPES: Final = ("keep", "float32", "float16", "bfloat16")
 
@@ -82,7 +67,6 @@ class LoadedModel:
     kv: KvSize
     context_tokens: int
     vocab_size: int
-    eos_ids: frozenset[int]
     weight_bytes: int
     sampling: dict[str, float]
     held: Hold | None = None
@@ -121,7 +105,7 @@ def default_dtype() -> str:
     return "float32" if mx.default_device() == mx.Device(mx.cpu) else "keep"
 
 
-def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress | None = None) -> Path:
+def resolve(spec: str | None, data_dir: Path, *, dtype: str, progress: Progress = silent) -> Path:
     """Return the folder of the model `spec`: a folder, .gguf file, name or part of one, hub id, or None.
 
     None is the default model. A GGUF file is converted into `data_dir`; a hub model is downloaded into the
@@ -157,7 +141,7 @@ def is_partial(found: Path) -> bool:
     return False
 
 
-def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
+def _default(data_dir: Path, dtype: str, progress: Progress) -> Path:
     """Return the folder of the default model: the packaged one, or the same one from the hub."""
     path = packaged_gguf()
     if path is not None:
@@ -172,7 +156,7 @@ def _default(data_dir: Path, dtype: str, progress: Progress | None) -> Path:
         ) from None
 
 
-def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress | None) -> Path:
+def _converted(source: Path, models_dir: Path, dtype: str, progress: Progress) -> Path:
     """Return the model folder made from a GGUF file; convert the file if needed."""
     folder = converted.folder_of(source, models_dir, dtype)
     if folder.is_dir():
@@ -187,7 +171,7 @@ def load(
     *,
     dtype: str,
     kv_bits: int | None = None,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     lazy: bool = False,
     store: Path | None = None,
 ) -> LoadedModel:
@@ -225,7 +209,6 @@ def load(
         kv=kv,
         context_tokens=context_tokens(config),
         vocab_size=vocab_size,
-        eos_ids=tokenizer.eos_ids,
         weight_bytes=sum(array.nbytes for array in weights),
         sampling=own_sampling(folder),
         held=Hold(folder),
@@ -236,7 +219,7 @@ def load(
 
 
 def _read(
-    folder: Path, dtype: str, progress: Progress | None, *, store: Path | None
+    folder: Path, dtype: str, progress: Progress, *, store: Path | None
 ) -> tuple[dict[str, Any], Tokenizer, tuple[Module, dict[str, Any], list[mx.array], KvSize]]:
     """Return a folder's config.json, its tokenizer, and what `_load_weights` returns."""
     if dtype not in DTYPES:
@@ -297,7 +280,7 @@ def cache_sizes(model: Module) -> KvSize:
     return layers.sizes(caches)
 
 
-def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
+def _evaluate(weights: list[mx.array], progress: Progress) -> None:
     """Evaluate the weights in pieces, to report progress and to limit temporary memory."""
     import mlx.core as mx
 
@@ -312,8 +295,7 @@ def _evaluate(weights: list[mx.array], progress: Progress | None) -> None:
         mx.eval(piece)
         done += piece_bytes
         piece, piece_bytes = [], 0
-        if progress is not None:
-            progress(done, total, "loading weights")
+        progress(done, total, "loading weights")
 
 
 def _name(folder: Path) -> str:

@@ -56,6 +56,10 @@ _LENGTH_BYTES: Final = 8
 _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors library
 
 
+def silent(_done: int, _total: int, _what: str) -> None:
+    """Report no progress."""
+
+
 class ModelError(TurnkeepError):
     """A model cannot be used. The message is one line with the fault and the remedy."""
 
@@ -191,10 +195,10 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the language model's configuration; in a multimodal config, its part overrides the top level."""
     key = text_part(config)
-    return {**config, **config[key]} if key else config
+    return {**config, **(config[key] if key else {})}
 
 
 def text_part(config: Mapping[str, Any]) -> str | None:

@@ -73,7 +73,7 @@ def translate(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(model: Any, config: Mapping[str, Any]) -> None:
     """Raise `ModelError` if a built model ignores the rotary settings of its translated configuration."""
-    text = text_config(dict(config))
+    text = text_config(config)
     layers, modules = _by_layer(text.get("rope_parameters")), model.modules()
     _check_base(text, layers, modules)
     _check_partial(text, modules)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from types import MappingProxyType
@@ -20,7 +21,7 @@ from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .control_tokens import ControlTokens, is_marked, unmarked
 from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
 from .image_parts import with_parts
-from .model_files import one_line, read_json
+from .model_files import one_line, read_json, silent
 from .tokenizer_files import load
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class Tokenizer:
         self.has_template = bool(code or hf.chat_template)
         #: The chat template's source; None if there is none, or several without a default.
         self.template = code.source if code else template_of(hf.chat_template)
-        self._chat: ChatTemplate | CodeTemplate | None = code
+        self._code = code
         source = self.template or ""
         #: Which kinds of messages the chat template renders.
         self.habits = Habits()
@@ -83,12 +84,9 @@ class Tokenizer:
             renders_tools=renders_tools(source),
         )
         self.eos_ids: frozenset[int] = frozenset((*eos_ids, *own)) | self._turn_ends()
-        self._written = source if code else hf.chat_template
-        self._controls = ControlTokens(self._rust, self.eos_ids, str(self._written))
+        written = source if code else hf.chat_template
+        self._controls = ControlTokens(self._rust, self.eos_ids, str(written))
         self._bytes: dict[int, bytes] = {}
-        self._lead: str | None = None
-        self._markup: AnswerMarkup | None = None
-        self._fingerprint: bytes | None = None
         #: What images become in a prompt, set once the model is loaded; None if it does not see.
         self.image_processor: ImageProcessor | None = None
         self._guard: int = self._ids("a")[-1]
@@ -97,9 +95,7 @@ class Tokenizer:
         self._adds_space = self._join(self._ids("a")) == b" a"
 
     @classmethod
-    def from_folder(
-        cls, folder: Path, store: Path | None = None, progress: Progress | None = None
-    ) -> Tokenizer:
+    def from_folder(cls, folder: Path, store: Path | None = None, progress: Progress = silent) -> Tokenizer:
         """Load a model folder's tokenizer; raises `ModelError`. For `store` and `progress` see `load`."""
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
@@ -182,14 +178,12 @@ class Tokenizer:
             found = self._bytes[token] = self._find_bytes(token)
         return found
 
-    @property
+    @cached_property
     def markup(self) -> AnswerMarkup:
         """How the model writes reasoning and tool calls; found on first use."""
-        if self._markup is None:
-            template = self.template if self.has_template and self.template else ""
-            vocabulary = self._rust.get_vocab(with_added_tokens=True)
-            self._markup = markup_of(template, vocabulary, self._tool_parser)
-        return self._markup
+        template = self.template if self.has_template and self.template else ""
+        vocabulary = self._rust.get_vocab(with_added_tokens=True)
+        return markup_of(template, vocabulary, self._tool_parser)
 
     def adapted(
         self, messages: Sequence[dict[str, Any]], before: Mapping[str, Any] | None, noted: Counter[str]
@@ -290,7 +284,7 @@ class Tokenizer:
         """Render messages unchanged, to test the template; raises any error."""
         day = datetime.now(UTC)
         told = messages if self.habits.plain else in_parts(messages)
-        return self._compiled().render(told, add_generation_prompt=header, started=day, tools=tools)
+        return self._chat.render(told, add_generation_prompt=header, started=day, tools=tools)
 
     def _arranged(
         self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
@@ -338,7 +332,7 @@ class Tokenizer:
         if not self.has_template:
             raise TemplateError("the model has no chat template; send text or tokens instead of messages")
         try:
-            chat = self._compiled()
+            chat = self._chat
             if tools and not self.markup.renders_tools:
                 role = "system" if self.habits.system else "user"
                 messages, tools = with_tools(messages, tools, role), ()
@@ -352,14 +346,15 @@ class Tokenizer:
         except Exception as error:  # noqa: BLE001  # a template is foreign code that can raise anything
             raise TemplateError(f"the chat template refuses these messages: {one_line(error)}") from None
 
-    def _compiled(self) -> ChatTemplate | CodeTemplate:
-        """Return the chat template, compiled on first use; raises any error."""
-        if self._chat is None:
-            if self.template is None:
-                names = ", ".join(sorted(self._hf.chat_template or ()))
-                raise ValueError(f"the model has the templates {names}, and none is its default")
-            self._chat = ChatTemplate(self.template, self._hf.special_tokens_map)
-        return self._chat
+    @cached_property
+    def _chat(self) -> ChatTemplate | CodeTemplate:
+        """The chat template, compiled on first use; raises any error."""
+        if self._code is not None:
+            return self._code
+        if self.template is None:
+            names = ", ".join(sorted(self._hf.chat_template or ()))
+            raise ValueError(f"the model has the templates {names}, and none is its default")
+        return ChatTemplate(self.template, self._hf.special_tokens_map)
 
     def _turn_ends(self) -> frozenset[int]:
         """Return a set of the one token that the template writes after an answer; empty if it writes none."""
@@ -373,30 +368,23 @@ class Tokenizer:
         fits = [i for i, token in added.items() if token.content.strip() and behind.startswith(token.content)]
         return frozenset([max(fits, key=lambda i: len(added[i].content))] if fits else [])
 
-    @property
+    @cached_property
     def fingerprint(self) -> bytes:
         """A digest of the tokenizer's definition, without the chat template; computed on first use."""
-        if self._fingerprint is None:
-            self._fingerprint = blake2b(self._rust.to_str().encode(), digest_size=16).digest()
-        return self._fingerprint
+        return blake2b(self._rust.to_str().encode(), digest_size=16).digest()
 
     def has_tokens_of(self, other: Tokenizer) -> bool:
         """Return whether two tokenizers have the same tokens and ids, even if they split text differently."""
         ours, theirs = self._rust, other._rust
         return self.fingerprint == other.fingerprint or ours.get_vocab() == theirs.get_vocab()
 
-    @property
+    @cached_property
     def answer_lead(self) -> str:
         """The text that the chat template writes between the assistant header and an answer's content.
 
         Some templates write a space there. The model samples that space as part of its answer; the message's
         content is the answer without the space.
         """
-        if self._lead is None:
-            self._lead = self._find_lead()
-        return self._lead
-
-    def _find_lead(self) -> str:
         question = {"role": "user", "content": "question"}
         try:
             header, answered = self._probe([question], header=True), self._probe([question, _ANSWER])

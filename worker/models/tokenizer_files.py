@@ -17,7 +17,7 @@ import msgspec
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from .model_files import ModelError, one_line, read_json
+from .model_files import ModelError, one_line, read_json, silent
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,7 +57,7 @@ class _Form(msgspec.Struct, frozen=True):
     special_tokens_map: dict[str, Any]
 
 
-def load(folder: Path, store: Path | None = None, progress: Progress | None = None) -> LoadedTokenizer:
+def load(folder: Path, store: Path | None = None, progress: Progress = silent) -> LoadedTokenizer:
     """Load the tokenizer of a model folder. Raises `ModelError`.
 
     `store` is a folder for loaded tokenizers; None stores none. A stored one is used while the model folder's
@@ -72,12 +72,10 @@ def load(folder: Path, store: Path | None = None, progress: Progress | None = No
         if found.key == key:
             rust = Tokenizer.from_str(found.tokenizer)
             return _Stored(rust, found.chat_template, found.eos_token_id, found.special_tokens_map)
-    if progress is not None:
-        progress(0, 1, "reading the tokenizer")
+    progress(0, 1, "reading the tokenizer")
     loaded = _load(folder)
     _keep(loaded, path, key)
-    if progress is not None:
-        progress(1, 1, "reading the tokenizer")
+    progress(1, 1, "reading the tokenizer")
     return loaded
 
 

@@ -36,8 +36,6 @@ class View:
 class Family:
     """How a family processes images. `image` is the token for each row; all have an id in the vocabulary."""
 
-    #: The module of mlx-vlm that has the tower.
-    module: str
     image: str = "<image>"
     #: What the chat template writes for an image, if that is not `image`.
     placeholder: str = ""
@@ -63,6 +61,8 @@ class Family:
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Take a model's config.json and its processor's settings; raises anything if they do not fit."""
         self.config, self.settings = config, settings
+        #: The package of mlx-vlm that has the tower.
+        self.module = str(config["model_type"]).replace("-", "_")
         self.vision = config["vision_config"]
         self.patch = int(self.vision["patch_size"])
         module, name = self.processor_class
@@ -94,21 +94,14 @@ class Family:
 class SplitFamily(Family):
     """Idefics3, SmolVLM: a grid of views of one size, then the whole image as one more view."""
 
-    module = "idefics3"
     processor_class = (
         "transformers.models.idefics3.image_processing_pil_idefics3",
         "Idefics3ImageProcessorPil",
     )
-    _around: ClassVar = "<fake_token_around_image>"
-    _whole: ClassVar = "<global-img>"
-
-    @property
-    def _side(self) -> int:
-        return int(self.processor.max_image_size["longest_edge"])
 
     @property
     def most_patches(self) -> int:  # noqa: D102
-        return (self._side // self.patch) ** 2
+        return (int(self.processor.max_image_size["longest_edge"]) // self.patch) ** 2
 
     @property
     def _num_rows(self) -> int:
@@ -124,39 +117,45 @@ class SplitFamily(Family):
 
     def text(self, grid: Sequence[int]) -> str:  # noqa: D102
         rows, columns = grid
-        run, around = self.image * self._num_rows, self._around
+        run, around = self.image * self._num_rows, "<fake_token_around_image>"
         parts = [
             "".join(f"{around}<row_{row + 1}_col_{column + 1}>{run}" for column in range(columns)) + "\n"
             for row in range(rows)
         ]
-        return "".join(parts) + ("\n" if rows else "") + f"{around}{self._whole}{run}{around}"
+        return "".join(parts) + ("\n" if rows else "") + f"{around}<global-img>{run}{around}"
 
 
 class SmolFamily(SplitFamily):
     """SmolVLM, whose processor is a class of its own."""
 
-    module = "smolvlm"
     processor_class = ("transformers.models.smolvlm.image_processing_pil_smolvlm", "SmolVLMImageProcessorPil")
 
 
-class LlavaFamily(Family):
-    """LLaVA 1.5: one view of one size, whatever the image."""
+class OneSizeFamily(Family):
+    """One view of one size, whatever the image."""
 
-    module = "llava"
+    @property
+    def most_patches(self) -> int:  # noqa: D102
+        return (int(self.vision["image_size"]) // self.patch) ** 2
+
+    @property
+    def _num_rows(self) -> int:
+        raise NotImplementedError
+
+    def views(self, image: Image) -> tuple[Grid, list[View]]:  # noqa: D102
+        found = self.processor.preprocess([image], return_tensors="np")
+        return (), [View({"pixel_values": found["pixel_values"]}, self._num_rows, self.most_patches)]
+
+
+class LlavaFamily(OneSizeFamily):
+    """LLaVA 1.5."""
+
     processor_class = ("transformers.models.clip.image_processing_pil_clip", "CLIPImageProcessorPil")
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
         used = config.get("vision_feature_layer", -2)
         self.last_layer = used if isinstance(used, int) and used < 0 else -1
-
-    @property
-    def most_patches(self) -> int:  # noqa: D102
-        return (int(self.vision["image_size"]) // self.patch) ** 2
-
-    def views(self, image: Image) -> tuple[Grid, list[View]]:  # noqa: D102
-        found = self.processor.preprocess([image], return_tensors="np")
-        return (), [View({"pixel_values": found["pixel_values"]}, self._num_rows, self.most_patches)]
 
     @property
     def _num_rows(self) -> int:
@@ -171,7 +170,6 @@ class LlavaFamily(Family):
 class PixtralFamily(Family):
     """Pixtral, Mistral 3: one view in the image's own shape, a token after each of its rows."""
 
-    module = "pixtral"
     image = "[IMG]"
     processor_class = ("transformers.models.pixtral.image_processing_pil_pixtral", "PixtralImageProcessorPil")
 
@@ -204,8 +202,6 @@ class PixtralFamily(Family):
 class Mistral3Family(PixtralFamily):
     """Mistral 3, which merges neighbouring patches into one token."""
 
-    module = "mistral3"
-
     @property
     def _merged(self) -> int:
         return int(self.config.get("spatial_merge_size", 2))
@@ -214,7 +210,6 @@ class Mistral3Family(PixtralFamily):
 class Lfm2Family(Family):
     """LFM2-VL: one view in about the image's shape; a large image as tiles, and a small copy of it."""
 
-    module = "lfm2_vl"
     processor_class = ("mlx_vlm.models.lfm2_vl.processing_lfm2_vl", "Lfm2VlNumpyImageProcessor")
     _names: ClassVar = ("pixel_values", "pixel_attention_mask", "spatial_shapes")
 
@@ -261,9 +256,8 @@ class Lfm2Family(Family):
 
 
 class Qwen2Family(Family):
-    """Qwen2-VL: one view in about the image's shape; its tokens have positions in a plane."""
+    """Qwen2-VL, Qwen2.5-VL: one view in about the image's shape; its tokens have positions in a plane."""
 
-    module = "qwen2_vl"
     image = "<|image_pad|>"
     processor_class = (
         "transformers.models.qwen2_vl.image_processing_pil_qwen2_vl",
@@ -292,16 +286,8 @@ class Qwen2Family(Family):
         return self.image * (grid[0] * grid[1])
 
 
-class Qwen25Family(Qwen2Family):
-    """Qwen2.5-VL, whose tower attends within windows."""
-
-    module = "qwen2_5_vl"
-
-
 class Qwen3Family(Qwen2Family):
-    """Qwen3-VL, whose sections of frequencies take turns, and whose first layers get rows too."""
-
-    module = "qwen3_vl"
+    """Qwen3-VL, Qwen3.5: sections of frequencies take turns; of Qwen3-VL the first layers get rows too."""
 
     def __init__(self, config: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         super().__init__(config, settings)
@@ -311,22 +297,9 @@ class Qwen3Family(Qwen2Family):
         self.num_deep = len(self.vision.get("deepstack_visual_indexes") or ())
 
 
-class Qwen35Family(Qwen3Family):
-    """Qwen3.5, whose language model has layers with a state beside those that attend."""
+class Gemma3Family(OneSizeFamily):
+    """Gemma 3, whose tokens of an image attend to each other."""
 
-    module = "qwen3_5"
-
-
-class Qwen35MoeFamily(Qwen3Family):
-    """Qwen3.5 with experts."""
-
-    module = "qwen3_5_moe"
-
-
-class Gemma3Family(Family):
-    """Gemma 3: one view of one size, whatever the image; its tokens attend to each other."""
-
-    module = "gemma3"
     image = "<image_soft_token>"
     placeholder = "<start_of_image>"
     around = "\n\n"
@@ -344,16 +317,8 @@ class Gemma3Family(Family):
         return processor(**{**self.settings, "do_pan_and_scan": False})
 
     @property
-    def most_patches(self) -> int:  # noqa: D102
-        return (int(self.vision["image_size"]) // self.patch) ** 2
-
-    @property
     def _num_rows(self) -> int:
         return int(self.config["text_config"].get("mm_tokens_per_image", 256))
-
-    def views(self, image: Image) -> tuple[Grid, list[View]]:  # noqa: D102
-        found = self.processor.preprocess([image], return_tensors="np")
-        return (), [View({"pixel_values": found["pixel_values"]}, self._num_rows, self.most_patches)]
 
     def text(self, grid: Sequence[int]) -> str:  # noqa: ARG002, D102
         return f"{self.placeholder}{self.image * self._num_rows}<end_of_image>"
@@ -362,7 +327,6 @@ class Gemma3Family(Family):
 class Gemma4Family(Family):
     """Gemma 4: one view in about the image's shape; in large models, its tokens attend to each other."""
 
-    module = "gemma4"
     image = "<|image|>"
     joins_everywhere = False
     processor_class = ("mlx_vlm.models.gemma4.processing_gemma4", "Gemma4ImageProcessor")
@@ -407,10 +371,10 @@ FAMILIES: Final[dict[str, type[Family]]] = {
     "lfm2_vl": Lfm2Family,
     "lfm2-vl": Lfm2Family,
     "qwen2_vl": Qwen2Family,
-    "qwen2_5_vl": Qwen25Family,
+    "qwen2_5_vl": Qwen2Family,
     "qwen3_vl": Qwen3Family,
     "gemma3": Gemma3Family,
     "gemma4": Gemma4Family,
-    "qwen3_5": Qwen35Family,
-    "qwen3_5_moe": Qwen35MoeFamily,
+    "qwen3_5": Qwen3Family,
+    "qwen3_5_moe": Qwen3Family,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Final
 
+from worker.models.backbone import renaming
 from worker.models.model_files import check_safetensors, weight_files
 
 if TYPE_CHECKING:
@@ -49,14 +50,7 @@ def language_classes(folder: Path) -> Any:
             text["model_type"] = LANGUAGE[family]
         text["tie_word_embeddings"] = not has_head
         kind, arguments = utils._get_classes(text)  # noqa: SLF001  # the default of `load_model`
-
-        def make(given: Any) -> Any:
-            model: Any = kind(given)
-            theirs = getattr(model, "sanitize", dict)
-            model.sanitize = lambda weights: theirs(_named(weights))
-            return model
-
-        return make, SimpleNamespace(from_dict=lambda _: arguments.from_dict(text))
+        return renaming(kind, _named), SimpleNamespace(from_dict=lambda _: arguments.from_dict(text))
 
     return classes
 
