@@ -121,11 +121,9 @@ class Parts:
             sync_s=settings.sync_s,
             is_first=lambda: members.is_first,
         )
-        self.erasures = Erasures(self.journal, members.me.boot, ground.copies, settings.sync_s)
+        self.erasures = Erasures(self.journal, members.me.boot, ground.copies)
         remote = ground.store.remote if ground.store is not None else None
-        self.tier_erasures = (
-            None if remote is None else Erasures(self.journal, TIER, remote.eraser, settings.sync_s)
-        )
+        self.tier_erasures = None if remote is None else Erasures(self.journal, TIER, remote.eraser)
         if remote is not None:
             remote.eraser.doubt()
         services = self._services(asides)

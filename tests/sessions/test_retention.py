@@ -925,40 +925,6 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
     assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]
 
 
-async def test_a_note_of_what_to_erase_is_carried_out_although_a_lost_one_had_its_sequence(
-    quiet_wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker says that a note is carried out once a power cut cannot lose it: then it may be away."""
-    monkeypatch.setattr(erasures, "_PERIOD_S", 0.2)
-    w = await quiet_wire(sync_interval="4s")
-    await w.send("s", append("a"))
-    app, tried = w.worker.app, list[str]()
-    tokens = app.device_of_hashes.resident[SessionKey("default", "s")]
-
-    async def erase_marked(tenant: str, _: Any) -> bool:
-        tried.append(tenant)
-        return True
-
-    async def noted(num: int) -> tuple[bool, int]:
-        await app._parts.erasures.note(SessionKey("default", f"other{num}"), tokens, 0, ())
-        await asyncio.sleep(1)
-        note = (await app._parts.retention._journal.erasures(0))[0][-1].seq
-        return (await app._disk.erased_up_to(app._parts.erasures._log)).seq >= note, note
-
-    monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
-    is_said, lost = await noted(1)
-    assert (tried, is_said) == (["default"], False)
-    server.crash()
-    server.jetstream.streams[f"{w.prefix}_log"].lose(lost - 1)
-    server.start()
-    await asyncio.sleep(1)
-    assert await noted(2) == (False, lost)
-    assert len(tried) == 2
-    await asyncio.sleep(6)
-    assert (await app._disk.erased_up_to(app._parts.erasures._log)).seq == lost
-    assert len(tried) == 2
-
-
 async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
