@@ -112,7 +112,7 @@ async def dead_show(client: Client, session: str, request: str, as_json: bool) -
 @tenant_option
 @with_client
 async def dead_retry(client: Client, session: str, request: str, anyway: bool, timeout_s: float) -> None:
-    """Send a dead request again, under a new id; once it is answered its letter is removed.
+    """Send a dead request again, under a new id. Its letter stays, until you drop it.
 
     Exit code 1 if it failed again. Without --anyway it fails if the session has another position by now.
     """

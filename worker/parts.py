@@ -119,9 +119,11 @@ class Parts:
             sync_s=settings.sync_s,
             is_first=lambda: members.is_first,
         )
-        self.erasures = Erasures(self.journal, members.me.boot, ground.copies)
+        self.erasures = Erasures(self.journal, members.me.boot, ground.copies, settings.sync_s)
         remote = ground.store.remote if ground.store is not None else None
-        self.tier_erasures = None if remote is None else Erasures(self.journal, TIER, remote.eraser)
+        self.tier_erasures = (
+            None if remote is None else Erasures(self.journal, TIER, remote.eraser, settings.sync_s)
+        )
         if remote is not None:
             remote.eraser.doubt()
         services = self._services(asides)

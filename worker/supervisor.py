@@ -54,8 +54,6 @@ log = structlog.get_logger()
 
 #: How many models are measured at the same time.
 _AT_ONCE: Final = 2
-#: How often another's NATS server syncs its files, unless configured otherwise.
-_FOREIGN_SYNC: Final = "120s"
 #: The pause between two checks of whether a model is still in use, and the longest one.
 _LOOK_S: Final = 0.5
 _LONG_LOOK_S: Final = 5.0
@@ -146,7 +144,7 @@ class Supervisor:
                 url, options = await self._start(server, stack)
             for model in self._models:
                 if server is None:
-                    model.settings = replace(model.settings, sync_interval=_FOREIGN_SYNC)
+                    model.settings = replace(model.settings, sync_interval=model.settings.nats_sync_interval)
                 self._place(model, directory, stack)
             nc = await connect(
                 url,

@@ -15,7 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.messages import DeadLetter, Failed, Request
+from turnkeep_client.messages import DeadLetter, Request
 from turnkeep_client.session_log import find_request
 from turnkeep_client.subjects import SessionKey
 
@@ -76,17 +76,12 @@ async def find(client: Client, session: str, request: str) -> DeadRequest:
 
 
 async def retry(client: Client, dead: DeadRequest, *, anyway: bool, timeout_s: float) -> Result:
-    """Send a request again, under a new id; remove the old letter if it succeeds, or gets a new dead letter.
+    """Send a request again, under a new id; its letter stays, as a power cut may lose the new one (ADR 0099).
 
-    If the request fails without a new letter, the old one stays. Unless `anyway` is set, the session's
-    position must be the same as when the workers gave the request up.
+    Unless `anyway` is set, the session's position must be the same as when the workers gave the request up.
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")
     position = None if anyway else dead.letter.position
     request = replace(dead.asked, id=f"retry-{uuid4().hex}", expect_position=position)
-    result = await (await client.submit(dead.key, request, timeout_s=timeout_s))
-    again = await letters(client, dead.tenant, dead.session) if isinstance(result, Failed) else []
-    if not isinstance(result, Failed) or any(one.letter.id == request.id for one in again):
-        await client.stored.delete(dead.at)
-    return result
+    return await (await client.submit(dead.key, request, timeout_s=timeout_s))

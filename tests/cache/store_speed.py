@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from collections.abc import Sequence
 
+import cache.kv.arrays  # noqa: F401  # else the first restore imports it, which takes seconds
 from cache.disk.catalog import Catalog
 from cache.disk.encryption import EncryptedCodec
 from cache.disk.folder import Folder

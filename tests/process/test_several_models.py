@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 import sys
@@ -373,3 +374,6 @@ async def test_workers_take_a_server_of_yours_for_one_that_syncs_every_two_minut
     assert alone._models[0].settings.sync_s == 0
     await alone.run()
     assert alone._models[0].settings.sync_s == 120
+    told = Supervisor(dataclasses.replace(settings, nats_sync_interval="always"), {})
+    await told.run()
+    assert told._models[0].settings.sync_s == 0

@@ -50,8 +50,9 @@ class Delivered(SimpleNamespace):
         self.is_terminated = True
 
 
-def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, **journal: Any) -> Any:
-    parts: Any = [None, None, Telemetry(), SimpleNamespace(server="s", **journal)]
+def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = None, **journal: Any) -> Any:
+    names = SimpleNamespace(log="log", consumer="worker")
+    parts: Any = [nc, names, Telemetry(), SimpleNamespace(server="s", **journal)]
     return Intake(
         *parts,
         ack_wait_s=0.03,
@@ -180,18 +181,47 @@ async def test_a_returned_request_counts_as_redelivered_only_if_it_was_redeliver
     ]
 
 
-async def test_a_returned_request_that_is_removed_from_the_log_no_longer_counts_as_returned(
-    monkeypatch: pytest.MonkeyPatch,
+class EmptyServer:
+    """A connection to a server that ends each pull at once: it has nothing to deliver."""
+
+    is_connected = False
+
+    def new_inbox(self) -> str:
+        return "_INBOX.worker"
+
+    async def subscribe(self, _: str, cb: Any) -> Any:
+        self.arrived = cb
+
+        async def unsubscribe() -> None:
+            pass
+
+        return SimpleNamespace(unsubscribe=unsubscribe)
+
+    async def publish(self, _: str, __: bytes, *, reply: str) -> None:
+        await asyncio.sleep(0.005)
+        await self.arrived(SimpleNamespace(subject=reply, headers={"Status": "408"}))
+
+
+@pytest.mark.parametrize("pulls", [True, False])
+async def test_a_returned_request_counts_as_such_until_pulls_bring_it_back_no_more(
+    monkeypatch: pytest.MonkeyPatch, pulls: bool
 ) -> None:
-    """A close removes such requests. If they counted as returned for ever, they would delay all others."""
+    """It has left the log, as by a close. A worker that stops pulls nothing: it may still be delivered."""
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.01)
     monkeypatch.setattr("worker.wire.intake._GONE_S", 0.02)
-    intake = intake_for(0)
+    intake = intake_for(0, nc=EmptyServer())
     await intake.deliver(Delivered("a", 5), lambda _: None)
     assert intake.num_returned == 1
-    keeping = asyncio.create_task(intake.keep_alive())
-    await until(lambda: not intake.num_returned)
-    keeping.cancel()
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(intake.keep_alive())]
+        if pulls:
+            running.append(tasks.create_task(intake.pull(lambda _: asyncio.sleep(0))))
+            await until(lambda: not intake.num_returned)
+        else:
+            await asyncio.sleep(0.1)
+            assert intake.num_returned == 1
+        for task in running:
+            task.cancel()
 
 
 KEY = SessionKey("t", "s")

@@ -276,6 +276,40 @@ async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_
     await until_gone(w, "s", text=b"secret")
 
 
+async def test_a_forgotten_session_that_the_server_fails_to_delete_is_tried_again_and_delays_no_other(
+    quiet_wire: Start, server: Server
+) -> None:
+    """A delete that fails, as on a full disk, has the error code of one that finds no message."""
+    server.faults.undeletable = ".bad."
+    w = await quiet_wire()
+    for name in ("bad", "s"):
+        await w.send(name, append("a", "a secret"))
+        await w.send(name, FORGET)
+    await until_gone(w, "s", text=b"secret")
+    assert b"secret" in b"".join((await bodies(w, "bad"))["in"])
+    server.faults.undeletable = ""
+    await until_gone(w, "bad", text=b"secret")
+
+
+async def test_a_forget_whose_result_comes_an_hour_after_its_note_removes_the_session(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if the log was full for so long, or the worker's clock was ahead."""
+    note_close = Retention.note_close
+
+    async def slowly(keeper: Retention, key: SessionKey, seq: int, *, forget: bool) -> int | None:
+        number = await note_close(keeper, key, seq, forget=forget)
+        await asyncio.sleep(1)
+        return number
+
+    monkeypatch.setattr(Retention, "note_close", slowly)
+    monkeypatch.setattr(retention, "_STALE_S", 0.0)
+    w = await quiet_wire()
+    await w.send("s", append("a", "a secret"))
+    await w.send("s", FORGET)
+    await until_gone(w, "s", text=b"secret")
+
+
 @pytest.mark.parametrize("num_deleted", [0, 1, 2, 4, 8])
 async def test_a_forget_that_a_kill_interrupts_anywhere_is_ended_by_the_next_worker(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
@@ -832,6 +866,9 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
             notes = [StoredMessage(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
             return [note for note in notes if note.seq > after], 0
 
+        async def page(self, *_: Any) -> tuple[list[StoredMessage], int]:
+            return [], 0
+
     async def found(*_: Any) -> retention._Closing:
         result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
         return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
@@ -923,6 +960,40 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
     monkeypatch.setattr(erasures, "time", lambda: later_s)
     await app._parts.erasures._clean()
     assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]
+
+
+async def test_a_note_of_what_to_erase_is_carried_out_although_a_lost_one_had_its_sequence(
+    quiet_wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker says that a note is carried out once a power cut cannot lose it: then it may be away."""
+    monkeypatch.setattr(erasures, "_PERIOD_S", 0.2)
+    w = await quiet_wire(sync_interval="4s")
+    await w.send("s", append("a"))
+    app, tried = w.worker.app, list[str]()
+    tokens = app.device_of_hashes.resident[SessionKey("default", "s")]
+
+    async def erase_marked(tenant: str, _: Any) -> bool:
+        tried.append(tenant)
+        return True
+
+    async def noted(num: int) -> tuple[bool, int]:
+        await app._parts.erasures.note(SessionKey("default", f"other{num}"), tokens, 0, ())
+        await asyncio.sleep(1)
+        note = (await app._parts.retention._journal.erasures(0))[0][-1].seq
+        return (await app._disk.erased_up_to(app._parts.erasures._log)).seq >= note, note
+
+    monkeypatch.setattr(app._disk, "erase_marked", erase_marked)
+    is_said, lost = await noted(1)
+    assert (tried, is_said) == (["default"], False)
+    server.crash()
+    server.jetstream.streams[f"{w.prefix}_log"].lose(lost - 1)
+    server.start()
+    await asyncio.sleep(1)
+    assert await noted(2) == (False, lost)
+    assert len(tried) == 2
+    await asyncio.sleep(6)
+    assert (await app._disk.erased_up_to(app._parts.erasures._log)).seq == lost
+    assert len(tried) == 2
 
 
 async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(

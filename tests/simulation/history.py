@@ -268,7 +268,7 @@ async def _read_anew(history: History) -> None:
     for key in found:
         await reader.process.start(read(key))
     for one in history.supervisors:  # as the next worker of each directory would
-        erasures = Erasures(worker._parts.erasures._journal, "next", one.disk)
+        erasures = Erasures(worker._parts.erasures._journal, "next", one.disk, 0.0)
         await reader.process.start(erasures._look(lambda _: set()))
     worker.stop()
     await running

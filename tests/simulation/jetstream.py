@@ -577,8 +577,8 @@ class JetStream:
         return {"message": message}
 
     def _delete(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        found = self._stream(name).get(request["seq"])
-        if found is None:
+        found, bad = self._stream(name).get(request["seq"]), self._server.faults.undeletable
+        if found is None or (bad and bad in found.subject):
             raise RefusedError({**_NO_MESSAGE, "code": 500, "err_code": 10057})
         self._stream(name).remove(found)
         return {"success": True}

@@ -56,9 +56,9 @@ async def operate(history: History, random: Random) -> None:
 async def _retry(history: History, client: Client, random: Random) -> None:
     for dead in await letters(client, "t"):
         of = client.session(dead.session)
-        await retry(
-            client, await find(client, of.key.session, str(dead.letter.seq)), anyway=True, timeout_s=5.0
-        )
+        found = await find(client, of.key.session, str(dead.letter.seq))
+        await retry(client, found, anyway=True, timeout_s=5.0)
+        await client.stored.delete(found.at)
 
 
 async def _cancel(history: History, client: Client, random: Random) -> None:

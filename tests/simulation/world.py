@@ -95,6 +95,7 @@ class Faults:
     lag_s: float = 0.0
     silent_until_s: float = 0.0  # JetStream answers nothing, and stores nothing
     refusing_until_s: float = 0.0  # requests to JetStream get "no responders"
+    undeletable: str = ""  # deletes of messages with this in their subject fail, as on a full disk
     stalled_until_s: float = 0.0  # published messages are stored after this time
     full_until_s: float = 0.0
     num_torn: int = 0  # the connections of so many readers are lost in the middle of their next batch

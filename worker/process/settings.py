@@ -232,6 +232,11 @@ class Settings:
         "when the worker's own NATS server syncs to disk; a power cut loses later writes."
         " On macOS, where a sync takes 5 to 20 ms, the default is 1s",
     )
+    nats_sync_interval: str = _setting(
+        kinds.word_or("always", "always", kinds.SYNC),
+        "120s",
+        "when a NATS server of yours syncs to disk: the sync_interval of its own configuration",
+    )
     health: kinds.Endpoint | None = _setting(
         kinds.word_or("off", None, kinds.ENDPOINT),
         None,

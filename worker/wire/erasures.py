@@ -19,6 +19,8 @@ from nats.js.errors import APIError
 from cache.names.marks import ErasureNote, ErasureProgress, Marks, digest_of_name
 from worker.process.clock import monotonic, time
 
+from .synced import SyncedEntries
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
@@ -75,12 +77,17 @@ class Copies(Protocol):
 class Erasures:
     """Stores notes about forgotten sessions, and carries out other workers' notes. Event loop only."""
 
-    def __init__(self, journal: Journal, boot: str, copies: Copies | None) -> None:
-        """`boot` is the worker process's, or `TIER`; `copies` is None if it stores no snapshots."""
+    def __init__(self, journal: Journal, boot: str, copies: Copies | None, sync_s: float) -> None:
+        """`boot` is the worker process's, or `TIER`; `copies` is None if it stores no snapshots.
+
+        The NATS server syncs its files every `sync_s` seconds, see `SyncedEntries`.
+        """
         self._journal = journal
+        self._synced = SyncedEntries(journal, sync_s)
         self._boot = boot
         self._copies = copies
-        self._carried_out: set[int] = set()  # only notes behind one that must wait
+        self._carried_out: set[int] = set()  # only notes behind one that must wait, or may be lost
+        self._server = ""  # the server process that has these notes
         self._log = ""
         self._noted: ErasureProgress | None = None  # the only record of it if there are no `copies`
         self._was_put_back = True  # whether the copies may be older than what a note says of them
@@ -123,6 +130,9 @@ class Erasures:
             await sleep(_PERIOD_S)
 
     async def _look(self, let_go: LetGo) -> None:
+        await self._synced.look()
+        if self._server != self._journal.server:  # other notes may have their sequences now
+            self._server, self._carried_out = self._journal.server, set()
         self._log = self._log or await self._journal.log_name()
         noted = await self._copies.erased_up_to(self._log) if self._copies is not None else self._noted
         known = noted or ErasureProgress(self._log, 0, time())
@@ -133,7 +143,8 @@ class Erasures:
         done = await self._carry_out(let_go, known.seq, doubtful)
         if done < known.seq:
             return
-        if self._noted is None or doubtful or done > known.seq or not 0 < time() - known.time_s < _OFTEN_S:
+        is_new = self._noted is None or self._carried_out or done > known.seq
+        if is_new or doubtful or not 0 < time() - known.time_s < _OFTEN_S:
             progress = ErasureProgress(self._log, done, time())
             if self._copies is not None:
                 await self._copies.note_erased(progress)
@@ -163,18 +174,20 @@ class Erasures:
     async def _carry_out(self, let_go: LetGo, known: int, doubtful: frozenset[bytes]) -> int:
         """Carry out the notes after `known`, and those before that concern a `doubtful` mark.
 
-        Returns the sequence up to which all are carried out.
+        Returns the sequence up to which all are carried out, and none can be lost by a power cut.
         """
         more, left, after = 1, 0, 0 if doubtful else known
         while more:
             notes, more = await self._journal.erasures(after)
             for entry in notes:
                 after = entry.seq
-                if after not in self._carried_out:
-                    if await self._erase(let_go, entry, None if after > known else doubtful):
-                        self._carried_out.add(after)
-                    else:
-                        left = left or after
+                is_done = after in self._carried_out or await self._erase(
+                    let_go, entry, None if after > known else doubtful
+                )
+                if is_done:
+                    self._carried_out.add(after)
+                if not is_done or not (after <= known or self._synced.has(after)):
+                    left = left or after
         done = left - 1 if left else max(after, known)
         self._carried_out = {seq for seq in self._carried_out if seq > done}
         return done

@@ -240,7 +240,9 @@ class Intake:
                 headers = message.headers or {}
                 status = headers.get("Status", "")
                 reason = headers.get("Description", "")
-                if status not in _EMPTY and reason not in _FULL:
+                if status in _EMPTY:
+                    self._forget_gone()
+                elif reason not in _FULL:
                     self._fault = f"the server ended the pull: {status} {reason}"
                 self._pull_over.set()
                 return
@@ -250,6 +252,14 @@ class Intake:
             await receive(message)
 
         return arrived
+
+    def _forget_gone(self) -> None:
+        """Forget the returned requests that are late by `_GONE_S`; the server has just had none to deliver.
+
+        A worker that pulls nothing, as while it stops, forgets none: it gets none of them back.
+        """
+        gone_s = current_time() - _GONE_S
+        self._returned = {seq: one for seq, one in self._returned.items() if one.due_s >= gone_s}
 
     def take(self, delivery: Delivery, ring: Ring) -> None:
         """Wake a session for a request whose delivery another worker had: there is none to acknowledge."""
@@ -388,9 +398,6 @@ class Intake:
                     await message.in_progress()
             now_s = current_time()
             self._dues = {tenant: due_s for tenant, due_s in self._dues.items() if due_s > now_s}
-            gone_s = now_s - _GONE_S
-            for seq in [seq for seq, one in self._returned.items() if one.due_s < gone_s]:
-                del self._returned[seq]
 
     async def ack(self, key: SessionKey) -> None:
         """Acknowledge a session's delivery (its anchor): all requests of the session have results.

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from nats.js.errors import APIError
+from nats.js.errors import APIError, NotFoundError
 
 if TYPE_CHECKING:
     from nats.js import JetStreamContext
 
-#: JetStream's error codes if a delete finds no message, the second one if its file has other messages. A read
-#: raises `NotFoundError`, with another code.
+#: JetStream's error codes if a delete finds no message, the second one if its file has other messages. The
+#: first one also stands for all other reasons why a delete fails, such as a full disk.
 _NO_MESSAGE: Final = (10057, 10043)
 
 
@@ -24,5 +24,13 @@ async def overwrite(js: JetStreamContext, stream: str, seq: int) -> None:
     try:
         await js.delete_msg(stream, seq)  # nats-py leaves out `no_erase`
     except APIError as error:
-        if error.err_code not in _NO_MESSAGE:
+        if error.err_code not in _NO_MESSAGE or await _is_there(js, stream, seq):
             raise
+
+
+async def _is_there(js: JetStreamContext, stream: str, seq: int) -> bool:
+    try:
+        await js.get_msg(stream, seq)
+    except NotFoundError:
+        return False
+    return True

@@ -71,7 +71,7 @@ _PERIOD_S: Final = 10.0
 #: Above this share of the log's limit closed sessions are removed early, until the log is below `_RELIEVED`.
 _NEARLY_FULL: Final = 0.9
 _RELIEVED: Final = 0.8
-#: A note without a result after this time belongs to a close that was never carried out.
+#: A note without a result after this time belongs to a close that was never carried out, unless that waits.
 _STALE_S: Final = 3600.0
 #: How long the result of a close stays if it is the session's last. A worker that knows only an older one was
 #: stalled or cut off: the server closes such a connection after about six minutes; its late commits are lost.
@@ -193,7 +193,7 @@ class Retention:
             notes, more = await self._journal.closed(after)
             for note in notes:
                 after = note.seq
-                if not await self._follow(note, at_once=full):
+                if not await self._try_to_follow(note, at_once=full):
                     unfinished = unfinished or note.seq
                 if full:
                     self.num_bytes, _ = await self._journal.end()
@@ -216,10 +216,18 @@ class Retention:
     def _is_due(self, note: StoredMessage) -> bool:
         return self._ttl_s is not None and _age_s(note) >= self._ttl_s
 
+    async def _try_to_follow(self, note: StoredMessage, *, at_once: bool) -> bool:
+        """Carry out a note of a close if it is due; False if it must be read again later."""
+        try:
+            return await self._follow(note, at_once=at_once)
+        except APIError as error:  # the server cannot remove an entry; perhaps it can remove others
+            log.warning("a closed session could not be removed, trying again", seq=note.seq, error=str(error))
+            return False
+
     async def _follow(self, note: StoredMessage, *, at_once: bool) -> bool:
         """Carry out a note of a close if it is due.
 
-        Returns False if the close has no result yet, or one that a power cut may lose.
+        Returns False if the close has no result yet, or one that a power cut may lose. Raises `APIError`.
         """
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
@@ -228,11 +236,12 @@ class Retention:
             return True
         if not self._synced.has(note.seq):  # so its result neither
             return False
+        waits = _age_s(note) < _STALE_S or await self._waits(key, note)
         closed = await self._find_close(key, note.seq)
         if closed is None:
-            if stale := _age_s(note) > _STALE_S:
+            if not waits:
                 await self._journal.delete(note.seq)
-            return stale
+            return not waits
         if not self._synced.has(closed.entry.seq):
             return False
         if closed.forgets:  # without the lock: this may take minutes
@@ -314,6 +323,18 @@ class Retention:
                 found |= {link.seq} if link else set()
                 link = Link.parse(message.before) if message else None
         return found
+
+    async def _waits(self, key: SessionKey, note: StoredMessage) -> bool:
+        """Whether the request of a note's close is in the log, and has no result."""
+        close_seq = note.headers.get(CLOSE_HEADER, "")
+        after = int(close_seq) if close_seq.isdecimal() else 0
+        requests, _ = await self._journal.page(key, "in", after - 1)
+        is_answered, more = not requests or requests[0].seq != after, 1
+        while more and not is_answered:
+            results, more = await self._journal.page(key, "out", after)
+            is_answered = any(answers(entry) == int(close_seq) for entry in results)
+            after = results[-1].seq if results else after
+        return not is_answered
 
     async def _find_close(self, key: SessionKey, note_seq: int) -> _Closing | None:
         """Find the close of a note; None if the close has no result, or if no worker wrote the note.
