@@ -60,7 +60,7 @@ def _exchanges(log: SessionLog) -> tuple[list[ShownExchange], int]:
     position = 0 if log.start == 1 else None
     for one in log.exchanges:
         request, result = one.request, one.result
-        if not one.is_change:
+        if not one.changes_session:
             continue
         match result:
             case Appended(rewritten_from=int(kept)) | Generated(rewritten_from=int(kept)):

@@ -39,7 +39,7 @@ class OpenDirectory:
 
     `identities` are the model identities that have snapshots, with their tokens per block. `noted` are those
     that the catalog lists; if it could not be written, some are missing. `erased` is not certain of snapshots
-    with the marks `doubtful`: the directory may be a copy, or files may have been put back.
+    with the marks `put_back`: they may have come from a copy since, or the directory may be one.
     """
 
     folder: Folder
@@ -48,7 +48,7 @@ class OpenDirectory:
     identities: dict[bytes, int]
     noted: set[bytes]
     erased: list[ErasureProgress]
-    doubtful: frozenset[bytes]
+    put_back: frozenset[bytes]
     rejected: int
     quarantined_bytes: int
     free_bytes: int

@@ -48,7 +48,7 @@ class Eraser:
         self._remote = remote
         self._progress = {one.log: one for one in opened.erased}
         #: Marks of snapshots that an erasure up to `erased_up_to` may concern all the same.
-        self.doubtful = opened.doubtful
+        self.put_back = opened.put_back
         #: When the snapshots that were here at the start were last used, in seconds since 1970.
         self._used_s = opened.index.last_used / 1e6 if opened.index.stored else None
         #: Erasures that are not certain yet (tenant, packed tokens, `shared`): `erase_marked` repeats them,
@@ -149,7 +149,7 @@ class Eraser:
     async def note_erased(self, erased: ErasureProgress) -> None:
         """Store how far this cache has carried out a log's erasures; on disk only after the queued ones."""
         self._progress[erased.log] = erased
-        self.doubtful = frozenset()
+        self.put_back = frozenset()
         self._queue.note_erased(erased)
 
     async def clear(self, timeout_s: float = 5.0) -> bool:

@@ -37,7 +37,7 @@ class TierEraser:
     """
 
     #: No note is carried out again: a tier that was put back says itself what it lacks.
-    doubtful: Final[frozenset[bytes]] = frozenset()
+    put_back: Final[frozenset[bytes]] = frozenset()
 
     def __init__(
         self,

@@ -74,7 +74,7 @@ def fold(logs: Iterable[SessionLog]) -> Recording:
                 left_out["of a newer version"] += 1
             elif isinstance(one.result, Failed):
                 left_out["refused"] += 1
-            elif not one.is_change:
+            elif not one.changes_session:
                 left_out["cancelled before the first token"] += 1
             elif isinstance(one.request, Close) and not found:
                 left_out["of a forgotten session"] += 1

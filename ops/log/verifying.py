@@ -31,7 +31,7 @@ from turnkeep_client.messages import (
     Rewound,
     UnknownResult,
 )
-from turnkeep_client.session_log import is_change, is_failure, read, read_part
+from turnkeep_client.session_log import changes_session, is_failure, read, read_part
 from turnkeep_client.subjects import REFUSED
 
 from .sessions import is_named
@@ -91,7 +91,7 @@ class _Answer(NamedTuple):
     @property
     def changes(self) -> bool:
         """Whether the request changed the session, according to this result."""
-        return is_change(self.result)
+        return changes_session(self.result)
 
     @property
     def is_in_turn(self) -> bool:

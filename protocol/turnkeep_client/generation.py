@@ -163,7 +163,7 @@ class _Chunks:
         return max(0.0, self._poll_at - asyncio.get_running_loop().time())
 
     async def next_chunks(self, *, has_gap: bool) -> list[Chunk]:
-        """Return the chunks that arrived since the last call, and before them those read from the stream."""
+        """Take the chunks that came since the last call: first those that it reads from the stream."""
         found: list[bytes] = []
         if self._epoch != self._wire.epoch or (has_gap and not self.patience_s):
             # The stream may store a chunk a little later than subscribers get it, or may have lost the

@@ -181,7 +181,7 @@ def _since_open(log: SessionLog, end: float) -> _Part:
     changes = [
         one
         for one in log.exchanges
-        if one.answered.seq < end and one.is_change and one.answered.history is not None
+        if one.answered.seq < end and one.changes_session and one.answered.history is not None
         if isinstance(one.result, _CHANGING)
     ]
     opened = (number for number, one in enumerate(changes) if isinstance(one.result, Opened))

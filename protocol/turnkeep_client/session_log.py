@@ -73,9 +73,9 @@ class Exchange(NamedTuple):
         return (self.answered.stored - self.asked.stored).total_seconds()
 
     @property
-    def is_change(self) -> bool:
+    def changes_session(self) -> bool:
         """Whether the request changed the session."""
-        return is_change(self.result)
+        return changes_session(self.result)
 
     @property
     def seed(self) -> int | None:
@@ -128,8 +128,11 @@ class SessionLog(Struct, frozen=True, dict=True):
         return any(BEGAN_HEADER in one.entry.headers for one in self.asked)
 
 
-def is_change(result: Result) -> bool:
-    """Whether a request with this result changed the session; no answer that was cancelled at once did."""
+def changes_session(result: Result) -> bool:
+    """Whether a request with this result changed the session.
+
+    Not if it failed, repeats an earlier one, or asked for an answer and was cancelled before its first token.
+    """
     if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
         return False
     return result.repeat_of is None and not is_failure(result)
@@ -137,7 +140,7 @@ def is_change(result: Result) -> bool:
 
 def last_change(log: SessionLog) -> LoggedResult | None:
     """Return the last result that changed the session; None if this part of the log has none."""
-    return next((one for one in reversed(log.answers) if one.result and is_change(one.result)), None)
+    return next((one for one in reversed(log.answers) if one.result and changes_session(one.result)), None)
 
 
 def is_failure(result: Result) -> bool:
@@ -332,7 +335,7 @@ async def _ends(
         entry = stream.entry(results[key]) if key in results else None
         answered = LoggedResult(entry, decoded(decode_result, entry.body)) if entry else None
         last = answered.result if answered else None
-        changed = answered if last is not None and is_change(last) else None
+        changed = answered if last is not None and changes_session(last) else None
         if last is not None and changed and (key not in asked or last.seq == asked[key].seq):
             return End(answered, (), changed)  # it was answered in its turn, so no earlier request waits
         async with places:

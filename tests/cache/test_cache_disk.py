@@ -185,7 +185,7 @@ async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapsho
     tokens = list(range(8))
     for _ in range(2):
         store = await open_store()
-        assert not store.eraser.doubtful, "the directory knows itself"
+        assert not store.eraser.put_back, "the directory knows itself"
         save_all(store, "a", tokens)
         assert await store.queue.drained(10)
         assert store.kv.find(store.kv.chain("a"), tokens).num_tokens == 8

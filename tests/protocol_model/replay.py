@@ -21,8 +21,8 @@ from tests.simulation.actors import EXPECT_HEADER, SUBJECTS
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Close, Generate, decode_chunk, decode_request, decode_result
+from turnkeep_client.session_log import changes_session
 from worker.process.setting_kinds import TenantLimits
-from worker.sessions.record import changes_nothing
 
 from .model import Chunk, Entry, Memory, Model, Rules, Session, Shared, Worker, last_out
 
@@ -238,7 +238,7 @@ class _Session:
         if result.seq not in self._requests:
             return  # refused names
         request, known = self._requests[result.seq], self._place(fence)
-        if changes_nothing(result) or result.repeat_of is not None:
+        if not changes_session(result):
             self._settled(request, known, w)
         else:
             self._take(w, "commit", request)

@@ -128,7 +128,7 @@ async def test_a_fenced_result_is_not_stored_after_another_task_has_emptied_the_
     async def commit(*_: Any, **__: Any) -> int:
         commits.append(1)
         world.log.add("out", NO_RESULT)
-        log.reset()
+        log.drop_record()
         raise FencedError("the server has restarted")
 
     monkeypatch.setattr(world.log, "commit", commit)
@@ -346,7 +346,7 @@ def given_up(world: World) -> None:
     """Start a worker that no longer tries to read the session's log, since many reads have failed."""
     world.crash()
     world.session.log.num_failures = MANY
-    world.session.log.reset()
+    world.session.log.drop_record()
 
 
 async def again(world: World, request: Any) -> Any:

@@ -357,7 +357,7 @@ async def test_a_backup_that_is_put_back_brings_no_forgotten_kv_to_life(
     assert num_files(worker) == 0
     await worker.stop()
     worker = await local_worker(block_tokens=LONG_BLOCK)
-    assert worker.app._store.eraser.doubtful == frozenset()
+    assert worker.app._store.eraser.put_back == frozenset()
 
 
 async def test_a_copy_of_a_data_directory_has_no_forgotten_kv(local_worker: Callable, tmp_path: Path) -> None:
@@ -408,7 +408,7 @@ async def test_a_directory_that_nobody_has_copied_carries_out_no_note_twice(
     await worker.stop()
     for name in ("one", "two"):
         worker = await local_worker(block_tokens=LONG_BLOCK)
-        assert worker.app._store.eraser.doubtful == frozenset()
+        assert worker.app._store.eraser.put_back == frozenset()
         await worker.client.session(name).append(tokens=[*FORGOTTEN, 5])
         assert (await worker.client.session(name).close(forget=True)).settled
         await worker.app._parts.erasures._look(lambda _: set())

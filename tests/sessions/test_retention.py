@@ -972,7 +972,7 @@ async def test_a_worker_with_an_empty_directory_has_no_note_to_carry_out(
     app, erased, noted = w.worker.app, list[str](), list[ErasureProgress]()
 
     class Copies:
-        doubtful: frozenset[bytes] = frozenset()
+        put_back: frozenset[bytes] = frozenset()
 
         async def erase_marked(self, tenant: str, _: Any) -> bool:
             erased.append(tenant)

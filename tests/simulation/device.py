@@ -142,7 +142,7 @@ class Disk(dict["SessionKey", "Tokens"]):
         self._erased: dict[str, ErasureProgress] = {}
 
     @property
-    def doubtful(self) -> frozenset[bytes]:
+    def put_back(self) -> frozenset[bytes]:
         return frozenset()
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:

@@ -102,9 +102,7 @@ class Members:
         self._is_joined = False
         self._renewed_s = (0.0, 0.0)  # by the monotonic clock, and by the wall clock
         self._misses: dict[str, int] = {}
-        self._doubted: set[str] = set()  # names of workers that did not answer a request
         self._recorded: frozenset[str] = frozenset()  # names that had a record at the last look
-        self._look_soon = Event()
         self._ended: set[str] = set()  # runs of workers that have ended, and may still have a record
         self._server = ""
         self._trusted_s = 0.0  # until then a missing record does not prove that its worker has ended
@@ -326,7 +324,7 @@ class Members:
     async def watch(self) -> None:
         """Find workers that have joined or ended, until cancelled."""
         while True:
-            await self._next_look()
+            await sleep(_CONFIRM_S if any(self._misses.values()) else _WATCH_S)
             try:
                 found = {one.worker: one for one in await self._look()}
             except (APIError, nats.errors.Error, OSError):
@@ -351,8 +349,7 @@ class Members:
         at = bisect(names, self.me.worker)
         neighbours = (names[at:] + names[:at])[:_NUM_NEIGHBOURS]
         silent = {name for name in names if self._misses.get(name) or name not in self._recorded}
-        doubted, self._doubted = self._doubted & {*names}, set()
-        return {*neighbours} | silent | doubted
+        return {*neighbours} | silent
 
     async def _ping(self, names: Iterable[str]) -> bool:
         """Ping workers, all at the same time, and count their misses; return whether one was silent."""
@@ -376,19 +373,6 @@ class Members:
                 with suppress(nats.errors.Error, OSError):
                     await self._nc.publish(self.common_address("gone"), msgspec.json.encode(member))
 
-    def look_now(self, doubted: Member | None = None) -> None:
-        """Make `watch` check the other workers soon, also the one that did not answer a request."""
-        if doubted is not None:
-            self._doubted.add(doubted.worker)
-        self._look_soon.set()
-
-    async def _next_look(self) -> None:
-        await sleep(_CONFIRM_S)
-        if not any(self._misses.values()):
-            with move_on_after(_WATCH_S - _CONFIRM_S):
-                await self._look_soon.wait()
-        self._look_soon = Event()
-
     async def runs(self, boot: str) -> bool:
         """Whether the other worker process `boot` answers a ping, even if it is not known here yet."""
         is_other = boot.isalnum() and boot != self.me.boot
@@ -408,7 +392,6 @@ class Members:
         except nats.errors.NoRespondersError:
             return False
         except (nats.errors.Error, OSError):
-            self.look_now()
             return is_recorded
         return True
 

@@ -238,9 +238,6 @@ class Owners:
         address = self._members.address(member, verb)
         try:
             answer = (await self._nc.request(address, body, timeout=timeout_s, headers=headers)).data
-        except nats.errors.NoRespondersError:
-            self._members.look_now(member)
-            return None
         except (nats.errors.Error, OSError):
             return None
         return None if answer == STOPS else answer

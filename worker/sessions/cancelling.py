@@ -36,7 +36,7 @@ async def cancel(session: ServedSession, request_id: str) -> Cancelled | Failed:
         if pending is None:
             return _no_cancel(request_id, is_answered=False)
         was, waits = "waiting", not record.is_next(pending)
-        pending.cancel()  # before the next await: now the session's task does not begin it
+        pending.cancelled = True  # before the next await: now the session's task does not begin it
         try:
             is_begun = await _is_begun(session, pending)
         except FencedError:  # a worker, perhaps this one, has begun it meanwhile

@@ -28,6 +28,7 @@ from .cancelling import cancel
 from .history import RefusedError, in_words
 from .images import SessionImages
 from .pending import pending_at
+from .results import rewritten_from
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,7 +125,9 @@ class Control:
             return failure(None, "invalid_request", str(error))
         position = extended.history.position
         return Counted(
-            tokens=position - extended.kept, position=position, rewritten_from=extended.rewritten_from
+            tokens=position - extended.kept,
+            position=position,
+            rewritten_from=rewritten_from(history, extended),
         )
 
     async def _info(self, session: ServedSession, request: InfoRequest) -> SessionInfo:

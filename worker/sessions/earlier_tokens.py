@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from turnkeep_client.messages import Append, Close, Failed, Generate
-from worker.wire.written import changes_nothing
+from turnkeep_client.session_log import changes_session
 
 from .history import changed, prefilled_by
 from .record import Record
@@ -55,7 +55,7 @@ class EarlierTokens:
             self.known, self.unknown = [], []
         elif after.tokens.num_common(before) < len(before):
             self.known.append(before)
-        elif isinstance(request, Append | Generate) and changes_nothing(result):
+        elif isinstance(request, Append | Generate) and not changes_session(result):
             if (prefilled := prefilled_by(parts.value)) is not None:
                 self.known.append(changed(before, prefilled))
             elif not isinstance(result, Failed) or result.code in _AFTER_PREFILL:

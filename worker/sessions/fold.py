@@ -187,7 +187,6 @@ class Fold:
         added = ExtendedHistory(
             history=replace(state, model=self.model),
             kept=kept,
-            rewritten_from=kept if kept < history.position else None,
             num_given=num_given,
             num_raw=num_raw,
             warnings=tuple(warnings),
@@ -325,7 +324,7 @@ class Fold:
             answer = spoken(result.text, result.reasoning, result.tool_calls)
         after = replace(history, tokens=tokens, model=result.model)
         return self._after_input(
-            history, request, ExtendedHistory(after, change.kept, None, num_given, change.raw), grids, answer
+            history, request, ExtendedHistory(after, change.kept, num_given, change.raw), grids, answer
         )
 
     def _after_input(

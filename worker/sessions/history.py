@@ -122,7 +122,6 @@ class ExtendedHistory:
 
     history: TokenHistory
     kept: int
-    rewritten_from: int | None
     num_given: int = 0
     num_raw: int = 0
     warnings: tuple[str, ...] = ()

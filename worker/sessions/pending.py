@@ -48,7 +48,7 @@ class PendingRequest:
     parent: Mapping[str, str] = field(default_factory=dict)
     #: Set once the request has a result, or was read again.
     done: Event = field(default_factory=Event)
-    # Written by `cancel`.
+    #: Then it is not begun any more; if it runs, it is to be ended.
     cancelled: bool = False
     # Written by the session, the last two when it begins the request: the sequence of its last known result,
     # and the NATS server process that it was read from.
@@ -66,10 +66,6 @@ class PendingRequest:
         if self.invalid is not None:
             return self.invalid.request_id
         return self.request.id if self.request else None
-
-    def cancel(self) -> None:
-        """Mark the request as cancelled: it is not begun any more, and one that runs is to be ended."""
-        self.cancelled = True
 
     @property
     def began(self) -> datetime:

@@ -25,7 +25,8 @@ from turnkeep_client.messages import (
     UnknownResult,
     decode_asked,
 )
-from worker.wire.written import changes_nothing, written
+from turnkeep_client.session_log import changes_session
+from worker.wire.written import written
 
 from .answered_ids import AnsweredAt, AnsweredIds
 from .attachments import Checkpoint
@@ -191,7 +192,7 @@ class Record:
         fence = entry.headers.get(EXPECT_HEADER, "")
         if self._is_begun and before and fence.isdecimal() and int(fence) > before:
             self._lost_out = self._lost_out or int(fence)
-        self._is_begun = self._is_begun or (result is not None and not changes_nothing(result))
+        self._is_begun = self._is_begun or (result is not None and changes_session(result))
 
     def is_next(self, pending: PendingRequest) -> bool:
         """Whether no earlier request waits for a result; the request itself may not be read yet."""
@@ -254,7 +255,7 @@ class Record:
 
     def _cancel_early(self, pending: PendingRequest) -> None:
         if pending.seq < self._cancelled_before and isinstance(pending.request, Append | Generate):
-            pending.cancel()
+            pending.cancelled = True
 
     def _add_result(self, entry: StoredMessage, result: Result, parts: ResultParts) -> None:
         """Apply a result, and note that its request is answered."""
@@ -265,7 +266,7 @@ class Record:
         request = pending.request if pending else None
         self._num_since_checkpoint += 1
         self._last = (pending, result)
-        changes = result.repeat_of is None and not changes_nothing(result)
+        changes = changes_session(result)
         if changes and isinstance(request, Close):
             self._begin_behind(seq, entry, forgets=request.forget)
         if request is not None and _is_first(result):

@@ -78,6 +78,11 @@ def opened(request: Open, pending: PendingRequest, after: TokenHistory) -> Opene
     )
 
 
+def rewritten_from(before: TokenHistory, extended: ExtendedHistory) -> int | None:
+    """Return from where on an input has changed the session's earlier tokens; None if it has changed none."""
+    return extended.kept if extended.kept < before.position else None
+
+
 def turned(before: TokenHistory, extended: ExtendedHistory, *, holds_answer: bool = False) -> dict[str, Any]:
     """Return a result's fields about input tokens and model; `before` is the history without the input."""
     model = extended.history.model
@@ -88,7 +93,7 @@ def turned(before: TokenHistory, extended: ExtendedHistory, *, holds_answer: boo
         "change": structs.replace(extended.change, holds_answer=holds_answer),
         "model": model,
         "previous_model": previous,
-        "rewritten_from": extended.rewritten_from,
+        "rewritten_from": rewritten_from(before, extended),
     }
 
 

@@ -213,7 +213,7 @@ class ServedSession:
         """Drop the session's state in memory and its KV on the device; the next `run` reads the log again."""
         if self.log.server == self.services.journal.server:  # after a restart the log is mostly the same
             self.services.engine.forget(self.key)
-        self.log.reset()
+        self.log.drop_record()
 
     def stop_active(self) -> None:
         """End the running request as soon as possible."""

@@ -33,12 +33,12 @@ from turnkeep_client.messages import (
     encode_answer,
     encode_repeat,
 )
+from turnkeep_client.session_log import changes_session
 from worker.process.concurrency import in_thread
 from worker.wire.chunks import PublishedChunks
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.journal import TooLargeError
-from worker.wire.written import changes_nothing
 
 from .attachments import SessionAttachments
 from .earlier_tokens import EarlierTokens
@@ -73,7 +73,7 @@ class AnsweredRequest(NamedTuple):
 class FencedLog:
     """Reads and extends one session's log. Event loop only; reads and commits exclude each other.
 
-    `record` is the state read so far. After a `FencedError` it is stale: `reset` it, then read the log again.
+    `record` is the state read so far. After a `FencedError` it is stale: `drop_record`, then read again.
     """
 
     def __init__(self, key: SessionKey, services: Services) -> None:
@@ -165,7 +165,7 @@ class FencedLog:
             try:
                 await self._read_log(record)
             except BaseException:
-                self.reset()  # in a half-read record, answered requests would seem pending
+                self.drop_record()  # in a half-read record, answered requests would seem pending
                 raise
         if record.pending and record.pending[0].seq < self.first_seq:
             self.is_doubted = True  # a new request came before the redelivery of one that may end workers
@@ -236,10 +236,10 @@ class FencedLog:
             return None
         return last[0], last[1]
 
-    def reset(self) -> Record:
-        """Replace the record by an empty one.
+    def drop_record(self) -> None:
+        """Forget what was read: the next `catch_up` reads the log again. Wakes who waits for a request's end.
 
-        After `max_attempts` failures, the next reading finds out no more than answered ids and positions.
+        After `max_attempts` failures, that reading finds out no more than answered ids and positions.
         """
         record, self.record = self.record, Record(self._services.fold)
         if self.num_failures >= self._services.max_attempts:
@@ -251,7 +251,6 @@ class FencedLog:
         self.server = server
         for pending in record.pending:
             pending.done.set()
-        return self.record
 
     async def all_tokens(self) -> list[Tokens]:
         """Return every token sequence of the session that may have KV, to erase it; the present one is last.
@@ -463,7 +462,7 @@ class FencedLog:
                 return repeat, headers
         elif isinstance(result, Opened) and result.parent:
             headers[PARTS_HEADER] = str(await self._attachments.store_base(pending.seq, history))
-        elif changes_nothing(result) and pending.change is not None:  # so that any model can forget it
+        elif not changes_session(result) and pending.change is not None:  # so that any model can forget it
             change = msgspec.json.encode(pending.change)
             headers[PARTS_HEADER] = str(await self._attachments.store(change))
         elif isinstance(result, Appended | Generated) and result.change:

@@ -53,8 +53,11 @@ class Copies(Protocol):
     """
 
     @property
-    def doubtful(self) -> frozenset[bytes]:
-        """Marks of snapshots that notes up to `erased_up_to` may concern, until the next `note_erased`."""
+    def put_back(self) -> frozenset[bytes]:
+        """Marks of snapshots that may have come back after notes on them were carried out, as from a backup.
+
+        Such notes are carried out again; the next `note_erased` ends that.
+        """
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:
         """Erase the copies of a forgotten token sequence; return false if this has to be tried again."""
@@ -129,7 +132,7 @@ class Erasures:
         if time() - known.time_s > _KEPT_S and not await self._drop_all(let_go, known.seq):
             return
         self._was_put_back = self._noted is None or known.seq < self._noted.seq
-        doubtful = self._copies.doubtful if self._copies is not None else frozenset()
+        doubtful = self._copies.put_back if self._copies is not None else frozenset()
         is_empty = noted is None and self._boot != TIER
         done, stored_s = await self._carry_out(let_go, known, doubtful, is_empty=is_empty)
         is_due = self._noted is None or doubtful or not 0 < time() - known.time_s < _OFTEN_S

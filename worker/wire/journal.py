@@ -56,7 +56,10 @@ class TooLargeError(Exception):
 
 
 class Queue(NamedTuple):
-    """A session's requests on `in`: the first ones, which have results, and whether another one has none."""
+    """What is left of a session on `in`: requests that have results already, then perhaps one that has none.
+
+    `answered` has the sequences of the former, which may leave the log; `is_waiting` tells of the latter.
+    """
 
     key: SessionKey
     answered: list[int]
@@ -236,10 +239,9 @@ class Journal:
         return state.bytes, state.last_seq
 
     async def queues(self, counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:
-        """Read the requests that are left on `in`, of all sessions.
+        """Read what is left on `in`, of all sessions; a request whose result does not `counts` has none.
 
-        Leaves out the results whose sequences do not count. The server names the first 100,000 sessions only.
-        Raises nats-py's errors.
+        The server names the first 100,000 sessions only. Raises nats-py's errors.
         """
         info = await self._js.stream_info(
             self._subjects.log_stream, subjects_filter=self._subjects.every("in")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import HISTORY_HEADER
-from turnkeep_client.messages import Failed, Generated, UnknownResult, decode_asked, decode_result
+from turnkeep_client.messages import decode_asked, decode_result
+from turnkeep_client.session_log import changes_session, is_failure
 
 if TYPE_CHECKING:
     from turnkeep_client.messages import Result
@@ -27,23 +28,10 @@ def written(entry: StoredMessage) -> Result | None:
         return None
     if not is_failure(result) and HISTORY_HEADER not in entry.headers:
         return None
-    needs_request = result.repeat_of is None and not changes_nothing(result)
-    return result if not needs_request or decode_asked(entry.body) is not None else None
+    return result if not changes_session(result) or decode_asked(entry.body) is not None else None
 
 
 def answers(entry: StoredMessage) -> int:
     """Return the sequence of the request that an `out` entry answers; 0 if the entry is not a result."""
     result = written(entry)
     return (result.seq or 0) if result else 0
-
-
-def changes_nothing(result: Result) -> bool:
-    """Whether a result leaves the session as it was."""
-    if isinstance(result, Generated):
-        return not result.tokens and result.finish_reason == "cancelled"
-    return is_failure(result)
-
-
-def is_failure(result: Result) -> bool:
-    """Whether a result is `failed`, maybe in a form that this version does not know."""
-    return isinstance(result, Failed) or (isinstance(result, UnknownResult) and result.type == "failed")
