@@ -232,6 +232,7 @@ def _check_result(
     if log.is_beyond and isinstance(result, Closed) and result.repeat_of is None:
         log.state, log.closed, log.forgotten = FOLD.closed(log.state), message, _EMPTY
         log.is_beyond = False  # a session that cannot be continued was removed; it may begin anew
+        _free_ids(log, result)
         return
     if log.is_beyond:  # then only the number of results can be checked
         return
@@ -253,9 +254,7 @@ def _check_result(
         not was_asked or request.id in log.firsts
     ):  # otherwise the first result was removed, perhaps meanwhile
         yield from _check_repeat(seq, request, result, log.firsts)
-    if isinstance(result, Closed) and result.forgotten is not None and result.repeat_of is None:
-        log.firsts.clear()  # its ids are free again, before all of its entries are removed
-        log.records.clear()
+    _free_ids(log, result)
     if not _is_known(result):
         log.firsts.setdefault(request.id, (seq, request, result))
         log.records.setdefault(request.id, message)
@@ -281,6 +280,13 @@ def _check_result(
         yield f"{request.id} at {seq} has a digest of other tokens"
     if _changes(result):
         log.vouched = digest or ""
+
+
+def _free_ids(log: Logged, result: Result) -> None:
+    """Forget the ids of a session that `result` forgets: they are free before all its entries are removed."""
+    if isinstance(result, Closed) and result.forgotten is not None and result.repeat_of is None:
+        log.firsts.clear()
+        log.records.clear()
 
 
 def is_imported(asked: Message) -> bool:

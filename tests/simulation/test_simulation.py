@@ -306,6 +306,12 @@ def test_the_simulated_histories_that_have_failed_before_pass() -> None:
     assert "10 histories" in said
 
 
+def test_ids_are_free_again_once_a_session_is_forgotten_that_a_newer_worker_has_answered() -> None:
+    plan = {"kinds": ("newer worker",), "num_faults": 5, "num_requests": 9, "num_clients": 3}
+    plan |= {"num_visitors": 0, "num_sessions": 1, "sync_s": 0.0, "num_workers": 1}
+    assert history.simulate(77, favoured=plan | {"weights": (10, 30, 10, 20, 5, 0)}).wrong == []
+
+
 def test_the_end_of_a_simulation_closes_coroutines_of_tasks_that_have_not_started() -> None:
     """Otherwise Python warns for each killed worker that a coroutine was never awaited."""
 
