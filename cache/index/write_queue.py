@@ -80,6 +80,8 @@ class WriteQueue:
         self.queue_bytes = queue_bytes
         #: Whether the store closes: then no further snapshot is accepted.
         self.is_closing = False
+        #: Bytes of snapshots that the caller has in memory and will save later; they take room in the queue.
+        self.announced_bytes = 0
         #: Bytes of files that are no longer in the index, but still on disk.
         self.unlinking_bytes = 0
         #: Free bytes of the file system and bytes in quarantine, measured after each job, so that the event
@@ -112,7 +114,8 @@ class WriteQueue:
 
     def vacant_bytes(self) -> int:
         """Return how many bytes the queue accepts now. Safe on any thread: reads plain integers."""
-        return 0 if self.paused else max(0, self.queue_bytes - self.counts.in_flight_bytes)
+        taken_bytes = self.counts.in_flight_bytes + self.announced_bytes
+        return 0 if self.paused else max(0, self.queue_bytes - taken_bytes)
 
     def spare_bytes(self) -> int:
         """Return how many bytes of snapshots that were lost the queue accepts again now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import threading
 import time
@@ -14,12 +15,13 @@ from unittest.mock import Mock
 
 import pytest
 from engine_process import Process, open_process
-from tiny_models import BLOCK, key
+from tiny_models import BLOCK, answer, key
 
 from cache.disk import format as snapshot_format
 from cache.index import write_queue as writer
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
+from turnkeep_client.messages import Chunk
 from worker.device.request import TurnRequest
 from worker.device.turn import Starvation
 from worker.engine.kv_on_device import KvOnDevice
@@ -89,6 +91,46 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
         found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
         assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
         assert len(again) == 4
+
+
+@pytest.mark.parametrize("kind", ["llama", "mamba2"])
+@pytest.mark.parametrize("end", ["published", "fenced", "starved"])
+async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
+    kind: str, end: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+) -> None:
+    growing, goes_on = answer(4 * BLOCK), asyncio.Event()
+
+    async def publish(chunk: Chunk) -> None:
+        if chunk.i:
+            await goes_on.wait()
+            if end == "fenced":
+                raise ZeroDivisionError
+
+    async with open_process(make_model(kind), tmp_path / "kv", trials=trials) as process:
+        engine, store = process.engine, process.store
+        saving = asyncio.create_task(engine.save())
+        asked = TurnRequest(key("s"), as_tokens(PROMPT), answer=growing)
+        running = asyncio.create_task(engine.run(asked, lambda: False, publish))
+        while key("s") not in engine._kv_on_device.sessions():  # noqa: ASYNC110  # it has drawn all
+            await asyncio.sleep(0.01)
+        await quiet(process)
+        whole = asked.tokens(len(PROMPT) + 4 * BLOCK - 1)
+        chain = store.kv.chain(key("s").tenant, of=whole)
+        assert 0 < store.kv.find(chain, whole).num_tokens <= len(PROMPT)
+        assert store.queue.vacant_bytes() < store.queue.queue_bytes
+        if end == "starved":
+            engine._handle_event(Starvation())
+            assert store.queue.vacant_bytes() == store.queue.queue_bytes
+        goes_on.set()
+        if end == "published":
+            saving.cancel()  # nothing is left for it
+        with contextlib.suppress(ZeroDivisionError):
+            await running
+        await quiet(process)
+        assert (store.kv.find(chain, whole).num_tokens == len(whole)) == (end != "fenced")
+        assert engine.live_bytes(key("s"), whole) == 0 or end != "fenced"
+        assert store.queue.vacant_bytes() == store.queue.queue_bytes
+        saving.cancel()
 
 
 def test_an_idle_session_whose_kv_is_all_stored_is_looked_at_only_once() -> None:

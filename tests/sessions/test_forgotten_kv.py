@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.js import JetStreamContext
 from parts import BLOCK
 from test_forks import conversation, said, settled
 
@@ -19,9 +20,10 @@ from cache.names.tokens import as_tokens, pack
 from ops.log.ending import end
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Closed
+from turnkeep_client.messages import Closed, decode_chunk
 from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
+from worker import app
 from worker.sessions import record
 from worker.sessions.record import Record, ResultParts
 from worker.sessions.session_log import FencedLog
@@ -138,6 +140,38 @@ async def test_forgetting_a_session_keeps_snapshots_that_an_unrelated_session_sh
     await worker.stop()
     worker = await local_worker(model=str(endless_model))
     assert await cached(worker.client.session("another")) == 69, "all but its last token"
+
+
+async def test_no_snapshot_is_left_of_tokens_that_a_worker_drew_while_nats_was_away(
+    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker stops meanwhile, and the answer expires before another one could publish more of it."""
+    worker, publish = await local_worker(model=str(endless_model)), JetStreamContext.publish
+    monkeypatch.setattr(app, "_STOP_S", 0.5)
+
+    async def hangs(js: Any, subject: str, body: bytes, **options: Any) -> Any:
+        if ".chunk." in subject and decode_chunk(body).i:
+            await asyncio.Event().wait()
+        return await publish(js, subject, body, **options)
+
+    await worker.client.session("other").open()
+    session = worker.client.session("ahead")
+    with monkeypatch.context() as patch:
+        patch.setattr(JetStreamContext, "publish", hangs)
+        generation = session.generate(tokens=SECRET, max_tokens=9 * BLOCK, deadline_s=6.0)
+        await generation.send()
+        async with asyncio.timeout(5):
+            is_far = False
+            while not is_far:
+                at = (await session.info()).progress
+                is_far = at is not None and at.generated_tokens >= 6 * BLOCK
+                await asyncio.sleep(0.05)
+        await worker.stop()
+    await asyncio.sleep(6.0)
+    worker = await local_worker(model=str(endless_model))
+    (closed,) = await forget(worker.client.session("ahead"))
+    assert closed.position < len(SECRET) + BLOCK
+    assert (await settled(worker.client.session("other"))).snapshots.stored == 0
 
 
 async def test_forgetting_a_fork_erases_snapshots_that_only_its_closed_parent_shares(

@@ -165,6 +165,7 @@ class Engine(EnginePort):
             place(monotonic(), request.priority, request.max_new),
             request=request,
             num_most=len(request.context) + request.max_new,
+            num_logged=len(request.context),
             cancelled=cancelled,
             phases=[] if phases is None else phases,
         )
@@ -240,6 +241,7 @@ class Engine(EnginePort):
             run.is_forgotten |= run.key == key
         if self._saving is not None:
             self._saving.discard(key)
+            self._saving.save_logged()
         if self._kv_on_device.pop(key):
             self._device.drop(key)
         self._grants.decide()
@@ -311,8 +313,8 @@ class Engine(EnginePort):
                 self._saving.save(event, self._turns.get(turn))
             case CopiedSession(turn) if self._saving is not None:
                 self._saving.end_copy(turn)
-            case Starvation() if self._store is not None:
-                self._store.queue.free_memory()
+            case Starvation() if self._saving is not None:
+                self._saving.free_memory()
 
     def _sampled(self, event: SampledToken) -> None:
         run, request = self._turns[event.turn], event.turn.request
@@ -399,7 +401,12 @@ class Engine(EnginePort):
             async with task_group() as reads:
                 if snapshots is not None or turn.request.context.spans:
                     reads.start_soon(self._serve, run, snapshots, reads)
-                end = await self._follow(run, turn, publish)
+                try:
+                    end = await self._follow(run, turn, publish)
+                except BaseException:
+                    if self._saving is not None and run.request.draws and run.request.policy.has_snapshots:
+                        self.forget(run.key)  # else KV of tokens that the log lacks would be saved
+                    raise
                 reads.cancel_scope.cancel()
         return self._settled(run, end)
 
@@ -420,6 +427,9 @@ class Engine(EnginePort):
                 run.first_token_s = run.first_token_s or monotonic()
                 if publish is not None:
                     await publish(joined(chunks))
+                run.num_logged += len(chunks)
+                if self._saving is not None:
+                    self._saving.save_logged()
             end = events[-1]
             if not isinstance(end, SampledToken):
                 run.phases += on_device(turn.request, end.cost, submitted_s, drawn_s)

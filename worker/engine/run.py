@@ -47,6 +47,7 @@ class Run(Claim):
 
     request: TurnRequest
     num_most: int
+    num_logged: int  # tokens that the log has: the context, and of the answer what is published
     cancelled: Callable[[], bool]
     phases: list[Phase]
     num_asked: int = 0

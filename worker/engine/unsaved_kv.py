@@ -4,6 +4,9 @@ Blocks are copied once they are full, and the tail (the last, partial block) whe
 no room, or was not written, is copied while its session is idle, and when the worker stops. An idle session's
 KV that is only on the device would be lost if the process ended.
 
+A snapshot is saved only of tokens that the log has: otherwise no session might have these tokens, and no
+`forget` would erase them. An answer's snapshots wait until its tokens are published.
+
 The device thread copies (`cutter`); this module asks the index, on the event loop.
 """
 
@@ -64,14 +67,23 @@ class UnsavedKv:
         self._lacking: dict[SessionKey, float] = {}
         #: The turn that stands for an idle session while the device copies its `spans`. It never runs.
         self._copied: DeviceTurn | None = None
+        #: Snapshots, in order, some of whose tokens the log does not have yet, each with the run of its turn.
+        self._early: list[tuple[SnapshotCut, Run]] = []
         self._changed = asyncio.Event()
         store.listen(self._lost)
 
     def save(self, cut: SnapshotCut, run: Run | None) -> None:
-        """Queue a snapshot in the store; `run` is the run of its turn, None for an idle session."""
+        """Queue a snapshot in the store once the log has its tokens.
+
+        `run` is the run of its turn, None for an idle session.
+        """
         if run.is_forgotten if run is not None else cut.turn is not self._copied:
             return  # the session may have been erased
         if not cut.turn.request.policy.has_snapshots:
+            return
+        if run is not None and cut.span.end > run.num_logged:
+            self._early.append((cut, run))
+            self._store.queue.announced_bytes += sum(tensor.data.nbytes for tensor in cut.tensors)
             return
         request, chain = cut.turn.request, cut.turn.plan.chain
         try:
@@ -82,6 +94,21 @@ class UnsavedKv:
         except Exception:
             # An exception would skip the next event of the step, which may be the turn's end.
             log.exception("a snapshot was not saved", session=str(request.key))
+
+    def save_logged(self) -> None:
+        """Save the snapshots whose tokens the log has by now; drop those of forgotten sessions."""
+        for cut, run in self._take_early():
+            self.save(cut, run)
+
+    def free_memory(self) -> None:
+        """Drop the snapshots that wait for the disk or the log, to free their memory on the device."""
+        self._store.queue.free_memory()
+        self._store.queue.drop("memory", len(self._take_early()))
+
+    def _take_early(self) -> list[tuple[SnapshotCut, Run]]:
+        early, self._early = self._early, []
+        self._store.queue.announced_bytes = 0
+        return early
 
     def end_turn(self, key: SessionKey, num_uncut: int) -> None:
         """Note a session whose turn has ended if the index lacks some of its KV.
