@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import itertools
+import shutil
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib import import_module
@@ -31,6 +34,7 @@ from worker.batch.image_rows import ImageRows
 from worker.batch.rows import Embedding, PrefillPiece
 from worker.device import vision
 from worker.device.request import TurnRequest
+from worker.device.runner import Runner
 from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
 from worker.models import model
 from worker.models.model import LoadedModel
@@ -717,3 +721,42 @@ async def test_a_turn_whose_image_another_one_has_shown_still_gets_its_next_one(
         await run(process, tokens[0], 6, read, name="fast")
         is_over.set()
         assert (await asyncio.wait_for(other, 20))[1] == seen.answer(tokens[1], (image, later), 6)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "most_each"), [("smolvlm", 0), ("lfm2_vl", 0), ("qwen2_vl", 120), ("gemma4", 0)]
+)
+async def test_text_costs_a_model_that_sees_as_much_python_as_one_that_does_not(
+    seeing, open_process, tmp_path, monkeypatch, kind, most_each
+) -> None:
+    """Both run the same operations of MLX; bytecodes are the rest, and equal on a busy machine, too.
+
+    `most_each`: so many more may run for each layer and step; 100 take some 3 microseconds.
+    """
+    seen, num, steps = seeing(kind), Counter[str](), 16
+    blind = shutil.copytree(seen.folder, tmp_path / "blind")
+    (blind / "preprocessor_config.json").unlink()
+
+    def traced(frame: Any, event: str, _: Any) -> Any:
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        num[name] += event == "opcode"
+        return traced
+
+    def step(runner: Runner, **options: Any) -> float:
+        sys.settrace(traced)
+        try:
+            return plain(runner, **options)
+        finally:
+            sys.settrace(None)
+
+    plain = Runner.step
+    for name, folder in (("sees", seen.folder), ("blind", blind)):
+        loaded = model.load(folder, dtype="float32")
+        assert isinstance(loaded.vision_model, str) == (name == "blind")
+        async with open_process(seen._replace(folder=folder), name, max_draft=0) as process:
+            await run(process, as_tokens(range(97, 117)), steps, None, name="first")
+            with monkeypatch.context() as patched:
+                patched.setattr(Runner, "step", step)
+                await run(process, as_tokens(range(80, 100)), steps, None)
+    num_layers = len(seen.loaded.model.layers)
+    assert num["sees"] <= 1.01 * num["blind"] + most_each * num_layers * steps
