@@ -203,11 +203,11 @@ class Fold:
         Raises `TemplateError` if the images of its messages are not where they belong.
         """
         kept, image_processor = tokens[: addition.keep], self._tokenizer.image_processor
-        images = conversation.images[sum(span.start >= conversation.base for span in kept.spans) :]
-        if image_processor is None or not images:
+        if image_processor is None:
             return kept + addition.tokens
+        images = conversation.images[sum(span.start >= conversation.base for span in kept.spans) :]
         try:
-            return kept + image_processor.found(addition.tokens, images)
+            return kept + (image_processor.found(addition.tokens, images) if images else addition.tokens)
         except ImageError as error:
             raise TemplateError(str(error)) from None
 

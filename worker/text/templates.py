@@ -168,11 +168,11 @@ class Conversation(Segments):
             tools=ready["tools"],
             variables=ready["variables"],
         )
-        grids = [tuple(grid or ()) for one in messages for _, grid in images_in(one.get("content"))]
-        if not grids or self.tokenizer.image_processor is None:
+        if (image_processor := self.tokenizer.image_processor) is None:
             return text
+        grids = [tuple(grid or ()) for one in messages for _, grid in images_in(one.get("content"))]
         try:
-            return self.tokenizer.image_processor.written(text, grids)
+            return image_processor.written(text, grids) if grids else text
         except ImageError as error:
             raise TemplateError(str(error)) from None
 
