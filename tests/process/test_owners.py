@@ -224,11 +224,13 @@ def owners_of(me: Member, others: list[Member], out: dict[str, str], forks: dict
         made = out.get(key.session)
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={made}"}) if made else None
 
-    async def first(key: SessionKey) -> Any:
+    async def first(key: SessionKey, kind: str) -> Any:
+        if kind == "out":
+            return None
         body: dict[str, Any] = {"type": "open", "id": "o"}
         if (parent := forks.get(key.session)) is not None:
             body["from"] = {"session": parent}
-        return SimpleNamespace(kind="in", body=json.dumps(body).encode())
+        return SimpleNamespace(body=json.dumps(body).encode())
 
     journal: Any = SimpleNamespace(last=last, first=first)
     members: Any = SimpleNamespace(me=me, others={one.worker: one for one in others})
@@ -290,7 +292,7 @@ async def test_a_stopping_worker_leaves_a_delivery_that_is_passed_on_to_it_to_it
     stored, accepted = datetime.now(UTC), list[Any]()
 
     async def entry(seq: int) -> StoredMessage:
-        return StoredMessage(seq, "in", stored, b"", {})
+        return StoredMessage(seq, stored, b"", {})
 
     async def deliver_late(message: Msg, *_: Any) -> None:
         accepted.append(message)

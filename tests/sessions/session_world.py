@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import blake2b
 from types import SimpleNamespace
@@ -86,23 +86,30 @@ class AnswerChunks:
         return PublishedChunks(self.stored)
 
 
+@dataclass(frozen=True, slots=True)
+class LogEntry(StoredMessage):
+    """An entry of `Log`, with the kind of its subject."""
+
+    kind: str
+
+
 class Log:
     """The journal, which reads and writes the log, on a list in memory."""
 
     server = "one"
 
     def __init__(self) -> None:
-        self.entries: list[StoredMessage] = []
+        self.entries: list[LogEntry] = []
         self.asked: list[int] = []  # the sequences of all requests
         self.chunks = AnswerChunks()
         self.notes: list[bytes] = []
 
     def add(self, kind: Any, body: bytes, headers: dict[str, str] | None = None) -> int:
         self.asked += [len(self.entries) + 1] if kind == "in" else []
-        self.entries.append(StoredMessage(len(self.entries) + 1, kind, STORED, body, headers or {}))
+        self.entries.append(LogEntry(len(self.entries) + 1, STORED, body, headers or {}, kind))
         return len(self.entries)
 
-    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[StoredMessage], int]:
+    async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[LogEntry], int]:
         found = [entry for entry in self.entries if entry.kind == kind and entry.seq > after]
         return found[:PAGE], len(found[PAGE:])
 
@@ -117,7 +124,7 @@ class Log:
 
     async def last(self, _: SessionKey, kind: str) -> StoredMessage | None:
         if kind == "attempt":
-            return StoredMessage(1, "out", STORED, self.notes[-1], {}) if self.notes else None
+            return StoredMessage(1, STORED, self.notes[-1], {}) if self.notes else None
         return next((entry for entry in reversed(self.entries) if entry.kind == kind), None)
 
     async def is_there(self, _: int) -> bool:
@@ -457,18 +464,13 @@ async def live(world: World, operations: list[tuple[str, Any]]) -> None:
     assert sorted(result.seq for result in world.results) == world.log.asked, "each has exactly one result"
 
 
-def tampered(entries: list[StoredMessage], index: int, **fields: Any) -> list[StoredMessage]:
+def tampered(entries: list[LogEntry], index: int, **fields: Any) -> list[LogEntry]:
     """Change fields of the `index`-th result; `headers` are merged."""
     outs = [entry for entry in entries if entry.kind == "out"]
     changed = dict(fields)
     if "headers" in changed:
         changed["headers"] = {**outs[index].headers, **changed["headers"]}
-    return [
-        StoredMessage(**{**{name: getattr(entry, name) for name in StoredMessage.__slots__}, **changed})
-        if entry is outs[index]
-        else entry
-        for entry in entries
-    ]
+    return [replace(entry, **changed) if entry is outs[index] else entry for entry in entries]
 
 
 #: How many results come between two checkpoints under `make_often`.

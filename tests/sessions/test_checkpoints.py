@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from raw_wire import Start
-from session_world import EVERY, OPERATIONS, World, assert_same, live, make_often, nothing
+from session_world import EVERY, OPERATIONS, LogEntry, World, assert_same, live, make_often, nothing
 
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import pack
@@ -30,7 +30,6 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments, record
 from worker.sessions.attachments import _Body
 from worker.sessions.session import ServedSession
-from worker.wire.consistent_reads import StoredMessage
 from worker.wire.written import answers
 
 WINDOW = Policy(2, 40)
@@ -65,11 +64,11 @@ async def opened(world: World) -> ServedSession:
     return await world.refolded()
 
 
-def checkpoints(world: World) -> list[StoredMessage]:
+def checkpoints(world: World) -> list[LogEntry]:
     return [entry for entry in world.log.entries if entry.kind == "checkpoint"]
 
 
-def is_first(checkpoint: StoredMessage) -> bool:
+def is_first(checkpoint: LogEntry) -> bool:
     """Say whether a message of the subject `checkpoint` is the first one of its value."""
     return "before" not in json.loads(checkpoint.body)
 
@@ -123,7 +122,7 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     read: list[int] = []
     page = world.log.page
 
-    async def counting(*arguments: Any, **more: Any) -> tuple[list[StoredMessage], bool]:
+    async def counting(*arguments: Any, **more: Any) -> tuple[list[LogEntry], bool]:
         entries, is_more = await page(*arguments, **more)
         read.extend(entry.seq for entry in entries)
         return entries, is_more

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given
-from session_world import NO_RESULT, OPERATIONS, STORED, World, live, tampered
+from session_world import NO_RESULT, OPERATIONS, STORED, LogEntry, World, live, tampered
 
 from cache.names.tokens import as_tokens
 from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER
@@ -32,7 +32,6 @@ from turnkeep_client.messages import (
 from worker.sessions import answered_ids
 from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
-from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 
 
@@ -211,7 +210,7 @@ async def test_a_result_that_the_log_rejects_is_not_counted_as_a_failed_attempt(
     assert not world.log.notes
 
 
-async def diverged(world: World, entries: list[StoredMessage]) -> str:
+async def diverged(world: World, entries: list[LogEntry]) -> str:
     """Read the session from these entries; return the message with which it refuses a new request."""
     world.log.entries = entries
     world.crash()
@@ -276,7 +275,7 @@ async def test_a_logged_result_with_an_invalid_change_field_stops_the_session(
     assert why in await diverged(world, entries)
 
 
-def without(entries: list[StoredMessage], *seqs: int) -> list[StoredMessage]:
+def without(entries: list[LogEntry], *seqs: int) -> list[LogEntry]:
     """Return the entries as if the log had removed those at these sequences."""
     gone: Any = "gone"
     return [replace(entry, kind=gone, body=b"") if entry.seq in seqs else entry for entry in entries]

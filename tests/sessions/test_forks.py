@@ -132,8 +132,8 @@ async def test_a_fork_has_the_parents_last_turn_even_if_a_replica_lags_behind(
     await worker.stop()
     batch, left = ConsistentReads._direct_batch, {"in": 2, "out": 2}
 
-    async def lagging(self: ConsistentReads, stream: str, subject: str, after: int) -> Any:
-        entries, num_more = await batch(self, stream, subject, after)
+    async def lagging(self: ConsistentReads, subject: str, after: int) -> Any:
+        entries, num_more = await batch(self, subject, after)
         *_, session, kind = subject.split(".")
         if session == "parent" and left.get(kind) and not after:
             left[kind] -= 1

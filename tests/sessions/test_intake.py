@@ -277,10 +277,10 @@ class Cluster:
 
     async def last(self, _: SessionKey, kind: str) -> Any:
         if kind == "in":
-            return StoredMessage(7, "in", datetime.now(UTC), b"", {})
+            return StoredMessage(7, datetime.now(UTC), b"", {})
         return SimpleNamespace(headers={BUILD_HEADER: f"worker={self.home}"}) if self.home else None
 
-    async def first(self, _: Any) -> None:
+    async def first(self, *_: Any) -> None:
         return None
 
     async def _ask(self, member: Member, verb: str, body: bytes, *_: Any) -> bytes:

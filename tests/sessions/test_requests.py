@@ -93,10 +93,10 @@ async def test_a_request_that_a_lagging_replica_does_not_have_yet_can_be_cancell
     waiting = await w.publish("s", generate("w", text="eee"))
     batch, left = ConsistentReads._direct_batch, 3
 
-    async def lagging(self: ConsistentReads, stream: str, subject: str, after: int) -> Any:
+    async def lagging(self: ConsistentReads, subject: str, after: int) -> Any:
         nonlocal left
         left -= subject.endswith(".in")
-        return ([], 0) if left > 0 and subject.endswith(".in") else await batch(self, stream, subject, after)
+        return ([], 0) if left > 0 and subject.endswith(".in") else await batch(self, subject, after)
 
     monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
     monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
@@ -132,10 +132,10 @@ async def test_info_and_count_include_the_last_result_even_if_a_replica_lags_beh
     await worker.stop()
     batch, left = ConsistentReads._direct_batch, 0
 
-    async def lagging(self: ConsistentReads, stream: str, subject: str, after: int) -> Any:
+    async def lagging(self: ConsistentReads, subject: str, after: int) -> Any:
         nonlocal left
         is_of_log = subject.endswith(".s.out") or (subject.endswith(".s.in") and hidden != "results")
-        entries, num_more = await batch(self, stream, subject, after)
+        entries, num_more = await batch(self, subject, after)
         if not (is_of_log and entries and left):
             return entries, num_more
         left -= 1

@@ -205,7 +205,7 @@ async def test_a_note_of_what_to_erase_is_carried_out_that_has_the_sequence_of_a
 async def test_a_returned_request_that_is_never_redelivered_is_found_by_a_later_search() -> None:
     """Another worker may have received it, and crashed after the first search."""
     key, rung = SessionKey("t", "s"), list[int]()
-    entry = StoredMessage(5, "in", datetime.now(UTC), b"", {})
+    entry = StoredMessage(5, datetime.now(UTC), b"", {})
     returned = [True, False]
 
     class Log:
@@ -240,7 +240,7 @@ async def test_a_search_for_undelivered_requests_wakes_only_what_it_finds_twice_
         return [key]
 
     async def last(*_: Any) -> StoredMessage:
-        return StoredMessage(next(found), "in", datetime.now(UTC), b"", {})
+        return StoredMessage(next(found), datetime.now(UTC), b"", {})
 
     async def wake(delivery: Delivery) -> None:
         rung.append(delivery.seq)

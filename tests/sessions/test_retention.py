@@ -784,7 +784,7 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
 
     class Log:
         async def page(self, _: SessionKey, kind: str, __: int) -> tuple[list[StoredMessage], int]:
-            asked = StoredMessage(5, "in", datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
+            asked = StoredMessage(5, datetime.now(UTC), encode(Append(id="r", text="unanswered")), {})
             return ([asked] * waiting[0], waiting[1]) if kind == "in" else ([], 0)
 
         async def last_seq(self, *_: Any) -> int:
@@ -796,9 +796,9 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
         async def delete(self, seq: int) -> None:
             removed.append(seq)
 
-    result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
+    result = StoredMessage(6, datetime.now(UTC), b"", {})
     closed = retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=False)
-    note = StoredMessage(3, "out", datetime.now(UTC), b"", {})
+    note = StoredMessage(3, datetime.now(UTC), b"", {})
     await Retention(Log(), closed_ttl_s=0, max_bytes=1, sync_s=0)._remove(SessionKey("t", "s"), note, closed)  # type: ignore[arg-type]
     assert removed == removed_below
 
@@ -809,7 +809,7 @@ async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_re
     asked = Asked(stored=now, request=msgspec.Raw(encode(Close(id="c", forget=True))))
     closed = encode_answer(Closed(id="c", seq=4, position=0), asked)
     told = [encode(failure("r", "expired", "cancelled", seq=5)), closed]
-    entries = [StoredMessage(6 + n, "out", now, body, {}) for n, body in enumerate(told)]
+    entries = [StoredMessage(6 + n, now, body, {}) for n, body in enumerate(told)]
 
     class Log:
         async def page(self, *_: Any) -> tuple[list[StoredMessage], bool]:
@@ -834,7 +834,7 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
             return 95 - 5 * len(at_once), 6
 
         async def closed(self, _: int) -> tuple[list[StoredMessage], int]:
-            return [StoredMessage(n, "out", datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
+            return [StoredMessage(n, datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
 
     async def follow(_: Retention, __: StoredMessage, **how: bool) -> bool:
         at_once.append(how["at_once"])
@@ -863,14 +863,14 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
 
         async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
             subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
-            notes = [StoredMessage(n, "out", datetime.now(UTC), body, subject) for n, body in bodies.items()]
+            notes = [StoredMessage(n, datetime.now(UTC), body, subject) for n, body in bodies.items()]
             return [note for note in notes if note.seq > after], 0
 
         async def page(self, *_: Any) -> tuple[list[StoredMessage], int]:
             return [], 0
 
     async def found(*_: Any) -> retention._Closing:
-        result = StoredMessage(6, "out", datetime.now(UTC), b"", {})
+        result = StoredMessage(6, datetime.now(UTC), b"", {})
         return retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=True)
 
     async def removes(_: Retention, __: SessionKey, ___: StoredMessage, closed: retention._Closing) -> None:

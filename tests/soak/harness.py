@@ -277,9 +277,9 @@ def judge(
         except InvalidMessageError:
             continue
         if kind == "in":
-            asked[key][one.seq] = _entry(one, kind)
+            asked[key][one.seq] = _entry(one)
         elif kind == "out" and MODEL_HEADER in one.headers:
-            told[key].append(_entry(one, kind))
+            told[key].append(_entry(one))
         elif kind == "checkpoint":
             checkpoints[one.seq] = one.body
     linked = {entry.seq: _asked(entry, checkpoints) for entries in told.values() for entry in entries}
@@ -322,7 +322,7 @@ def _add_answered(
             continue
         body = bytes(whole.request)
         if seq not in asked:
-            asked[seq] = StoredMessage(seq, "in", whole.stored, body, whole.headers)
+            asked[seq] = StoredMessage(seq, whole.stored, body, whole.headers)
         elif not _is_same(asked[seq].body, body):
             verdict.blame("contradicting", f"{key} {entry.seq} has another request: {body[:200]!r}")
 
@@ -364,11 +364,11 @@ def _linked(text: str, checkpoints: Mapping[int, bytes]) -> bytes | None:
     return b"".join(reversed(parts)) if parts else None
 
 
-def _entry(one: Any, kind: Any) -> StoredMessage:
+def _entry(one: Any) -> StoredMessage:
     from datetime import datetime
 
     return StoredMessage(
-        one.seq, kind, datetime.fromisoformat(one.headers["Nats-Time-Stamp"]), one.body, one.headers
+        one.seq, datetime.fromisoformat(one.headers["Nats-Time-Stamp"]), one.body, one.headers
     )
 
 

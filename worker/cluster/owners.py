@@ -146,12 +146,13 @@ class Owners:
 
     async def _parent(self, key: SessionKey) -> SessionKey | None:
         """Return the session that this one was forked from; None if it is no fork."""
-        first = await self._journal.first(key)
+        result = await self._journal.first(key, "out")
+        asked = None if result else await self._journal.first(key, "in")
         with suppress(InvalidMessageError):
-            if first is not None and first.kind == "out":
-                parent = getattr(decode_result(first.body), "parent", None)
+            if result is not None:
+                parent = getattr(decode_result(result.body), "parent", None)
                 return SessionKey(key.tenant, parent.session) if parent else None
-            request = decode_request(first.body) if first else None
+            request = decode_request(asked.body) if asked else None
             if isinstance(request, Open) and request.from_ is not None:
                 return SessionKey(key.tenant, request.from_.session)
         return None

@@ -134,7 +134,7 @@ def pending_at(entry: StoredMessage) -> PendingRequest:
 
 def asked_at(seq: int, asked: Asked, body: bytes) -> PendingRequest:
     """Return the request at `seq` as its result has it; `body` is the request as it was sent."""
-    return pending_at(StoredMessage(seq, "in", asked.stored, body, asked.headers))
+    return pending_at(StoredMessage(seq, asked.stored, body, asked.headers))
 
 
 def _own(headers: Mapping[str, str]) -> dict[str, str]:

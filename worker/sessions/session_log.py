@@ -111,7 +111,7 @@ class FencedLog:
         if self.record.pending or self._delivered is None:
             return next(iter(self.record.pending), None)
         one = self._delivered
-        return pending_at(StoredMessage(one.seq, "in", one.stored, one.body, {}))
+        return pending_at(StoredMessage(one.seq, one.stored, one.body, {}))
 
     @property
     def is_stale(self) -> bool:

@@ -9,13 +9,13 @@ from uuid import uuid4
 import nats.errors
 import structlog
 from anyio import sleep
-from nats.js.errors import APIError, NotFoundError
+from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ENDED_HEADER, EXPECT_HEADER, HISTORY_HEADER, MODEL_HEADER, SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk, encode
 
-from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, pause_after
+from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, ConsistentReads, pause_after
 from .fence import OVERTAKEN, FencedError, check_server
 from .overwriting import overwrite
 from .written import answers
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
     from nats.aio.client import Client
     from nats.js import JetStreamContext
-    from nats.js.api import RawStreamMsg
 
     from turnkeep_client.subjects import SessionKey, Subjects
 
-    from .consistent_reads import ConsistentReads, StoredMessage
+    from .consistent_reads import StoredMessage
 
 log = structlog.get_logger()
 
@@ -62,13 +61,14 @@ class AnswerChunks:
     """Publishes and reads the chunks in the token stream. Event loop only. Retries as `Journal` does."""
 
     def __init__(
-        self, nc: Client, js: JetStreamContext, subjects: Subjects, reads: ConsistentReads, *, model: str
+        self, nc: Client, js: JetStreamContext, subjects: Subjects, log_reads: ConsistentReads, *, model: str
     ) -> None:
         """`model` goes into the header of each first chunk."""
         self._nc = nc
         self._js = js
         self._subjects = subjects
-        self._reads = reads
+        self._log = log_reads
+        self._tokens = ConsistentReads(nc, js, subjects.token_stream)
         self._model = model
         self._name = uuid4().hex  # written into seals: a worker ignores its own seals
 
@@ -82,9 +82,7 @@ class AnswerChunks:
         num_tokens = num_foreign = first_seq = last_seq = 0
         has_gap = has_ended = is_sealed = False
         model = base = ""
-        async for entry in self._reads.entries(
-            self._subjects.token_stream, self._subjects.tokens(key, request_id)
-        ):
+        async for entry in self._tokens.entries(self._subjects.tokens(key, request_id)):
             last_seq = entry.seq
             if not entry.body:
                 has_ended = has_ended or entry.headers.get(ENDED_HEADER) == str(seq)
@@ -220,32 +218,21 @@ class AnswerChunks:
         if the subject has no messages any more, although it had the one at `after`.
         """
         subject, is_own = self._subjects.tokens(key, request_id), 0
-        last = await self._token(subject)
+        last = await self._tokens.last(subject)
         if last is None:
             if after:  # all have expired or were removed, maybe also the message that ended the answer
                 raise FencedError(subject)
             return 0, False
-        if (last.seq or 0) <= after:
+        if last.seq <= after:
             await sleep(RACE_S)  # the other write is still in progress, or the last messages have expired
-            return last.seq or 0, False
-        while (found := await self._token(subject, after)) is not None:
-            after, data = found.seq or 0, found.data or b""
-            if data == body and data and not is_own:
+            return last.seq, False
+        while (found := await self._tokens.get(after + 1, subject)) is not None:
+            after = found.seq
+            if found.body == body and body and not is_own:
                 is_own = after
-            elif self._stops(data, found.headers or {}, seq):
+            elif self._stops(found.body, found.headers, seq):
                 raise FencedError(subject)  # else a client wrote it, or it is of another request with this id
         return is_own or after, is_own > 0
-
-    async def _token(self, subject: str, after: int | None = None) -> RawStreamMsg | None:
-        """Read an answer's first message after `after`, or its last one if `after` is None; None if none."""
-        stream, seq = self._subjects.token_stream, None if after is None else after + 1
-        while True:
-            try:
-                return await self._js.get_msg(stream, seq, subject, next=seq is not None)
-            except NotFoundError:
-                return None
-            except (nats.errors.Error, APIError, OSError) as error:
-                await pause_after("reading tokens", error, 1.0)
 
     def _stops(self, data: bytes, headers: Mapping[str, str], seq: int) -> bool:
         """Return whether a message is a chunk, the end or another worker's seal of the request at `seq`."""
@@ -258,17 +245,17 @@ class AnswerChunks:
 
     async def is_there(self, seq: int) -> bool:
         """Return whether the token stream still has the message at this sequence."""
-        return await self._reads.get(self._subjects.token_stream, seq) is not None
+        return await self._tokens.get(seq) is not None
 
     async def _is_gone(self, seq: int) -> bool:
         """Return whether a request was removed from the log."""
-        return await self._reads.get(self._subjects.log_stream, seq) is None
+        return await self._log.get(seq) is None
 
     async def _is_answered(self, key: SessionKey, seq: int) -> bool:
         """Return whether the log has the result of a request."""
         after, more, subject = seq, 1, self._subjects.of(key, "out")
         while more:
-            results, more = await self._reads.page(self._subjects.log_stream, subject, after)
+            results, more = await self._log.page(subject, after)
             if any(answers(entry) == seq for entry in results):
                 return True
             after = results[-1].seq if results else after
@@ -283,7 +270,7 @@ class AnswerChunks:
         """
         stream, subject = self._subjects.token_stream, self._subjects.tokens(key, "*")
         while gone := [
-            entry.seq async for entry in self._reads.entries(stream, subject) if _request(entry) < before
+            entry.seq async for entry in self._tokens.entries(subject) if _request(entry) < before
         ]:  # again, since a worker may have published more behind a chunk that was still there
             for seq in reversed(gone):
                 await overwrite(self._js, stream, seq)

@@ -31,7 +31,6 @@ from .consistent_reads import (
     ConsistentReads,
     StoredMessage,
     pause_after,
-    single,
 )
 from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
 from .overwriting import overwrite
@@ -78,7 +77,7 @@ class Journal:
         self._nc = nc
         self._js = js
         self._subjects = subjects
-        self._reads = ConsistentReads(nc, js)
+        self._reads = ConsistentReads(nc, js, subjects.log_stream)
         self.chunks = AnswerChunks(nc, js, subjects, self._reads, model=model)
 
     @property
@@ -97,26 +96,20 @@ class Journal:
 
         Returns a page of up to 256 entries or 2 MiB, and the number of entries that remain after it.
         """
-        return await self._reads.page(self._subjects.log_stream, self._subjects.of(key, kind), after)
+        return await self._reads.page(self._subjects.of(key, kind), after)
 
     async def get(self, seq: int) -> bytes | None:
         """Read the body of an entry; None if it was removed from the log."""
-        message = await self._reads.get(self._subjects.log_stream, seq)
-        return (message.data or b"") if message else None
+        entry = await self._reads.get(seq)
+        return entry.body if entry else None
 
     async def entry(self, seq: int) -> StoredMessage | None:
-        """Read a request; None if it was removed from the log."""
-        message = await self._reads.get(self._subjects.log_stream, seq)
-        return single(message, "in") if message else None
+        """Read an entry; None if it was removed from the log."""
+        return await self._reads.get(seq)
 
-    async def first(self, key: SessionKey) -> StoredMessage | None:
-        """Read a session's first result that the log still has, else its first request; None without both."""
-        kinds: tuple[Literal["out", "in"], ...] = ("out", "in")
-        for kind in kinds:
-            message = await self._reads.get(self._subjects.log_stream, 1, self._subjects.of(key, kind))
-            if message is not None:
-                return single(message, kind)
-        return None
+    async def first(self, key: SessionKey, kind: Literal["in", "out"]) -> StoredMessage | None:
+        """Read a session's first request or result that the log still has; None if there is none."""
+        return await self._reads.get(1, self._subjects.of(key, kind))
 
     async def store_checkpoint(self, key: SessionKey, body: bytes) -> int | None:
         """Store a checkpoint message; return its sequence, None on failure. Does not retry."""
@@ -131,8 +124,8 @@ class Journal:
         """Read an image of a session by the SHA-256 of its file; None if the log lacks a part of it."""
 
         async def read(name: str) -> bytes | None:
-            found = await self._reads.last(self._subjects.log_stream, self._subjects.image(key, name))
-            return (found.data or b"") if found else None
+            found = await self._reads.last(self._subjects.image(key, name))
+            return found.body if found else None
 
         return await assembled(digest, read)
 
@@ -144,18 +137,17 @@ class Journal:
         closed = await self.last_seq(key, "closed")
         for name, body in entries(data, self._nc.max_payload // 2):
             subject = self._subjects.image(key, name)
-            seq = await self._reads.last_seq(self._subjects.log_stream, subject)
+            seq = await self._reads.last_seq(subject)
             if seq <= closed:
                 await self._append(subject, body, {EXPECT_HEADER: str(seq)})
 
     async def last_seq(self, key: SessionKey, kind: Literal["in", "out", "closed"]) -> int:
         """Read the sequence of a session's last request, result, or note of a close; 0 if there is none."""
-        return await self._reads.last_seq(self._subjects.log_stream, self._subjects.of(key, kind))
+        return await self._reads.last_seq(self._subjects.of(key, kind))
 
     async def last(self, key: SessionKey, kind: Literal["attempt", "in", "out"]) -> StoredMessage | None:
         """Read a session's last entry of a kind; None if there is none."""
-        found = await self._reads.last(self._subjects.log_stream, self._subjects.of(key, kind))
-        return single(found, "in" if kind == "in" else "out") if found else None
+        return await self._reads.last(self._subjects.of(key, kind))
 
     async def commit(
         self, key: SessionKey, body: bytes, after: int, headers: Mapping[str, str], *, server: str
@@ -279,11 +271,11 @@ class Journal:
 
         Also returns the number of notes that remain.
         """
-        return await self._reads.page(self._subjects.log_stream, self._subjects.every("closed"), after)
+        return await self._reads.page(self._subjects.every("closed"), after)
 
     async def erasures(self, after: int) -> tuple[list[StoredMessage], int]:
         """Read the next notes of erasures, of all tenants, after the sequence `after`; see `closed`."""
-        return await self._reads.page(self._subjects.log_stream, self._subjects.erased("*"), after)
+        return await self._reads.page(self._subjects.erased("*"), after)
 
     async def log_name(self) -> str:
         """Return a name of this log that no later log has. Raises nats-py's errors."""
@@ -292,7 +284,7 @@ class Journal:
 
     async def is_there(self, seq: int) -> bool:
         """Whether an entry is still in the log."""
-        return await self._reads.get(self._subjects.log_stream, seq) is not None
+        return await self._reads.get(seq) is not None
 
     async def remove(
         self,
@@ -313,7 +305,7 @@ class Journal:
         if not overwrites and not kept:
             await self._js.purge_stream(stream, seq=before, subject=subject)
             return
-        async with contextlib.aclosing(self._reads.entries(stream, subject)) as entries:
+        async with contextlib.aclosing(self._reads.entries(subject)) as entries:
             async for entry in entries:
                 if entry.seq >= before:
                     return
@@ -346,8 +338,7 @@ class Journal:
         A header of the stored message has the sequence that it was stored after. If that is not `after`, an
         equal message is not this commit: it follows a result that this worker has not read.
         """
-        last = await self._reads.last(self._subjects.log_stream, subject)
-        fence = (last.headers or {}).get(EXPECT_HEADER) if last else None
-        if last is None or last.data != body or fence != str(after) or last.seq is None:
+        last = await self._reads.last(subject)
+        if last is None or last.body != body or last.headers.get(EXPECT_HEADER) != str(after):
             raise FencedError(subject)
         return last.seq
