@@ -63,31 +63,11 @@ def trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Rig:
     """A device thread and its reports."""
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        block_tokens: int,
-        max_batch: int,
-        room: Callable[[], int] | None,
-        stall_s: float,
-        limit_bytes: int | None = None,
-        trials: Path | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, room: Callable[[], int] | None, **options: Any) -> None:
         self._reports: queue.SimpleQueue[StepReport] = queue.SimpleQueue()
         self.deaths: list[BaseException] = []
         self.steps: list[tuple[int, int]] = []  # bytes besides weights and KV: estimated, measured
-        self.device = Device(
-            lambda: loaded(model),
-            self.deaths.append,
-            DeviceOptions(
-                block_tokens=block_tokens,
-                max_batch=max_batch,
-                stall_s=stall_s,
-                limit_bytes=limit_bytes,
-                trials=trials,
-            ),
-        )
+        self.device = Device(lambda: loaded(model), self.deaths.append, DeviceOptions(**options))
         self.device.listen(self._reports.put)
         self.device.start()
         if room is not None:

@@ -303,7 +303,7 @@ def test_merged_rows_launch_steps_ahead_and_get_the_same_tokens_if_rows_leave_or
         pieces = pieces[len(waiting) :]
         batch.step(waiting, run_ahead=True)
         num_ahead += batch.is_ahead
-        for row in batch.rows:
+        for row in tuple(batch.rows):
             drawn[row] += [one.token for one in row.drawn]
             if dice.random() < 0.1:
                 known, shown = [*contexts[sessions[row]], *drawn[row]], batch.caches(row)

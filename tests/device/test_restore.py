@@ -33,8 +33,8 @@ from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
 from cache.names.tokens import as_tokens
 from turnkeep_client.subjects import SessionKey
+from worker.batch.cpu import on_cpu
 from worker.batch.row_sampler import RowSampling
-from worker.device import machine
 from worker.device.request import TurnRequest
 from worker.engine import kv_lookup as measured
 from worker.engine.kv_lookup import RestoreTimes
@@ -426,7 +426,7 @@ def open_model(request, tmp_path, trials) -> Callable[[], AbstractAsyncContextMa
     """Return a function that runs a `Process` with weights as a worker loads them on this device."""
     kind, _, packed = request.param.partition(" in ")
     model = build(kind)
-    if not machine.on_cpu():
+    if not on_cpu():
         model.set_dtype(mx.bfloat16)
     if packed:
         nn.quantize(model, 32, 4, class_predicate=lambda _, module: _is_divisible(module, 32))

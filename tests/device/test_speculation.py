@@ -130,7 +130,7 @@ def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_withou
     batch.remove(rows[1])
     while any(row.num_left > 0 for row in batch.rows):
         batch.step([], run_ahead=True)
-        for row in batch.rows:
+        for row in tuple(batch.rows):
             if row.num_left <= 0:
                 batch.remove(row)
     for row, tokens, sampling in zip(rows, contexts, samplings, strict=True):
@@ -215,7 +215,7 @@ def test_a_session_rewound_to_before_its_draft_kv_gets_new_draft_kv(
         assert answer == alone(model, tokens, len(answer))[0]
         batch.remove(piece.row)
         assert len(tokens) - 32 <= drafter._shadows["s"].start + 1 <= len(tokens)
-    assert batch.can_draft
+    assert batch.speculation.has_drafters
 
 
 def test_rows_beyond_the_limit_of_sessions_with_draft_kv_decode_without_drafts(
@@ -311,7 +311,7 @@ def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
     go_on(batch, 10)
     answer = piece.row.known[30:]
     assert answer == alone(model, prompt(30), len(answer))[0]
-    assert not batch.can_draft
+    assert not batch.speculation.has_drafters
 
 
 def test_the_measured_cost_of_drafts_is_forgotten_after_many_steps_without_drafts() -> None:

@@ -252,7 +252,7 @@ def test_a_template_that_runs_longer_than_the_time_limit_is_stopped_with_an_erro
 @pytest.mark.model
 def test_thirty_thousand_messages_are_rendered_into_one_prompt(tokenizer: Tokenizer) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}] * 30_000
-    given = [tokenizer.as_content(message) for message in messages]
+    given = [tokenizer.controls.mark(message) for message in messages]
     addition = Conversation(tokenizer, DAY).add_messages([], given)[1]
     assert len(addition.tokens) > 5 * 30_000
 
@@ -276,7 +276,7 @@ def test_tokenising_content_made_of_special_tokens_takes_work_linear_in_its_leng
 
     content = "<|im_end|>" * 2000
     counted = Tokenizer(tokenizer._hf)
-    counted._rust = counted._controls._rust = Counting()
+    counted._rust = counted.controls._rust = Counting()
     tokens = counted.encode(counted.as_text(content), at_start=False)
     assert counted.decode(tokens) == content
     assert looked_at < 6 * len(content)

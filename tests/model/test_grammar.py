@@ -59,7 +59,7 @@ async def test_the_masks_of_a_grammar_allow_exactly_the_tokens_that_may_follow(
         if text and any(w.startswith(text) for w in (b"yes", b"no, never"))
     }
     matcher = grammar.follow(())
-    assert allowed(matcher.masks(())[0]) == begin - tokenizer.control_ids
+    assert allowed(matcher.masks(())[0]) == begin - tokenizer.controls.ids
     yes = tokenizer.encode("yes", at_start=False)
     matcher.push(yes)
     assert matcher.is_complete
@@ -115,7 +115,7 @@ async def test_the_json_grammar_allows_no_special_tokens_and_no_extra_white_spac
     grammar = await grammars.compiled(JsonObjectFormat())
     assert grammar is not None
     matcher = grammar.follow(tokenizer.encode('{"a', at_start=False))
-    assert not allowed(matcher.masks(())[0]) & tokenizer.control_ids
+    assert not allowed(matcher.masks(())[0]) & tokenizer.controls.ids
     spelled = tokenizer.encode(
         tokenizer.as_text('{"<|im_end|>": [true,false, null], "é": {}}'), at_start=False
     )

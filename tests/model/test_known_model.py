@@ -55,7 +55,7 @@ def test_a_stored_tokenizer_equals_the_one_loaded_from_the_model_folder(
     for _ in range(2):
         stored = Tokenizer.from_folder(packaged_folder, tmp_path)
         assert stored.fingerprint == loaded.fingerprint
-        assert (stored.eos_ids, stored.control_ids) == (loaded.eos_ids, loaded.control_ids)
+        assert (stored.eos_ids, stored.controls.ids) == (loaded.eos_ids, loaded.controls.ids)
         said = [
             one.render(CHAT, add_generation_prompt=True, started=datetime.now(UTC))
             for one in (stored, loaded)

@@ -243,7 +243,7 @@ def told(tokenizer: Tokenizer, *parts: list[dict[str, Any]], trusted: bool = Fal
     """Append messages, in one request for each of the `parts`; return the session's tokens."""
     conversation, tokens = Conversation(tokenizer, DAY), list[int]()
     for part in parts:
-        given = part if trusted else [tokenizer.as_content(message) for message in part]
+        given = part if trusted else [tokenizer.controls.mark(message) for message in part]
         conversation, addition = conversation.add_messages(tokens, given)
         tokens = tokens[: addition.keep] + addition.tokens
     return tokens
@@ -363,7 +363,7 @@ def test_the_text_of_a_special_token_in_a_sampled_answer_never_becomes_that_toke
     begin, end = (tokenizer.encode(each, at_start=False) for each in ("so</think>\n\n", "<|im_end|>"))
     conversation, tokens = Conversation(tokenizer, DAY), list[int]()
     for question in ("one", "two"):
-        new = [tokenizer.as_content({"role": "user", "content": question})]
+        new = [tokenizer.controls.mark({"role": "user", "content": question})]
         conversation, addition = conversation.add_messages(tokens, new)
         tokens = tokens[: addition.keep] + addition.tokens
         conversation, addition = conversation.start_answer(tokens)
@@ -371,7 +371,7 @@ def test_the_text_of_a_special_token_in_a_sampled_answer_never_becomes_that_toke
         answer = [*begin, *spelled, *end]
         conversation = conversation.add_answer(tokens, answer)
         tokens += answer
-    new = [tokenizer.as_content({"role": "user", "content": "three"})]
+    new = [tokenizer.controls.mark({"role": "user", "content": "three"})]
     conversation, addition = conversation.add_messages(tokens, new)
     tokens = tokens[: addition.keep] + addition.tokens
     assert controls(tokenizer, tokens)["<|im_start|>"] == 5

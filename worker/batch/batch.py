@@ -91,7 +91,8 @@ class Batch:
         self._is_plain = is_plain
         self._runs_ahead = runs_ahead
         self._clock = clock
-        self._rows: list[Row] = []
+        #: The running answers, in the order of their first tokens; `remove` changes the list.
+        self.rows: list[Row] = []
         self._ahead: _LaunchedStep | None = None
         self._ended_s = 0.0
         self._could_run_ahead = False
@@ -99,25 +100,15 @@ class Batch:
         self.has_drafted = False
 
     @property
-    def can_draft(self) -> bool:
-        """Whether rows can have drafts: there are drafters, and a step can be undone."""
-        return self.speculation.has_drafters
-
-    @property
-    def rows(self) -> tuple[Row, ...]:
-        """The running answers, in the order of their first tokens."""
-        return tuple(self._rows)
-
-    @property
     def num_cached(self) -> int:
         """Number of tokens whose KV is on the device, over all rows."""
-        return sum(min(row.num_cached, row.most_held) for row in self._rows)
+        return sum(min(row.num_cached, row.most_held) for row in self.rows)
 
     @property
     def growing(self) -> list[int]:
         """The lengths in tokens of the rows for which the next step must allocate memory."""
         # One step may be in flight and another launched before the next check: check for two tokens.
-        full = (row for row in self._rows if row.caches and layers.grows(row.caches, 2))
+        full = (row for row in self.rows if row.caches and layers.grows(row.caches, 2))
         return [min(row.num_cached, row.most_held) for row in full] + list(self._keeping.growing)
 
     @property
@@ -142,7 +133,7 @@ class Batch:
         token of a row has no KV. With `run_ahead` the next step may be launched before the caller has read
         this step's tokens: see `is_ahead`.
         """
-        if not self._rows and not pieces:
+        if not self.rows and not pieces:
             return
         if self._ahead is not None and pieces:
             raise ValueError("a step that is in flight takes no pieces")
@@ -177,13 +168,13 @@ class Batch:
     def remove(self, row: Row) -> list[Any]:
         """Remove a row from the batch, and return its KV as separate caches."""
         self._drop_ahead_of(row)
-        self._rows.remove(row)
+        self.rows.remove(row)
         self.speculation.leave(row)
         if row.caches is None:
             self._keeping.leave(row)
         elif self._ahead is not None:
             _count_back(row)
-        if not self._rows:
+        if not self.rows:
             self._ahead = None
         return row.caches or []
 
@@ -191,7 +182,7 @@ class Batch:
         """Restore all rows to their state before a failed step; return False if that is not possible."""
         self._ahead = None
         self._keeping.roll_back()
-        own = [row for row in self._rows if row.caches is not None]
+        own = [row for row in self.rows if row.caches is not None]
         if self._is_plain:
             for row in own:
                 _count_back(row)
@@ -199,7 +190,7 @@ class Batch:
 
     def clear(self) -> None:
         """Drop every row and its KV, after a failed step left the caches in an unknown state."""
-        self._rows, self._ahead = [], None
+        self.rows, self._ahead = [], None
         self.speculation.clear()
         self._keeping.clear()
 
@@ -211,10 +202,10 @@ class Batch:
     def _launch(self, pieces: Sequence[PrefillPiece]) -> _LaunchedStep:
         """Build a step over all rows and `pieces`: get drafts, then build the pass and draws, unevaluated."""
         began_s = self._clock()
-        self._keeping.place(self._rows)
-        could, able = self._could_run_ahead, self._able(self._rows)
-        drafted = self.speculation.draft(able, len(self._rows), ahead=could, beside=bool(pieces))
-        found = self._parts(self._rows, self._keeping.fitted(drafted.drafts))
+        self._keeping.place(self.rows)
+        could, able = self._could_run_ahead, self._able(self.rows)
+        drafted = self.speculation.draft(able, len(self.rows), ahead=could, beside=bool(pieces))
+        found = self._parts(self.rows, self._keeping.fitted(drafted.drafts))
         if found is None:
             raise AssertionError("every row that is kept runs in each step")
         drafts, parts = found
@@ -234,7 +225,7 @@ class Batch:
             return None
         began_s = self._clock()
         order = {row: i for i, (row, _) in enumerate(launched.drafts)}
-        rows = [row for row in self._rows if row in order and row.num_left > 1]
+        rows = [row for row in self.rows if row in order and row.num_left > 1]
         if not rows or not all(map(self._may_run_ahead, rows)):
             return None
         self._could_run_ahead = True
@@ -302,12 +293,12 @@ class Batch:
         found = launched.logprobs.drawn(tokens) if launched.logprobs is not None else []
         right: dict[Row, int] = {}
         self.has_drafted = bool(launched.drafted.drafts)
-        for row in self._rows:
+        for row in self.rows:
             row.drawn = []
         for row, draft in launched.drafts:
             drawn, found = found[: len(draft) + 1], found[len(draft) + 1 :]
             are_sound, sound = sound[: len(draft) + 1], sound[len(draft) + 1 :]
-            if row not in self._rows:  # its answer ended in the previous step
+            if row not in self.rows:  # its answer ended in the previous step
                 continue
             num_right = next((i for i, token in enumerate(draft) if drawn[i].token != token), len(draft))
             num_right = max(min(num_right, row.num_left - 1), 0)
@@ -320,7 +311,7 @@ class Batch:
         self.speculation.learn(launched.drafted, right, len(launched.drafts), took_s, launched.ahead)
         for row, first, is_sound in zip(launched.beginning, found, sound, strict=True):
             row.append([first], is_sound=is_sound)
-        self._rows += launched.beginning
+        self.rows += launched.beginning
 
     def _time(self, launched: _LaunchedStep) -> float | None:
         """Return the seconds that a step took; None if it ran pieces of prompts."""

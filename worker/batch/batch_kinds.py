@@ -33,6 +33,7 @@ from cache.kv.states import leaves
 
 from . import matching, metal
 from .batch import Batch
+from .cpu import on_cpu
 from .draft_model import DraftModel
 from .drafter import Lookup
 from .forward import Forward
@@ -363,7 +364,7 @@ def _rounds() -> bool:
 
     `MLX_ENABLE_TF32` set to 0 prevents it on both.
     """
-    if mx.default_device() == mx.cpu or os.environ.get("MLX_ENABLE_TF32") == "0":
+    if on_cpu() or os.environ.get("MLX_ENABLE_TF32") == "0":
         return False
     generation = re.match(r"applegpu_g(\d+)", str(mx.device_info().get("architecture")))
     return generation is None or int(generation[1]) >= _ROUNDS_FROM

@@ -23,27 +23,32 @@ _LEAST_GATES: Final = 4096
 _CACHED: Final = 1 << 17
 
 
+def on_cpu() -> bool:
+    """Say whether MLX computes on the CPU."""
+    return bool(mx.default_device() == mx.cpu)
+
+
 def faster_attention(queries: Any, keys: Any) -> bool:
     """Say whether `attention` is faster than MLX for these shapes; False for quantised keys (a tuple)."""
     if not isinstance(keys, mx.array):
         return False
     num_scores: int = queries.size // queries.shape[3] * keys.shape[2]
-    return num_scores >= _LEAST_SCORES and queries.dtype == keys.dtype == mx.float32 and _on_cpu()
+    return num_scores >= _LEAST_SCORES and queries.dtype == keys.dtype == mx.float32 and on_cpu()
 
 
 def faster_weighted(scores: mx.array) -> bool:
     """Say whether `weighted` is faster than MLX for this number of scores."""
-    return scores.size >= _LEAST_SCORES and scores.dtype == mx.float32 and _on_cpu()
+    return scores.size >= _LEAST_SCORES and scores.dtype == mx.float32 and on_cpu()
 
 
 def should_dequantise(keys: Any) -> bool:
     """Say whether to dequantise these keys before attention: they are quantised, and MLX runs on a CPU."""
-    return not isinstance(keys, mx.array) and _on_cpu()
+    return not isinstance(keys, mx.array) and on_cpu()
 
 
 def faster_swiglu(gate: mx.array) -> bool:
     """Say whether `swiglu` is faster than MLX for this number of elements."""
-    return gate.size >= _LEAST_GATES and gate.dtype == mx.float32 and _on_cpu()
+    return gate.size >= _LEAST_GATES and gate.dtype == mx.float32 and on_cpu()
 
 
 def attention(queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: Any) -> mx.array:
@@ -102,10 +107,6 @@ def swiglu(gate: mx.array, x: mx.array) -> mx.array:
         np.divide(_view(gate), held, out=held)
     held *= _view(x)
     return result
-
-
-def _on_cpu() -> bool:
-    return mx.default_device() == mx.cpu
 
 
 def _view(array: mx.array) -> np.ndarray[Any, Any]:

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import mlx.core as mx
 
+from .cpu import on_cpu
+
 #: The smallest step between padded lengths of keys, and the largest step between padded lengths of queries.
 _GRID: Final = 256
 _MOST_STEP: Final = 1024
@@ -27,7 +29,7 @@ def pads_attention(queries: Any, keys: Any, mask: Any) -> bool:
         and queries.dtype == keys.dtype
         and queries.dtype in (mx.bfloat16, mx.float16)
         and queries.shape[3] <= _MOST_DIM
-        and mx.default_device() != mx.cpu
+        and not on_cpu()
         and mx.cuda.is_available()
     )
 

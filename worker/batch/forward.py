@@ -153,12 +153,7 @@ class Forward:
         *,
         hidden: bool = False,
     ) -> mx.array:
-        """Build a pass over `tokens` and over pieces of prompts, and update their caches.
-
-        `tokens` are the tokens of `parts`, in order. Returns logits, (rows, vocabulary): for all `tokens`,
-        then for the last token of each piece that `has_output`. With `hidden`, returns the hidden states
-        before the output head instead.
-        """
+        """Build one pass over all tokens; arguments and result as for `rows.Pass`."""
         num_parts, wanted = len(parts), list(range(len(tokens)))
         if not isinstance(tokens, mx.array):
             tokens = mx.array([*tokens, *(token for piece in pieces for token in piece.tokens)])

@@ -17,6 +17,8 @@ from mlx.nn.layers.embedding import Embedding
 from mlx.nn.layers.linear import Linear
 from mlx.utils import tree_flatten
 
+from .cpu import on_cpu
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -117,7 +119,7 @@ def products_for(model: Any) -> Products | None:
     for module in model.modules():
         if isinstance(earlier := getattr(type(module), "products", None), Products):
             return earlier  # another batch runs this model, too
-    if mx.default_device() != mx.cpu or not _is_linear(model):
+    if not on_cpu() or not _is_linear(model):
         return None
     try:
         threads = openblas()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import mlx.core as mx
 import numpy as np
 
+from .cpu import on_cpu
 from .row_sampler import Draw, DrawnToken, RowSampling
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def waits_for_logits(sampling: RowSampling) -> bool:
     `draw_all` looks first whether the largest 1,024 suffice, which takes a seventh of that.
     """
     takes_any_number = not sampling.is_greedy and sampling.top_p < 1.0 and not sampling.top_k
-    return mx.default_device() == mx.cpu and takes_any_number
+    return on_cpu() and takes_any_number
 
 
 class Logprobs:

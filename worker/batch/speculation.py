@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-import mlx.core as mx
 import structlog
 
+from .cpu import on_cpu
 from .gains import LEAST, Acceptance, DraftCosts, Passes, StepTimes, best
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Speculation:
             try:
                 drafts = self._drafts(source, rest, num_rows, plain_s, late)
             except Exception:
-                if mx.default_device() != mx.cpu:  # on a GPU, other work in flight has failed, too
+                if not on_cpu():  # on a GPU, other work in flight has failed, too
                     raise
                 log.exception("drafting failed; answers go on without")
                 source.drafter.clear()

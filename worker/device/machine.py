@@ -16,6 +16,7 @@ import mlx.core as mx
 import psutil
 
 from turnkeep_client.errors import TurnkeepError
+from worker.batch.cpu import on_cpu
 from worker.process.formatting import size
 from worker.process.system_memory import droppable_bytes, left_bytes
 
@@ -91,11 +92,6 @@ _PROFILES: Final = {
 
 class DeviceError(TurnkeepError):
     """The device does not support a setting's value, or does not work; the message is one line."""
-
-
-def on_cpu() -> bool:
-    """Say whether MLX computes on the CPU."""
-    return bool(mx.default_device() == mx.cpu)
 
 
 def name() -> str:

@@ -27,6 +27,7 @@ from cache.kv.states import leaves
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ModelLayout
 from worker.batch.batch_kinds import batch_for
+from worker.batch.cpu import on_cpu
 from worker.batch.drafter import Lookup
 from worker.batch.image_rows import takes_rows
 from worker.batch.row_sampler import RowSampler, RowSampling
@@ -106,9 +107,9 @@ def estimator(
         # There is no fused kernel for attention to quantised KV.
         fused=shape.fuses(device.fused_head_dims) and not unpacked,
         kept_layers=device.kept_layers,
-        unpacked_bytes=unpacked if machine.on_cpu() else 0,
+        unpacked_bytes=unpacked if on_cpu() else 0,
         # A layer's keys, its scores and their softmax; on a CPU numpy compares them, in little memory.
-        asked_bytes=0 if machine.on_cpu() else 4 * shape.num_heads * (shape.head_dim + 2 * ASKED),
+        asked_bytes=0 if on_cpu() else 4 * shape.num_heads * (shape.head_dim + 2 * ASKED),
     )
 
 
@@ -161,7 +162,7 @@ class ServedModel:
             drafters = (*drafters, drafting.draft_model(loaded, draft, _trials(draft, options.trials)))
             self._reserved_bytes = drafting.reserved_bytes(draft)
         self.batch = self._choose_batch(loaded, has_room, drafters, options)
-        if draft is not None and not self.batch.can_draft:
+        if draft is not None and not self.batch.speculation.has_drafters:
             raise ModelError(f"{loaded.name} cannot undo a draft; leave draft_model out")
         #: What the model sees with, or why it cannot see.
         self.vision_model: VisionModel | str = loaded.vision_model
@@ -194,7 +195,7 @@ class ServedModel:
             drafters=drafters,
             pooled_rows=device.pooled_rows,
             merged_rows=device.merged_rows,
-            runs_ahead=not machine.on_cpu() or loaded.weight_bytes < _SMALL_BYTES,
+            runs_ahead=not on_cpu() or loaded.weight_bytes < _SMALL_BYTES,
             trials=_trials(loaded, options.trials),
         )
 

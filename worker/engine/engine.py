@@ -128,7 +128,7 @@ class Engine(EnginePort):
     @property
     def num_waiting(self) -> int:
         """Number of turns that wait for device memory."""
-        return self._grants.num_waiting
+        return self._grants.admission.num_waiting
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why this worker cannot serve a session under a cache policy; None if it can."""
@@ -247,21 +247,14 @@ class Engine(EnginePort):
         self._grants.decide()
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
-        """Drop the KV on the device of all sessions for which `is_meant` is true.
-
-        Returns those of them whose turn is under way; they keep their KV.
-        """
+        """Drop the KV on the device of the sessions that are meant; see `EnginePort.let_go`."""
         busy = self._at_work()
         for key in filter(is_meant, set(self._kv_on_device.sessions()) - busy):
             self.forget(key)
         return set(filter(is_meant, busy))
 
     async def erase(self, key: SessionKey, tokens: Tokens, shared: int) -> ErasureResult:
-        """Drop a session's KV from the device and its snapshots from SSD, within 2 s.
-
-        Keeps the snapshots of the first `shared` tokens. Everything that is not in use is dropped before the
-        first await.
-        """
+        """Drop a session's KV from the device and its snapshots from SSD; see `EnginePort.erase`."""
         self.forget(key)
         if tokens.spans:
             self._device.forget_images({span.fingerprint for span in tokens.spans})

@@ -43,16 +43,11 @@ class Grants:
         self._ledger = ledger
         self._kv = kv
         self._piece_tokens = piece_tokens
-        self._admission = Admission(ledger, max_tenant_bytes)
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of runs that wait for memory."""
-        return self._admission.num_waiting
+        self.admission = Admission(ledger, max_tenant_bytes)
 
     def decide(self) -> None:
         """Grant freed memory to waiting runs."""
-        self._apply(self._admission.decide())
+        self._apply(self.admission.decide())
 
     def ask(self, run: Run) -> None:
         """Request memory for a run's next turn, in place of the run's reservation; `granted` waits for it.
@@ -63,7 +58,7 @@ class Grants:
         run.is_halted = False
         run.num_granted, run.num_asked = 0, min(num_likely, run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
-        self._apply(self._admission.begin(run, self._price(run)))
+        self._apply(self.admission.begin(run, self._price(run)))
 
     async def granted(self, run: Run) -> bool:
         """Wait for the memory that `ask` has requested; return False if the run is cancelled meanwhile."""
@@ -91,11 +86,11 @@ class Grants:
         if has_asked or run.num_granted == run.num_most or run.num_granted - num_tokens > LIKELY_TOKENS // 2:
             return
         run.num_asked = min(run.num_granted + LIKELY_TOKENS, run.num_most)
-        self._apply(self._admission.grow(run, self._price(run)))
+        self._apply(self.admission.grow(run, self._price(run)))
 
     def release(self, run: Run) -> None:
         """Release a run's memory; its session now counts as idle, with its resident KV."""
-        self._apply(self._admission.release(run))
+        self._apply(self.admission.release(run))
 
     def stop(self, run: Run) -> None:
         """End a run's turn and keep the tokens drawn; a turn not yet submitted is never submitted."""

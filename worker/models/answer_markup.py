@@ -61,15 +61,19 @@ class AnswerMarkup:
         return (self.forms[0].opens, self.forms[0].closes or "") if self.forms else ("", "")
 
 
-#: Pairs of reasoning markers; a model uses the first pair in its vocabulary.
-_REASONING: Final = (
-    ("<think>", "</think>"),
-    ("<seed:think>", "</seed:think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("[THINK]", "[/THINK]"),
-)
+#: Words of a vocabulary, all of which show that a model writes one of these formats.
+_HARMONY: Final = ("<|channel|>", "<|message|>")
 _XTML: Final = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+#: Pairs of reasoning markers, each after the words that show it; a model uses the first pair that is shown.
+_REASONING: Final = (
+    (("<|channel>", "<channel|>"), ("<|channel>thought", "<channel|>")),
+    (_XTML, ("<|open|>think<|sep|>", "<|close|>think<|sep|>")),
+    (("<think>", "</think>"), ("<think>", "</think>")),
+    (("<seed:think>", "</seed:think>"), ("<seed:think>", "</seed:think>")),
+    (("<longcat_think>", "</longcat_think>"), ("<longcat_think>", "</longcat_think>")),
+    (("<|think:start|>", "<|think:end|>"), ("<|think:start|>", "<|think:end|>")),
+    (("[THINK]", "[/THINK]"), ("[THINK]", "[/THINK]")),
+)
 
 
 def _deepseek(name: str) -> str:
@@ -252,6 +256,14 @@ _BY_MARKER: Final = (
     *("minimax_m2", "gemma4", "function_gemma", "longcat", "pythonic", "kimi_k2", "mistral", "muse_spark"),
     *("olmo3", "nemotron", "granite", "hunyuan", "llama4"),
 )
+#: Words of a vocabulary that identify a family whose template has none of these texts.
+_BY_VOCABULARY: Final = (
+    (_XTML, "kimi_k3"),
+    (("<|tool_call_start|>", "<|tool_call_end|>"), "pythonic"),
+    (("<|python_start|>",), "llama4"),
+    (("<|python_tag|>",), "llama"),
+    ((), "json_tools"),
+)
 
 
 def renders_tools(template: str) -> bool:
@@ -261,25 +273,15 @@ def renders_tools(template: str) -> bool:
 
 def reasons(vocabulary: Container[str]) -> bool:
     """Return whether a model's vocabulary has markers of reasoning."""
-    return _is_harmony(vocabulary) or _reasoning(vocabulary) is not None
+    return _has_all(vocabulary, _HARMONY) or _reasoning(vocabulary) is not None
 
 
-def _is_harmony(vocabulary: Container[str]) -> bool:
-    return "<|channel|>" in vocabulary and "<|message|>" in vocabulary
-
-
-def _is_xtml(vocabulary: Container[str]) -> bool:
-    return all(one in vocabulary for one in _XTML)
+def _has_all(vocabulary: Container[str], words: Sequence[str]) -> bool:
+    return all(word in vocabulary for word in words)
 
 
 def _reasoning(vocabulary: Container[str]) -> tuple[str, str] | None:
-    if "<|channel>" in vocabulary and "<channel|>" in vocabulary:
-        return "<|channel>thought", "<channel|>"
-    if _is_xtml(vocabulary):
-        return "<|open|>think<|sep|>", "<|close|>think<|sep|>"
-    return next(
-        ((begin, end) for begin, end in _REASONING if begin in vocabulary and end in vocabulary), None
-    )
+    return next((pair for words, pair in _REASONING if _has_all(vocabulary, words)), None)
 
 
 def markup_of(template: str, vocabulary: Container[str], parser: str | None = None) -> AnswerMarkup:
@@ -287,7 +289,7 @@ def markup_of(template: str, vocabulary: Container[str], parser: str | None = No
 
     `parser` is `tool_parser_type` in tokenizer_config.json, the name of one of mlx-lm's parsers.
     """
-    if _is_harmony(vocabulary):
+    if _has_all(vocabulary, _HARMONY):
         return AnswerMarkup(
             is_harmony=True,
             renders_tools=renders_tools(template),
@@ -308,15 +310,7 @@ def _family(template: str, vocabulary: Container[str], parser: str | None) -> st
         return "deepseek_v3"
     if isinstance(parser, str) and parser in FAMILIES and found != "mistral_args":
         return parser
-    if found is not None:
-        return found
-    if _is_xtml(vocabulary):
-        return "kimi_k3"
-    if "<|tool_call_start|>" in vocabulary and "<|tool_call_end|>" in vocabulary:
-        return "pythonic"
-    if "<|python_start|>" in vocabulary:
-        return "llama4"
-    return "llama" if "<|python_tag|>" in vocabulary else "json_tools"
+    return found or next(family for words, family in _BY_VOCABULARY if _has_all(vocabulary, words))
 
 
 #: The length of a call's id for templates that want short ids.

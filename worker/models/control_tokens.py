@@ -38,12 +38,14 @@ class ControlTokens:
         """Find the tokens of `rust`, a `tokenizers.Tokenizer`; `template` is the chat template's source."""
         self._rust = rust
         added = rust.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special or i in end_ids)
+        #: The ids of the special tokens and of those that end an answer: no text in an answer.
+        self.special_ids = frozenset(i for i, token in added.items() if token.special or i in end_ids)
         written = (
             i for i, token in added.items() if not token.content.isspace() and token.content in template
         )
-        self._all = self._special.union(written)
-        tokens = [added[i] for i in self._all]
+        #: The ids of all control tokens.
+        self.ids = self.special_ids.union(written)
+        tokens = [added[i] for i in self.ids]
         names = [token.content for token in tokens]
         self._beginnings = frozenset(name[:i] for name in names for i in range(1, len(name)))
         self._ends = frozenset(name[i:] for name in names for i in range(1, len(name)))
@@ -53,23 +55,13 @@ class ControlTokens:
         first = "".join(re.escape(name[0]) for name in names)
         self._first = re.compile("" if self._normalized else f"[{first}]" if first else r"(?!)")
 
-    @property
-    def ids(self) -> frozenset[int]:
-        """The ids of the control tokens."""
-        return self._all
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of the special tokens and of those that end an answer: no text in an answer."""
-        return self._special
-
     def mark(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of a message to render, in which no text can become a control token.
 
         Characters of a text that spells one, such as `<|im_end|>`, become stand-ins (see the module), which
         `encode` turns back. An assistant's messages may contain the tokens that models sample in answers.
         """
-        forbidden = self._special if message.get("role") == "assistant" else self._all
+        forbidden = self.special_ids if message.get("role") == "assistant" else self.ids
         return {
             name: value if name in _NO_CONTENT else self._mark_value(value, forbidden, _NO_CONTENT)
             for name, value in message.items()
@@ -77,27 +69,21 @@ class ControlTokens:
 
     def mark_all(self, value: Any) -> Any:
         """Return a JSON value in which all texts are marked, including the names of fields."""
-        return self._mark_value(value, self._all, frozenset())
+        return self._mark_value(value, self.ids, frozenset())
 
     def mark_text(self, text: str) -> str:
         """Return a marked text: no part of it can become a control token."""
-        return self._mark(text, self._all)
+        return self._mark(text, self.ids)
 
-    def mark_answer(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of an answer's sampled tokens, marked like an assistant's message.
-
-        Control tokens that the model sampled stay unmarked. Other text that spells a special token is marked.
-        """
-        return self._marked(tokens, decode, self._special)
-
-    def mark_tokens(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> str:
-        """Return the text of a session's tokens; other text that spells a control token is marked."""
-        return self._marked(tokens, decode, self._all)
-
-    def _marked(
-        self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], forbidden: frozenset[int]
+    def mark_tokens(
+        self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], *, in_answer: bool = False
     ) -> str:
-        runs = groupby(tokens, self._all.__contains__)
+        """Return the text of tokens. Control tokens stay unmarked; other text that spells one is marked.
+
+        With `in_answer`, only text that spells a special token is, as in an assistant's message.
+        """
+        forbidden = self.special_ids if in_answer else self.ids
+        runs = groupby(tokens, self.ids.__contains__)
         return "".join(
             decode(list(run)) if control else self._mark(decode(list(run)), forbidden)
             for control, run in runs
@@ -110,7 +96,7 @@ class ControlTokens:
         cuts = [
             start + 1
             for token, (start, end) in zip(found.ids, found.offsets, strict=True)
-            if token in self._all and end - start > 1 and bisect_left(marks, start) < bisect_left(marks, end)
+            if token in self.ids and end - start > 1 and bisect_left(marks, start) < bisect_left(marks, end)
         ]
         if not cuts:
             ids: list[int] = found.ids

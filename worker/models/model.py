@@ -182,33 +182,22 @@ def load(
     the weights only when a pass is evaluated, but the returned sizes are right. `store` is a folder
     for loaded tokenizers. Raises `ModelError`.
     """
-    written, tokenizer, (model, config, weights, kv) = _read(folder, dtype, progress, store=store)
+    written, tokenizer, (model, config, weights) = _read(folder, dtype, progress, store=store)
     vision_model = find_vision_model(folder, config, tokenizer, dtype)
     if not isinstance(vision_model, str):
         weights += vision_model.tower.weights
-        if vision_model.tower.family.axes:
-            from .vision import language_parts  # imports MLX
-
-            language_parts.patch(model, vision_model.tower.family.axes, vision_model.tower.family.num_deep)
+        vision_model.prepare(model)
     if not lazy:
         _evaluate(weights, progress)
-    vocab_size = text_config(config).get("vocab_size") or tokenizer.vocab_size
-    if surplus := surplus_tokens(vocab_size, tokenizer):
-        raise ModelError(f"{folder} cannot be loaded: {surplus}")
-    if kv_bits is not None:
-        from .quantised import quantise_kv
-
-        quantise_kv(model, kv_bits)
-        kv = cache_sizes(model)
     return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         config=config,
         name=_name(folder),
         folder=folder,
-        kv=kv,
+        kv=_sized_kv(model, kv_bits),
         context_tokens=context_tokens(config),
-        vocab_size=vocab_size,
+        vocab_size=_vocab_size(folder, config, tokenizer),
         weight_bytes=sum(array.nbytes for array in weights),
         sampling=own_sampling(folder),
         held=Hold(folder),
@@ -220,7 +209,7 @@ def load(
 
 def _read(
     folder: Path, dtype: str, progress: Progress, *, store: Path | None
-) -> tuple[dict[str, Any], Tokenizer, tuple[Module, dict[str, Any], list[mx.array], KvSize]]:
+) -> tuple[dict[str, Any], Tokenizer, tuple[Module, dict[str, Any], list[mx.array]]]:
     """Return a folder's config.json, its tokenizer, and what `_load_weights` returns."""
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -237,8 +226,8 @@ def _read(
         return written, reading.result(), loaded
 
 
-def _load_weights(folder: Path, dtype: str) -> tuple[Module, dict[str, Any], list[mx.array], KvSize]:
-    """Return a folder's model, its configuration, its weights in the wanted dtype, and its KV's sizes."""
+def _load_weights(folder: Path, dtype: str) -> tuple[Module, dict[str, Any], list[mx.array]]:
+    """Return a folder's model, its configuration, and its weights in the wanted dtype."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm import utils
@@ -260,12 +249,29 @@ def _load_weights(folder: Path, dtype: str) -> tuple[Module, dict[str, Any], lis
     if dtype != "keep":
         model = utils.dequantize_model(model)
         model.set_dtype(getattr(mx, dtype))
-    kv = cache_sizes(model)  # before the weights are read, since this pass reveals some misfits
+    cache_sizes(model)  # before the weights are read: this pass reveals some misfits
     positions.check(model, config)
     as_written = {key: written[key] for key in changes if key in written}
     config = {key: value for key, value in config.items() if key not in changes} | as_written
     leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    return model, config, list(leaves.values()), kv
+    return model, config, list(leaves.values())
+
+
+def _vocab_size(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> int:
+    """Return the number of ids that a model has embeddings of; raise `ModelError` if that is too few."""
+    vocab_size: int = text_config(config).get("vocab_size") or tokenizer.vocab_size
+    if surplus := surplus_tokens(vocab_size, tokenizer):
+        raise ModelError(f"{folder} cannot be loaded: {surplus}")
+    return vocab_size
+
+
+def _sized_kv(model: Module, kv_bits: int | None) -> KvSize:
+    """Quantise a model's KV, if `kv_bits` is given; return the sizes of its KV."""
+    if kv_bits is not None:
+        from .quantised import quantise_kv
+
+        quantise_kv(model, kv_bits)
+    return cache_sizes(model)
 
 
 def cache_sizes(model: Module) -> KvSize:

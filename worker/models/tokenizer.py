@@ -1,7 +1,7 @@
 """A thin wrapper around a Hugging Face tokenizer: encodes, decodes, and renders chat templates.
 
 Special tokens in raw text are parsed, since chat templates contain them; in messages they stay plain text
-(see `as_content`). Decoding joins each token's bytes, so it is correct in the middle of a session too, where
+(see `controls`). Decoding joins each token's bytes, so it is correct in the middle of a session too, where
 the tokenizer's own decoder would drop a leading space. All methods are thread-safe. Must not import MLX.
 """
 
@@ -85,7 +85,8 @@ class Tokenizer:
         )
         self.eos_ids: frozenset[int] = frozenset((*eos_ids, *own)) | self._turn_ends()
         written = source if code else hf.chat_template
-        self._controls = ControlTokens(self._rust, self.eos_ids, str(written))
+        #: The tokens that only the template may use; it marks texts, for `encode` and `render`.
+        self.controls = ControlTokens(self._rust, self.eos_ids, str(written))
         self._bytes: dict[int, bytes] = {}
         #: What images become in a prompt, set once the model is loaded; None if it does not see.
         self.image_processor: ImageProcessor | None = None
@@ -109,17 +110,7 @@ class Tokenizer:
     def control_id(self, text: str) -> int | None:
         """Return the id of the control token with this text; None if there is none."""
         found: int | None = self._rust.token_to_id(text)
-        return found if found in self._controls.ids else None
-
-    @property
-    def control_ids(self) -> frozenset[int]:
-        """The ids of tokens that only the chat template may use."""
-        return self._controls.ids
-
-    @property
-    def special_ids(self) -> frozenset[int]:
-        """The ids of tokens that are no text, in an answer: special tokens, and those that end it."""
-        return self._controls.special_ids
+        return found if found in self.controls.ids else None
 
     def encode(self, text: str, *, at_start: bool) -> list[int]:
         """Return the tokens of `text`.
@@ -150,24 +141,20 @@ class Tokenizer:
         """Return the text of tokens, special ones included; bytes that are not UTF-8 become U+FFFD."""
         return self._join(ids).decode("utf-8", "replace")
 
-    def as_content(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a copy of a message, for `render`, whose content cannot become a special token."""
-        return self._controls.mark(message)
-
     def as_text(self, text: str) -> str:
         """Return a text, for `encode`, marked so that no part of it becomes a special token."""
-        return self._controls.mark_text(text)
+        return self.controls.mark_text(text)
 
     def marked(self, tokens: Sequence[int]) -> str:
         """Return a session's tokens as text, for `encode`; text that spells a control token is marked."""
-        return self._controls.mark_tokens(tokens, self.decode)
+        return self.controls.mark_tokens(tokens, self.decode)
 
     def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
         """Split an answer into the `answer_lead` at its start and its content for `render`.
 
         Special tokens that the model sampled stay special; text that only spells one stays text.
         """
-        text = self._controls.mark_answer(tokens, self.decode)
+        text = self.controls.mark_tokens(tokens, self.decode, in_answer=True)
         lead = self.answer_lead if unmarked(text).startswith(self.answer_lead) else ""
         return lead, text[len(lead) :]
 
@@ -308,10 +295,6 @@ class Tokenizer:
         found = [with_parts(one) for one in found]
         return found if habits.plain else in_parts(found)
 
-    def as_tools(self, tools: Any) -> Any:
-        """Return a copy of tools, for `render`, none of whose texts can become a special token."""
-        return self._controls.mark_all(tools)
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -395,7 +378,7 @@ class Tokenizer:
 
     def _ids(self, text: str) -> list[int]:
         if is_marked(text):
-            return self._controls.encode(text, lambda piece: self.encode(piece, at_start=False))
+            return self.controls.encode(text, lambda piece: self.encode(piece, at_start=False))
         # Unlike `encode`, it lets other threads run meanwhile, which takes a second for a text of a megabyte.
         ids: list[int] = self._rust.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids

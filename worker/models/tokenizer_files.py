@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -41,17 +40,11 @@ class LoadedTokenizer(Protocol):
     special_tokens_map: Any
 
 
-@dataclass(slots=True)
-class _Stored:
-    backend_tokenizer: Tokenizer
-    chat_template: Any
-    eos_token_id: Any
-    special_tokens_map: dict[str, Any]
+class _Stored(msgspec.Struct):
+    """A `LoadedTokenizer` as it is stored, with the `key` of what it was loaded from."""
 
-
-class _Form(msgspec.Struct, frozen=True):
     key: str
-    tokenizer: str
+    backend_tokenizer: Tokenizer = msgspec.field(name="tokenizer")
     chat_template: Any
     eos_token_id: Any
     special_tokens_map: dict[str, Any]
@@ -68,13 +61,13 @@ def load(folder: Path, store: Path | None = None, progress: Progress = silent) -
         return _load(folder)
     path, key = _place(folder, store), _key(folder)
     with suppress(Exception):  # a missing or broken file is written anew
-        found = msgspec.json.decode(path.read_bytes(), type=_Form)
+        found = msgspec.json.decode(path.read_bytes(), type=_Stored, dec_hook=_as_tokenizer)
         if found.key == key:
-            rust = Tokenizer.from_str(found.tokenizer)
-            return _Stored(rust, found.chat_template, found.eos_token_id, found.special_tokens_map)
+            return found
     progress(0, 1, "reading the tokenizer")
     loaded = _load(folder)
-    _keep(loaded, path, key)
+    named = dict(loaded.special_tokens_map)
+    _keep(_Stored(key, loaded.backend_tokenizer, loaded.chat_template, loaded.eos_token_id, named), path)
     progress(1, 1, "reading the tokenizer")
     return loaded
 
@@ -92,7 +85,8 @@ def keep(rust: Tokenizer, config: Mapping[str, Any], folder: Path, store: Path) 
     if rust.post_processor is None:
         rust.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
     eos_id = rust.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    _keep(_Stored(rust, config.get("chat_template"), eos_id, named), _place(folder, store), _key(folder))
+    stored = _Stored(_key(folder), rust, config.get("chat_template"), eos_id, named)
+    _keep(stored, _place(folder, store))
 
 
 def drop(folder: Path, store: Path) -> None:
@@ -104,16 +98,16 @@ def _place(folder: Path, store: Path) -> Path:
     return store / f"tokenizer-{hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]}.json"
 
 
-def _keep(loaded: LoadedTokenizer, path: Path, key: str) -> None:
+def _as_tokenizer(_kind: type, text: str) -> Tokenizer:
+    return Tokenizer.from_str(text)
+
+
+def _keep(stored: _Stored, path: Path) -> None:
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        rust = loaded.backend_tokenizer
-        rust.no_truncation()
-        rust.no_padding()
-        form = _Form(
-            key, rust.to_str(), loaded.chat_template, loaded.eos_token_id, dict(loaded.special_tokens_map)
-        )
-        unfinished.write_bytes(msgspec.json.encode(form))
+        stored.backend_tokenizer.no_truncation()
+        stored.backend_tokenizer.no_padding()
+        unfinished.write_bytes(msgspec.json.encode(stored, enc_hook=Tokenizer.to_str))
         unfinished.replace(path)
     except Exception:  # noqa: BLE001  # a tokenizer with Python code in it cannot be stored; or the disk is full
         with suppress(OSError):

@@ -361,7 +361,7 @@ def _vocabulary(tokenizer: Tokenizer) -> Any:
         eos_token_id = min(tokenizer.eos_ids)
         bos_token_id = None
         tokens = tuple(tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size))
-        special_token_ids = sorted(tokenizer.control_ids)
+        special_token_ids = sorted(tokenizer.controls.ids)
 
         def __call__(self, text: bytes | str) -> list[int]:
             text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text

@@ -135,7 +135,7 @@ class Conversation(Segments):
             if said.ids:
                 found = self._answer_message(said)
             else:
-                found = said.message if said.trusted else self.tokenizer.as_content(said.message)
+                found = said.message if said.trusted else self.tokenizer.controls.mark(said.message)
                 found = without_unseen(with_marks(found))
             said.__dict__["ready"] = found
         return found
@@ -158,8 +158,8 @@ class Conversation(Segments):
     def _render(self, said: Sequence[MessageRecord], *, header: bool) -> str:
         ready = self._extras.__dict__
         if not ready:
-            tools = [_rendered(tool) for tool in self.tools]
-            ready["tools"], ready["variables"] = map(self.tokenizer.as_tools, (tools, self.variables))
+            mark = self.tokenizer.controls.mark_all
+            ready |= {"tools": mark([*map(_rendered, self.tools)]), "variables": mark(self.variables)}
         messages = [self._ready(one) for one in in_order(said)]
         text = self.tokenizer.render(
             messages,

@@ -55,7 +55,7 @@ class TextStream:
         if token in self._tokenizer.eos_ids:
             return ""
         spelled = self._tokenizer.token_bytes(token)
-        if token in self._tokenizer.special_ids:
+        if token in self._tokenizer.controls.special_ids:
             text = spelled.decode("utf-8", "replace")
             if not self._is_marker(text) and not any(text in stop for stop in self._stops):
                 return ""

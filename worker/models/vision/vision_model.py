@@ -34,6 +34,13 @@ class VisionModel:
     processor: ImageProcessor
     tower: Tower
 
+    def prepare(self, model: Any) -> None:
+        """Let a language model use positions in a plane, and rows for several layers, if images have any."""
+        if self.tower.family.axes:
+            from . import language_parts  # imports MLX
+
+            language_parts.patch(model, self.tower.family.axes, self.tower.family.num_deep)
+
 
 def find_vision_model(
     folder: Path, config: Mapping[str, Any], tokenizer: Tokenizer, dtype: str
