@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
@@ -108,9 +107,10 @@ class Gateway:
                 for one in self.routes
             ],
             exception_handlers=dict.fromkeys(KINDS, errors.answer),
-            middleware=[Middleware(_Cors, may_ask=self.access.may_ask)],
         )
-        return _without_slash(self.counters.counting(app, [one.path for one in self.routes]))
+        # Around the application: Starlette answers its faults outside of its middleware.
+        cors = _Cors(app, self.access.may_ask)
+        return _without_slash(self.counters.counting(cors, [one.path for one in self.routes]))
 
     @contextlib.asynccontextmanager
     async def open(self, is_stopping: Callable[[], bool]) -> AsyncIterator[None]:
@@ -191,12 +191,12 @@ class _Cors(CORSMiddleware):
         return self._may_ask(origin)
 
 
-#: The exceptions that are answered; all others are the gateway's own faults.
-KINDS: Final = (Fault, TurnkeepError, HTTPException)
+#: Each has the handler `Errors`. Starlette raises the last, the gateway's own faults, again: the server logs them.
+KINDS: Final = (Fault, TurnkeepError, HTTPException, Exception)
 
 
 class Errors:
-    """The application's handler of the exceptions `KINDS`."""
+    """The application's handler of all exceptions."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self._dialects = dialects
@@ -209,7 +209,7 @@ class Errors:
         return named or max(begin, key=lambda one: len(one.prefix), default=first)
 
     async def answer(self, request: Request, error: Exception) -> Response:
-        """Answer a request with an exception of these kinds; others are raised."""
+        """Answer a request with an exception."""
         match error:
             case Fault():
                 fault = error
@@ -223,7 +223,7 @@ class Errors:
             case HTTPException():
                 fault = Fault(error.status_code, error.detail)
             case _:
-                raise error
+                fault = fault_of(TurnkeepError(f"the gateway failed: {type(error).__name__}"))
         return as_json(self._of(request).error(fault), fault.status, fault.headers)
 
 

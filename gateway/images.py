@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from msgspec.structs import force_setattr
 
 from turnkeep_client.content_blocks import (
+    IMAGES,
     ContentError,
     ContentWarning,
     block_text,
@@ -99,8 +100,8 @@ class Reading:
 
 
 def _link(block: dict[str, Any], where: str) -> Link | None:
-    """Return an image block's URL, in the form of any dialect; None if it has none."""
+    """Return an image block's URL, in the form of any dialect; None for other blocks, and without a URL."""
     match block:
         case {"image_url": {"url": str(url)} | str(url)} | {"source": {"url": str(url)}}:
-            return Link(url, where) if url.startswith(_LINKS) else None
+            return Link(url, where) if block.get("type") in IMAGES and url.startswith(_LINKS) else None
     return None

@@ -31,7 +31,8 @@ _SENSES: Final = {
 }
 _KIND: Final = re.compile(r"(?:input_)?([a-z]+?)(?:_url)?")
 _UNPRINTED: Final = re.compile(r"[^\w.:/-]+", re.ASCII)
-_IMAGES: Final = ("image", "input_image", "image_url")
+#: The types of image blocks.
+IMAGES: Final = ("image", "input_image", "image_url")
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 _DATA_URL: Final = re.compile(r"data:[^,]*;base64,", re.IGNORECASE)
 _MOST_PRINTED: Final = 64
@@ -119,7 +120,7 @@ def with_digests(blocks: Sequence[Any], where: str, files: dict[str, bytes]) -> 
 
 def image_in(block: dict[str, Any], where: str) -> bytes | None:
     """Return the file of an image block; None for other blocks, and for images without their file."""
-    if block.get("type") not in _IMAGES:
+    if block.get("type") not in IMAGES:
         return None
     if (digest := block.get("digest")) is not None:
         if not (isinstance(digest, str) and _DIGEST.fullmatch(digest)):
