@@ -135,7 +135,7 @@ def test_a_windowed_hybrid_model_gives_the_same_logits_for_any_split_of_its_toke
     tokens, rotations = prompt(150), Forward(model).rotations
     expected = naive.logits(tokens)
     for lengths in ([150], [1] * 40 + [70, 3, 37]):
-        caches, at, found = rig.device._runner._acquisition._make(POLICY), 0, []
+        caches, at, found = rig.device.served.make_caches(POLICY), 0, []
         rings = [cache for _, cache in leaves(caches) if type(cache) is RingCache]
         assert rings
         for ring in rings:
