@@ -55,11 +55,7 @@ _SCHEMA: Final = (
         identity BLOB PRIMARY KEY, name TEXT NOT NULL, block INTEGER NOT NULL
     )
     """,
-    """
-    CREATE TABLE IF NOT EXISTS erased (
-        log TEXT PRIMARY KEY, seq INTEGER NOT NULL, time REAL NOT NULL, stored REAL NOT NULL
-    )
-    """,
+    "CREATE TABLE IF NOT EXISTS erased (log TEXT PRIMARY KEY, seq INTEGER, time REAL, stored REAL)",
     "CREATE TABLE IF NOT EXISTS life (stamp TEXT NOT NULL)",
 )
 #: Suffixes of the files that SQLite makes beside the catalog.
