@@ -191,7 +191,8 @@ class _Cors(CORSMiddleware):
         return self._may_ask(origin)
 
 
-#: Each has the handler `Errors`. Starlette raises the last, the gateway's own faults, again: the server logs them.
+#: Each has the handler `Errors`. Starlette raises the last, the gateway's own faults, again: the server logs
+#: them.
 KINDS: Final = (Fault, TurnkeepError, HTTPException, Exception)
 
 
