@@ -129,10 +129,7 @@ class SessionLog(Struct, frozen=True, dict=True):
 
 
 def changes_session(result: Result) -> bool:
-    """Whether a request with this result changed the session.
-
-    Not if it failed, repeats an earlier one, or asked for an answer and was cancelled before its first token.
-    """
+    """Whether the request changed the session: not if it failed, was cancelled at once, or is a repeat."""
     if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
         return False
     return result.repeat_of is None and not is_failure(result)

@@ -260,7 +260,7 @@ async def _read_anew(history: History) -> None:
             session.services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
             names = {request.id for request in found[key].requests.values()}
             known = {name: await session.log.find_answered(name) for name in names}
-            answered = {name: one.at.in_seq for name, one in known.items() if one is not None}
+            answered = {name: one.result.seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
             history.read[key] = Read(*times_s, session.history, session.log.record.diverged, answered)
 

@@ -66,9 +66,6 @@ class ResultParts(NamedTuple):
     asked: Asked | None = None
 
 
-_NO_PARTS: Final = ResultParts()
-
-
 class Record:
     """One session's state, computed by applying its results in the order of the log. Starts empty.
 
@@ -160,7 +157,7 @@ class Record:
         """Whether the request at `seq`, which was not read yet, is known to have a result."""
         return seq in self._answered
 
-    def add_result(self, entry: StoredMessage, parts: ResultParts = _NO_PARTS) -> None:
+    def add_result(self, entry: StoredMessage, parts: ResultParts) -> None:
         """Apply the next result; `parts` has what is stored besides it.
 
         Skips results that the checkpoint includes, and ignores entries that no worker can have written (see

@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from turnkeep_client.subjects import SessionKey
     from worker.wire.intake import Delivery
 
-    from .answered_ids import AnsweredAt
     from .pending import PendingRequest
     from .services import Services
 
@@ -67,7 +66,6 @@ class AnsweredRequest(NamedTuple):
     request: Request | None
     result: Result
     body: bytes
-    at: AnsweredAt
 
 
 class FencedLog:
@@ -318,22 +316,22 @@ class FencedLog:
         while (found := answered.find(request_id)) is not None:
             body = await self._services.journal.get(found.out_seq)
             if body is not None:
-                return await self._answered(request_id, found, body)
+                return await self._answered(request_id, found.in_seq, body)
             if answered.find(request_id) == found:
                 answered.drop(request_id)  # its session was removed
         return None
 
-    async def _answered(self, request_id: str, at: AnsweredAt, body: bytes) -> AnsweredRequest | None:
+    async def _answered(self, request_id: str, in_seq: int, body: bytes) -> AnsweredRequest | None:
         """Return what a result's body says; None if it is not the first result of this id."""
         request, asked = None, decode_asked(body)
         with suppress(InvalidMessageError):
             result = decode_result(body)
-            if asked is None or (result.id, result.seq) != (request_id, at.in_seq):
+            if asked is None or (result.id, result.seq) != (request_id, in_seq):
                 return None
             whole = await self._whole(asked)
             sent = whole.request if whole else UNSET
             request = None if sent is UNSET else decode_request(bytes(sent))
-            return AnsweredRequest(request, result, body, at)
+            return AnsweredRequest(request, result, body)
         return None
 
     async def repeated(self, request: Request, pending: PendingRequest) -> Outcome | None:
@@ -351,9 +349,9 @@ class FencedLog:
             raise RefusedError(
                 "id_conflict",
                 f"the id {request.id!r} was used before for another request (sequence"
-                f" {known.at.in_seq}); a new request needs a new id",
+                f" {known.result.seq}); a new request needs a new id",
             )
-        result = replace(known.result, seq=pending.seq, repeat_of=known.at.in_seq)
+        result = replace(known.result, seq=pending.seq, repeat_of=known.result.seq)
         return Outcome(result, self.record.history, first=known.body)
 
     async def commit(
