@@ -191,7 +191,7 @@ class _Cors(CORSMiddleware):
         return self._may_ask(origin)
 
 
-#: Each has the handler `Errors`. Starlette raises the last, the gateway's own faults, again: the server logs them.
+#: What the handler `Errors` answers. The last are the gateway's own faults, which the server then logs.
 KINDS: Final = (Fault, TurnkeepError, HTTPException, Exception)
 
 

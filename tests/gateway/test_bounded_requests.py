@@ -1,4 +1,4 @@
-"""Any request is answered in the form of its API, and costs the gateway a bounded amount of time and memory."""
+"""Any request is answered in the form of its API, and costs a bounded amount of time and memory."""
 
 from __future__ import annotations
 
