@@ -119,7 +119,7 @@ MANY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("many", MANY)
-async def test_messages_and_parts_beyond_50000_are_refused_in_a_sentence(
+async def test_messages_and_parts_beyond_100000_are_refused_in_a_sentence(
     http: httpx2.AsyncClient, many: str
 ) -> None:
     path, body = MANY[many]
@@ -128,7 +128,7 @@ async def test_messages_and_parts_beyond_50000_are_refused_in_a_sentence(
     answer = await http.post(path, json=body)
     error = answer.json()["error"]
     message = error if isinstance(error, str) else error["message"]
-    assert (answer.status_code, "more than 50000 messages, parts" in message) == (400, True), message
+    assert (answer.status_code, "more than 100000 messages, parts" in message) == (400, True), message
 
 
 def test_a_long_conversation_of_an_agent_is_read() -> None:
