@@ -64,6 +64,7 @@ class AnswerFeed:
         self.stays = stays or bool(key_id)
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self.begun = asyncio.Event()
-        self.running: set[IndexedRequest] = set()
+        #: The requests of answers that run; equal prompts may share one, which is here for each of them.
+        self.running: list[IndexedRequest] = []
         self.is_abandoned = False
         self.following: asyncio.Task[None] | None = None

@@ -24,7 +24,7 @@ from .dialects.responses.routes import DIALECT as RESPONSES
 from .http import guide
 from .http.access import Access, is_from_here
 from .http.answer_response import SHOWN
-from .http.bodies import as_json
+from .http.bodies import as_json, read_to_its_end
 from .http.durable import HEADERS
 from .http.handlers import Handlers, Route
 from .image_fetcher import ImageFetcher
@@ -110,7 +110,8 @@ class Gateway:
         )
         # Around the application: Starlette answers its faults outside of its middleware.
         cors = _Cors(app, self.access.may_ask)
-        return _without_slash(self.counters.counting(cors, [one.path for one in self.routes]))
+        counted = self.counters.counting(cors, [one.path for one in self.routes])
+        return read_to_its_end(_without_slash(counted))
 
     @contextlib.asynccontextmanager
     async def open(self, is_stopping: Callable[[], bool]) -> AsyncIterator[None]:
@@ -191,8 +192,7 @@ class _Cors(CORSMiddleware):
         return self._may_ask(origin)
 
 
-#: Each has the handler `Errors`. Starlette raises the last, the gateway's own faults, again: the server logs
-#: them.
+#: What the handler `Errors` answers. The last are the gateway's own faults, which the server then logs.
 KINDS: Final = (Fault, TurnkeepError, HTTPException, Exception)
 
 

@@ -106,12 +106,14 @@ class Conversations:
         """Count the tokens of a turn's messages and tools, without running it. Raises `TurnkeepError`."""
         session = self.client.session(new_name())
         rendering = _rendering(turn.options)
-        num_tokens = (await session.count(messages=turn.messages, text=turn.text, **rendering)).tokens
-        if prefix := turn.options.get("prefix"):
-            num_tokens += (await session.count(text=prefix, special_tokens=False)).tokens
-        if any(one.files for one in turn.messages or ()):  # which the log has now
-            self.beside(self._erase(session.key.session))
-        return num_tokens
+        try:
+            num_tokens = (await session.count(messages=turn.messages, text=turn.text, **rendering)).tokens
+            if prefix := turn.options.get("prefix"):
+                num_tokens += (await session.count(text=prefix, special_tokens=False)).tokens
+            return num_tokens
+        finally:
+            if any(one.files for one in turn.messages or ()):  # which the log has now
+                self.beside(self._erase(session.key.session))
 
     async def _erase(self, session: str) -> None:
         """Erase the images of a session that was only counted."""
@@ -258,7 +260,7 @@ class Conversations:
         """Send a turn as planned, pass its chunks to `tell`, add its result to the index, and return it."""
         asked, is_known = plan.asked, True
         asked.join()
-        feed.running.add(asked)
+        feed.running.append(asked)
         if feed.is_abandoned:
             self._leave(asked, feed)
         try:
@@ -371,7 +373,7 @@ class Conversations:
             if asked.state == "failed":
                 raise RequestFailedError("id_conflict", "the first request failed", retryable=True)
         elif plan.how == "begun":
-            if plan.reopens or cache is not None:
+            if plan.closed_seq or cache is not None:
                 await self._begin_session(plan, cache)
             self.index.move(asked.session, 0)
         elif plan.how == "forked" and plan.parent is not None:
@@ -381,8 +383,7 @@ class Conversations:
 
     async def _begin_session(self, plan: SendPlan, cache: CachePolicy | None) -> None:
         """Open a new or closed session; all attempts to begin one have one id. Raises `TurnkeepError`."""
-        number = plan.asked.name.nonce if plan.reopens else 0
-        await self.client.session(plan.asked.session.name).open(cache, request_id=f"open-{number}")
+        await self.client.session(plan.asked.session.name).open(cache, request_id=f"open-{plan.closed_seq}")
 
     async def _fork(self, plan: SendPlan, parent: IndexedSession) -> None:
         """Open the session as a fork; correct the index if that is refused. Raises `TurnkeepError`."""
@@ -434,7 +435,7 @@ class Conversations:
     def _leave(self, asked: IndexedRequest, feed: AnswerFeed) -> None:
         if asked not in feed.running:
             return
-        feed.running.discard(asked)
+        feed.running.remove(asked)
         if asked.leave() and not self._is_stopping():
             self.beside(self._cancel(asked))
 

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from turnkeep_client.errors import NoAnswerError, NoServerError, RequestFailedError
-from turnkeep_client.messages import Failed, Opened
+from turnkeep_client.messages import Close, Failed, Opened
 from turnkeep_client.session_log import read
 from turnkeep_client.subjects import session_key
 
@@ -36,17 +36,19 @@ class KeyState(NamedTuple):
     """What the log has for an idempotency key: the request's last attempt, and the session's fork point.
 
     The fork point, in `opened`, is a boundary's digest and a position; None if the session is no fork.
+    `closed_seq` is the sequence of the last request to close the session, 0 without one.
     """
 
     session: str
     last: LoggedAnswer | None = None
     opened: tuple[bytes, int] | None = None
+    closed_seq: int = 0
 
     @property
-    def num_failed(self) -> int:
-        """The number of failed attempts, which is the nonce of the next attempt's request id."""
+    def nonce(self) -> int:
+        """The nonce of the next attempt's request id: no attempt has had it, also none that was deleted."""
         name = RequestName.parse(self.last.request.id) if self.last else None
-        return name.nonce + 1 if name else 0
+        return name.nonce + 1 if name else self.closed_seq
 
     @property
     def answer(self) -> LoggedAnswer | None:
@@ -70,13 +72,16 @@ async def state_of(client: Client, answer_id: str, body: str) -> KeyState:
     last = (await logged_answers.find(client, {answer_id}, conversation=False)).get(answer_id)
     if last is not None and last.note.body != body:
         raise key_reused()
-    found, opened = KeyState(session, last), None
+    found = KeyState(session, last)
     if found.answer is None:
-        for one in (await read(client.stored, session_key(client.tenant, session))).exchanges:
-            if isinstance(one.result, Opened):
+        log = await read(client.stored, session_key(client.tenant, session))
+        closes = [entry.seq for entry, request in log.asked if isinstance(request, Close)]
+        found = found._replace(closed_seq=max(closes, default=0))
+        for one in log.exchanges:
+            if isinstance(one.result, Opened) and one.asked.seq > found.closed_seq:
                 base = base_of(one.result.tags)
-                opened = None if base is None else (base, one.result.position)
-    return found._replace(opened=opened)
+                found = found._replace(opened=None if base is None else (base, one.result.position))
+    return found
 
 
 def key_reused() -> RequestFailedError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Any, Final
 from urllib.error import HTTPError
@@ -16,7 +17,7 @@ from turnkeep_client.content_blocks import checked
 from turnkeep_client.images import MOST_BYTES, digest_of
 
 from .images import Link, attach
-from .turn import ClientTurn, parts_checked, refused
+from .turn import ClientTurn, Fault, parts_checked, refused
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
 #: How long one image may take.
 _FETCH_S: Final = 15.0
 _PIECE_BYTES: Final = 65536
+#: The most images of one request, their bytes, and how many of them are fetched at a time.
+_MOST_IMAGES: Final = 100
+_MOST_BYTES: Final = 32 * 2**20
+_AT_ONCE: Final = 4
+#: Threads for the images of all requests.
+_MOST_THREADS: Final = 16
 
 
 class ImageFetcher:
@@ -33,13 +40,23 @@ class ImageFetcher:
 
     def __init__(self, hosts: Collection[str] = ()) -> None:
         self._hosts = {*hosts}
+        #: Of its own: a slow host holds a thread, and the pool of the event loop has other work.
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, "image")
 
     async def fetched(self, turn: ClientTurn) -> ClientTurn:
         """Return a turn whose messages have the files of their images. Raises `Fault`."""
         if not turn.images:
             return turn
         links = {name: one for name, one in turn.images.items() if isinstance(one, Link)}
-        fetched = await asyncio.gather(*map(self._image, links.values()))
+        fetched, waiting = list[bytes](), [*links.values()]
+        if len(links) > _MOST_IMAGES:
+            why = f"{len(links)} images are to be fetched; the most are {_MOST_IMAGES}"
+            raise refused(why, waiting[_MOST_IMAGES].where)
+        while some := waiting[len(fetched) : len(fetched) + _AT_ONCE]:
+            fetched += await asyncio.gather(*map(self._image, some))
+            if (size := sum(map(len, fetched))) > _MOST_BYTES:
+                why = f"the fetched images have more than {_MOST_BYTES} bytes: {size}"
+                raise Fault(413, why, code="request_too_large", param=some[-1].where)
         digests = {name: digest_of(file) for name, file in zip(links, fetched, strict=True)}
         messages = tuple(_renamed(one, digests) for one in turn.messages or ())
         attach(messages, {**turn.images, **dict(zip(digests.values(), fetched, strict=True))})
@@ -50,7 +67,7 @@ class ImageFetcher:
         self.check(link.url, link.where)
         try:
             async with asyncio.timeout(_FETCH_S):
-                data = await asyncio.to_thread(self._read, link)
+                data = await asyncio.get_running_loop().run_in_executor(self._threads, self._read, link)
         except TimeoutError:
             raise refused(f"the image did not arrive within {_FETCH_S:.0f} s", link.where) from None
         except (OSError, ValueError, HTTPException) as error:
@@ -75,7 +92,7 @@ class ImageFetcher:
         until_s, data = time.monotonic() + _FETCH_S, bytearray()
         opener = urllib.request.build_opener(_Redirects(self, link.where))
         with opener.open(link.url, timeout=_FETCH_S) as response:
-            while len(data) <= MOST_BYTES and (piece := response.read(_PIECE_BYTES)):
+            while len(data) <= MOST_BYTES and (piece := response.read1(_PIECE_BYTES)):
                 data += piece
                 if time.monotonic() > until_s:
                     raise TimeoutError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
 from uuid import uuid4
 
 from turnkeep_client.errors import MessageTooLargeError
-from turnkeep_client.messages import Failed, encode
+from turnkeep_client.messages import encode
 
 from . import boundaries
 from .idempotency import key_reused
@@ -34,8 +34,8 @@ class SendPlan(NamedTuple):
     The session has those messages already. `known` has the digests of the conversation up to each message. A
     fork has a `parent` and, if known, the parent's position at the time of planning; `parent` is None if the
     log has the fork already. If the plan `is_apart`, other gateways may send the same request to this
-    session; if it `reopens` the session, the session was closed. If it `is_claimed`, the repeated request is
-    from before this gateway's start.
+    session, which was closed at the sequence `closed_seq` (0 if never). If it `is_claimed`, the repeated
+    request is from before this gateway's start.
     """
 
     asked: IndexedRequest
@@ -47,7 +47,7 @@ class SendPlan(NamedTuple):
     parent: IndexedSession | None = None
     parent_position: int | None = None
     is_apart: bool = False
-    reopens: bool = False
+    closed_seq: int = 0
     is_claimed: bool = False
 
 
@@ -101,19 +101,19 @@ def plan_apart(index: SessionIndex, turn: ClientTurn, state: KeyState) -> SendPl
             raise key_reused()
         place = known.index(boundary), None, position
     else:
+        if (before := index.sessions.get(state.session)) is not None:  # deleted, or refused
+            index.drop(before)
         place = None if turn.messages is None else _place(index, known)
     num_known, parent, position = place or (0, None, 0)
     session = index.sessions.get(state.session) or IndexedSession(state.session, None, time.time())
-    name = RequestName(*key, state.num_failed)
+    name = RequestName(*key, state.nonce)
     asked = IndexedRequest(session, name, {known[num_known]}, position, options.get("prefix", ""))
     index.begin(asked)
-    failed = state.last.result if state.last else None
-    is_closed = isinstance(failed, Failed) and failed.code == "unknown_session"
     how: How = "begun" if place is None else "forked"
     made = SendPlan(
         asked, how, num_known, position, known, options, parent, parent.position if parent else None
     )
-    return made._replace(is_apart=True, reopens=is_closed)
+    return made._replace(is_apart=True, closed_seq=state.closed_seq)
 
 
 def _named(turn: ClientTurn, number: int) -> tuple[dict[str, Any], list[bytes], tuple[bytes, bytes]]:

@@ -41,6 +41,9 @@ ALL_THAT_FITS: Final = 2**31 - 1
 #: The most answers to one prompt.
 MOST_ANSWERS: Final = 16
 
+#: The most characters of a model's name, which each event of a stream repeats.
+_MOST_NAME: Final = 1_024
+
 #: The response header that lists the parts of a request that were ignored or replaced.
 WARNINGS: Final = "x-turnkeep-warnings"
 #: The request header that keeps a conversation's KV off the disk.
@@ -228,6 +231,8 @@ def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[M
 
 def check(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
     """Return `turn` if its fields are valid, else raise `Fault`; `names` has the dialect's field names."""
+    if len(turn.model) > _MOST_NAME:
+        raise refused(f"model has {len(turn.model)} characters; the most are {_MOST_NAME}", "model")
     try:
         for number in range(0, turn.n, max(1, turn.n // (len(turn.prompts) or 1))):
             one, _ = turn.alone(number)

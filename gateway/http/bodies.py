@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import zlib
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,15 +18,51 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from starlette.requests import Request
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 #: A request's body must have arrived within this time.
 _BODY_S: Final = 60.0
+
+#: How long the rest of a body is discarded that is not needed, and how many bytes of a body are received.
+_REST_S: Final = 2.0
+_MOST_RECEIVED: Final = 48 * 2**20
 
 _CODINGS: Final = ("identity", "gzip", "x-gzip", "deflate")
 #: zlib finds out by itself whether a body has the header of gzip or of zlib.
 _ANY_HEADER: Final = zlib.MAX_WBITS | 32
 #: zlib copies the rest of a body after each of its members, so many members take time.
 _MOST_MEMBERS: Final = 64
+
+
+def read_to_its_end(app: ASGIApp) -> ASGIApp:
+    """Wrap an application so that it discards the rest of a request's body behind its response.
+
+    Else the connection would be closed while the client still sends, and many a client loses the response.
+    """
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        num_bytes, is_whole = 0, False
+
+        async def reading() -> Message:
+            nonlocal num_bytes, is_whole
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            is_whole = not message.get("more_body")
+            return message
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body") and not is_whole:
+                await send({**message, "more_body": True})
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_REST_S):
+                        while not is_whole and num_bytes < _MOST_RECEIVED:
+                            await reading()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await app(scope, reading, sending)
+
+    return answered
 
 
 async def read(request: Request, most: int) -> bytes:
@@ -73,6 +110,6 @@ def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
 
 def as_json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
     """Return a JSON response; `more` are headers."""
-    # After an error the connection is closed, without waiting for the rest of the request's body.
+    # After an error the connection is closed, and the rest of the request's body is not waited for.
     headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

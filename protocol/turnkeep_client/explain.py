@@ -17,7 +17,7 @@ from .subjects import ID_PATTERN, ID_RULE
 
 _MAX_ECHO: Final = 64
 
-_PLACE = re.compile(r"(?P<fault>.*?)(?: - at `\$(?P<path>[^`]*)`)?", re.DOTALL)
+_PLACE = re.compile(r"(?P<fault>.*?)(?: - at (?:`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
 _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _OUT_OF_RANGE = re.compile(r"Expected `(int|float)` [<>]")

@@ -77,6 +77,7 @@ class _Format(Struct, frozen=True):
 
 class _OutputConfig(Struct, frozen=True):
     format: _Format | None = None
+    effort: str | None = None
 
 
 class _Thread(Struct, frozen=True):
@@ -142,6 +143,8 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     options = openai.sampling(asked, asked.max_tokens) | _tools(asked, warnings)
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences
+    if asked.output_config:
+        options |= openai.reasoning(asked.output_config.effort)
     if (budget := _budget(asked.thinking)) is not None:
         options["reasoning"] = {"budget": budget}
     if asked.output_config and (form := asked.output_config.format):

@@ -44,7 +44,7 @@ class _Custom(Struct, frozen=True):
 class _Call(Struct, frozen=True):
     function: _Function | None = None
     custom: _Custom | None = None
-    id: str = ""
+    id: str | None = None
     type: str = "function"
 
 

@@ -26,6 +26,8 @@ _HARMLESS: Final = {
     *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
     *("prompt_cache_retention", "cache_control", "betas", "client_metadata"),
 }
+#: The most items of all lists in a request's messages, or in its tools: about a second of processor time.
+MOST_ITEMS: Final = 100_000
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _R = TypeVar("_R", bound=Struct)
 
@@ -129,9 +131,27 @@ def request(
     Such fields are unknown ones, and those in `without_effect`.
     """
     asked = decoded(decoder, body)
+    for name in ("messages", "input", "tools"):
+        if _has_more_items(getattr(asked, name, None), MOST_ITEMS):
+            raise refused(f"{name} has more than {MOST_ITEMS} messages, parts and other items", name)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
     return asked, Reading(ContentWarning(printed(name), "has no effect") for name in sorted(given - known))
+
+
+def _has_more_items(given: Any, most: int) -> bool:
+    """Whether a decoded value has more than `most` items, in lists at any depth."""
+    num_items, waiting = 0, [given]
+    while waiting and num_items <= most:
+        match waiting.pop():
+            case list() as items:
+                num_items += len(items)
+                waiting += items
+            case dict() as fields:
+                waiting += fields.values()
+            case Struct() as one:
+                waiting += msgspec.structs.astuple(one)
+    return num_items > most
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:
