@@ -32,7 +32,7 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 PATCH = {"type": "custom", "name": "patch", "description": "Change files."}
 CLOSE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close"}]}
-#: How each API reads requests, writes whole answers and streams, and the fields of a request.
+#: How each API reads requests, writes whole answers and, unless None, streams, and the fields of a request.
 APIS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "chat": (
         chat.read,
@@ -56,7 +56,7 @@ APIS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "response with options": (
         responses.read,
         answers.whole,
-        answers.ResponseEvents,
+        None,
         {
             "input": "a",
             "tools": [WEATHER],
@@ -121,11 +121,13 @@ def written(api: str, name: str) -> str:
     read, whole, writer, asked = APIS[api]
     turn = read(json.dumps({"model": "m", **asked}).encode())
     done, chunks = ANSWERS[name]
+    body = json.dumps(whole(turn, "x", 5, [done]))
+    if writer is None:
+        return body
     stream = writer(turn, "x", 5)
     parts = [stream.start(0), *(stream.chunk(0, chunk) for chunk in chunks)]
     parts += [stream.finish(0, done), stream.end([done]), stream.heartbeat]
     parts += [writer(turn, "y", 5).error(Fault(500, "broken", kind="server_error"))]
-    body = json.dumps(whole(turn, "x", 5, [done]))
     return f"{body}\n\n{b''.join(parts).decode()}"
 
 
