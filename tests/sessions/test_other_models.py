@@ -243,11 +243,10 @@ def tuned(endless_model: Path, made_once: Callable[..., Path]) -> Path:
 
     def fill(folder: Path) -> None:
         shutil.copytree(endless_model, folder)
-        weights = mx.load(str(folder / "model.safetensors"))
-        (folder / "model.safetensors").unlink()
-        mx.save_safetensors(
-            str(folder / "model.safetensors"), {name: one * 1.5 for name, one in weights.items()}
-        )
+        file = folder / "model.safetensors"
+        weights = mx.load(str(file))
+        file.unlink()
+        mx.save_safetensors(str(file), {name: one * 1.5 for name, one in weights.items()})
 
     return made_once("tuned", fill)
 
