@@ -13,11 +13,6 @@ from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
-try:
-    import openai
-except ModuleNotFoundError:
-    openai = None  # type: ignore[assignment]  # an extra, which the other benches do not need
-
 from .faults import BenchError
 from .local import Process, free_port
 from .turns import TimedTurn
@@ -37,17 +32,20 @@ class Server:
 
     def __init__(self, name: str, url: str, model: str | None = None) -> None:
         """Prepare a connection. Raises `BenchError` without OpenAI's library."""
-        if openai is None:
-            raise BenchError("the library openai is not installed: pip install 'turnkeep[bench]'")
+        try:
+            import openai  # here: half a second, and an extra that the other benches do not need
+        except ModuleNotFoundError:
+            raise BenchError("the library openai is not installed: pip install 'turnkeep[bench]'") from None
         self.name, self.url, self.model = name, url, model
         # The environment's proxy and `.netrc` are for other hosts.
         http = openai.DefaultAsyncHttpxClient(trust_env=False)
+        self._openai = openai
         self._client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
     async def __aenter__(self) -> Self:
         """Choose the model: the one that the user has named, else the first that the server lists."""
         if self.model is None:
-            with contextlib.suppress(openai.OpenAIError, LookupError, TypeError):
+            with contextlib.suppress(self._openai.OpenAIError, LookupError, TypeError):
                 self.model = (await self._client.models.list(timeout=CONNECT_TIMEOUT_S)).data[0].id
         return self
 
@@ -87,7 +85,7 @@ class Server:
                         finished = finished or choice.finish_reason
         except TimeoutError:
             error, message = "timeout", f"no whole answer within {timeout_s:g} s"
-        except openai.APIStatusError as bad:
+        except self._openai.APIStatusError as bad:
             error, message = f"http_{bad.status_code}", bad.response.text
         except Exception as bad:  # noqa: BLE001  # a broken stream raises the HTTP library's and JSON's too
             error, message = type(bad).__name__, f"{self.url}: {bad} {bad.__cause__ or ''}"

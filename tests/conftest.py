@@ -15,6 +15,7 @@ import tempfile
 import time
 import venv
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Self
 
@@ -130,9 +131,30 @@ def unanswered(client: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """Return the folder of a name, which the first process of the run that asks for it fills for all."""
+    base = tmp_path_factory.getbasetemp()
+    folders = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "once"
+    folders.mkdir(exist_ok=True)
+
+    def made(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, half = folders / name, folders / f"{name}.half"
+        folder.parent.mkdir(exist_ok=True)
+        with (folders / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                shutil.rmtree(half, ignore_errors=True)
+                fill(half)
+                half.rename(folder)
+        return folder
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def tiny_model(made_once: Callable[..., Path]) -> Path:
     """A random llama of two layers with a byte-level tokenizer and a ChatML template, as an MLX folder."""
-    return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+    return made_once("tiny", make_tiny_model)
 
 
 @pytest.fixture(scope="session")
@@ -144,9 +166,9 @@ def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def endless_model(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def endless_model(tiny_model: Path, made_once: Callable[..., Path]) -> Path:
     """The tiny model without an end-of-turn token: each answer has as many tokens as its limit allows."""
-    return make_endless_model(tiny_model, tmp_path_factory.mktemp("models") / "endless")
+    return made_once("endless", functools.partial(make_endless_model, tiny_model))
 
 
 @pytest.fixture(scope="session")
@@ -162,18 +184,18 @@ def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def model_with_template(tiny_model: Path) -> Callable[[str, str], Path]:
+def model_with_template(tiny_model: Path, made_once: Callable[..., Path]) -> Callable[[str, str], Path]:
     """Make copies of the tiny model's folder with other chat templates."""
 
     def make(name: str, template: str) -> Path:
-        folder = tiny_model.with_name(name)
-        if not folder.exists():
+        def fill(folder: Path) -> None:
             shutil.copytree(tiny_model, folder)
             for file in folder.glob("chat_template*"):
                 file.write_text(template)
             config = json.loads((folder / "tokenizer_config.json").read_text())
             (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-        return folder
+
+        return made_once(f"{sha256(template.encode()).hexdigest()[:8]}/{name}", fill)
 
     return make
 
@@ -228,15 +250,14 @@ async def started_app(settings: Settings, constants: Constants = CONSTANTS) -> t
 
 @pytest.fixture(scope="session")
 def known_models(
-    tiny_model: Path, endless_model: Path, nats_url: str, tmp_path_factory: pytest.TempPathFactory
+    tiny_model: Path, endless_model: Path, nats_url: str, made_once: Callable[..., Path]
 ) -> Path:
     """What workers store of these models at their first start: digests, tokenizers, results of trials.
 
     With it a start takes half of the processor time.
     """
-    data_dir = tmp_path_factory.mktemp("known")
 
-    async def main() -> None:
+    async def fill(data_dir: Path) -> None:
         for model in (tiny_model, endless_model):
             prefix = f"known{time.monotonic_ns()}"
             settings = Settings(data_dir=data_dir, nats=nats_url, prefix=prefix, model=str(model))
@@ -244,8 +265,7 @@ def known_models(
             app.stop()
             await task
 
-    asyncio.run(main())
-    return data_dir / "models"
+    return made_once("known", lambda data_dir: asyncio.run(fill(data_dir))) / "models"
 
 
 @pytest.fixture

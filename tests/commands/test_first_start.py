@@ -64,11 +64,11 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
-def test_importing_the_worker_does_not_import_rich() -> None:
+def test_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
     program = "import sys, commands.serve, worker.app; print({'rich', 'attr'} & set(sys.modules));"
-    program += "import rich"
+    program += "import bench.peers; print({'openai'} & set(sys.modules)); import rich, openai"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "set()\n"
+    assert done.stdout == "set()\nset()\n"
 
 
 @pytest.mark.parametrize("has_lock", [True, False])

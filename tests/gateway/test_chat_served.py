@@ -11,11 +11,12 @@ from typing import Any
 
 import httpx2
 import pytest
+from apis import APIS, Api
+from apis import how as how_found
 from crafted import LETTERS, assistant, user
 from parts import CHAT_TEMPLATE
 
 from gateway.conversations import Conversations
-from gateway.dialects.openai import chat
 
 pytestmark = pytest.mark.serves("endless_model")
 
@@ -250,13 +251,8 @@ async def test_a_repeated_request_is_sampled_again_unless_its_temperature_is_zer
     assert len(texts) > 1
 
 
-async def test_reasoning_effort_sets_a_token_budget_and_may_change_within_one_session(served: Any) -> None:
+async def test_the_reasoning_effort_may_change_within_one_session(served: Any) -> None:
     """This model does not mark its reasoning, so the budget does not change its answers."""
-    efforts = {"none": 0, "minimal": 64, "low": 512, "medium": 2048, "high": None, "xhigh": None}
-    for effort, most in efforts.items():
-        body = {"messages": [user("Hello.")], "reasoning_effort": effort}
-        limit = chat.read(json.dumps(body).encode()).options.get("reasoning")
-        assert limit == (None if most is None else {"budget": most})
     first, session, _ = await ask(served, [user("Hello.")], reasoning_effort="low", seed=3)
     said = [user("Hello."), assistant(first.choices[0].message.content), user("Go on.")]
     _, again, how = await ask(served, said, reasoning_effort="high")
@@ -324,32 +320,26 @@ async def test_several_prompts_of_a_completion_are_answered_in_their_order(serve
     assert streamed == texts[4:] * 2
 
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
-ASKED = [{"role": "user", "content": "Where?"}]
-BEGUN = [*ASKED, {"role": "assistant", "content": "It is in"}]
+ASKED = [user("Where?")]
+BEGUN = [*ASKED, assistant("It is in")]
+BOTH = pytest.mark.parametrize("api", [APIS["chat"], APIS["messages"]], ids=["chat", "messages"])
 
 
 async def ask_at(
-    http: httpx2.AsyncClient, path: str, messages: list[dict[str, Any]], **more: Any
+    http: httpx2.AsyncClient, api: Api, messages: list[dict[str, Any]], **more: Any
 ) -> tuple[str, int, int, str]:
     """Send a request; return text, number of prompt tokens and cached ones, and how the session was found."""
-    body = {"messages": messages, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0.9, **more}
-    answer = await http.post(path, json=body)
-    assert answer.status_code == 200, answer.text
-    how, used = answer.headers["x-turnkeep-session"].split()[1], answer.json()["usage"]
-    if path == CHAT:
-        text = answer.json()["choices"][0]["message"]["content"]
-        return text, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], how
-    cached = used["cache_read_input_tokens"]
-    return answer.json()["content"][0]["text"], used["input_tokens"] + cached, cached, how
+    body = api.body(messages, 8, **{"logit_bias": LETTERS, "temperature": 0.9, **more})
+    answer = await http.post(api.path, json=body)
+    return api.text(answer.json()), *api.usage(answer.json())[:2], how_found(answer)
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@BOTH
 @pytest.mark.parametrize("restarts", [False, True])
 async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_joined(
-    served: Any, http: httpx2.AsyncClient, door: Any, path: str, *, restarts: bool
+    served: Any, http: httpx2.AsyncClient, door: Any, api: Api, *, restarts: bool
 ) -> None:
-    said, num_prompt, _, how = await ask_at(http, path, BEGUN)
+    said, num_prompt, _, how = await ask_at(http, api, BEGUN)
     assert (len(said), how) == (8, "begun")
     if restarts:
         settings = served.worker.settings
@@ -357,48 +347,48 @@ async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_j
         served = await door(settings.nats, settings.prefix)
     async with httpx2.AsyncClient(base_url=served.url, timeout=20) as client:
         whole = [*ASKED, {"role": "assistant", "content": "It is in" + said}]
-        _, _, cached, how = await ask_at(client, path, [*whole, {"role": "user", "content": "Why?"}])
+        _, _, cached, how = await ask_at(client, api, [*whole, user("Why?")])
         assert (how, cached) == ("continued", num_prompt + 8 - 1)
-        unlike = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "Why?"}]
-        _, _, _, how = await ask_at(client, path, unlike)
+        unlike = [*ASKED, {"role": "assistant", "content": said}, user("Why?")]
+        _, _, _, how = await ask_at(client, api, unlike)
         assert how == "begun", "the answer alone is another conversation"
 
 
-@pytest.mark.parametrize("path", [CHAT, MESSAGES])
+@BOTH
 async def test_a_repeated_request_with_a_prefilled_answer_forks_the_known_conversation(
-    http: httpx2.AsyncClient, path: str
+    http: httpx2.AsyncClient, api: Api
 ) -> None:
-    first, num_prompt, _, _ = await ask_at(http, path, BEGUN)
-    again, same, cached, how = await ask_at(http, path, BEGUN)
+    first, num_prompt, _, _ = await ask_at(http, api, BEGUN)
+    again, same, cached, how = await ask_at(http, api, BEGUN)
     assert (how, same, again != first) == ("forked", num_prompt, True)
     assert cached >= num_prompt - len("It is in") - 1
     other = [*ASKED, {"role": "assistant", "content": "No"}]
-    _, shorter, _, how = await ask_at(http, path, other)
+    _, shorter, _, how = await ask_at(http, api, other)
     assert (how, shorter) == ("forked", num_prompt - len("It is in") + len("No"))
-    _, _, _, how = await ask_at(http, path, ASKED)
+    _, _, _, how = await ask_at(http, api, ASKED)
     assert how == "forked", "without a beginning too"
-    certain, _, _, _ = await ask_at(http, path, BEGUN, temperature=0)
-    again, _, _, how = await ask_at(http, path, BEGUN, temperature=0)
+    certain, _, _, _ = await ask_at(http, api, BEGUN, temperature=0)
+    again, _, _, how = await ask_at(http, api, BEGUN, temperature=0)
     assert (again, how) == (certain, "repeated")
 
 
 async def test_the_gateway_and_the_worker_give_the_same_answer_after_a_prefix(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
-    said, num_prompt, _, _ = await ask_at(http, MESSAGES, BEGUN, temperature=0)
+    said, num_prompt, _, _ = await ask_at(http, APIS["messages"], BEGUN, temperature=0)
     biases = {int(token): bias for token, bias in LETTERS.items()}
     session = served.worker.client.session("direct")
     asked = {"messages": ASKED, "max_tokens": 8, "logit_bias": biases, "reasoning": {"budget": 0}}
     direct = await session.generate(**asked, prefix="It is in")
     assert (direct.text, direct.usage.prompt_tokens) == (said, num_prompt)
     assert direct.prefix_tokens == len("It is in")
-    counted = await http.post(f"{MESSAGES}/count_tokens", json={"messages": BEGUN})
+    counted = await http.post("/v1/messages/count_tokens", json={"messages": BEGUN})
     assert counted.json() == {"input_tokens": num_prompt}
     body = {"messages": BEGUN, "max_tokens": 8, "logit_bias": LETTERS, "temperature": 0, "stream": True}
-    streamed = await http.post(CHAT, json=body)
+    streamed = await http.post(APIS["chat"].path, json=body)
     assert streamed.status_code == 200
     assert "It is in" not in streamed.text
     empty = [*ASKED, {"role": "assistant", "content": ""}]
-    plain, shorter, _, _ = await ask_at(http, MESSAGES, empty, temperature=0)
+    plain, shorter, _, _ = await ask_at(http, APIS["messages"], empty, temperature=0)
     assert shorter == num_prompt - len("It is in")
     assert (await session.generate(**asked)).text != plain, "it has other tokens before it"

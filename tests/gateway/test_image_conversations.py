@@ -11,7 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 from anthropic import AsyncAnthropic
-from test_image_requests import PATHS, READ, TYPES, body, digest, said
+from apis import APIS
+from test_image_requests import TYPES, body, digest, said
 
 from tests.device import tiny_seeing
 from tests.model.test_image_files import BROKEN
@@ -73,32 +74,19 @@ def key_of(session: str) -> SessionKey:
     return SessionKey("default", session)
 
 
-def answered(dialect: str, answer: httpx2.Response) -> list[dict[str, Any]]:
-    """Return an answer's message, as a client sends it back."""
-    assert answer.status_code == 200, answer.text
-    found = answer.json()
-    match dialect:
-        case "chat":
-            return [found["choices"][0]["message"]]
-        case "messages":
-            return [{"role": "assistant", "content": found["content"] or "."}]
-        case "ollama":
-            return [found["message"]]
-    return list(found["output"])
-
-
 BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["sees", "blind"])
 
 
 @BOTH
-@pytest.mark.parametrize("dialect", READ)
+@pytest.mark.parametrize("dialect", APIS)
 async def test_a_conversation_with_images_continues_in_its_session_which_has_each_file_once(
     dialect: str, served: Served
 ) -> None:
     told = [said(dialect, "What is it? ", RED)]
-    first = await served.http.post(PATHS[dialect], json=body(dialect, told))
-    told += [*answered(dialect, first), said(dialect, "And these? ", BLUE, RED)]
-    second = await served.http.post(PATHS[dialect], json=body(dialect, told))
+    first = await served.http.post(APIS[dialect].path, json=body(dialect, told))
+    assert first.status_code == 200, first.text
+    told += [*APIS[dialect].said(first.json()), said(dialect, "And these? ", BLUE, RED)]
+    second = await served.http.post(APIS[dialect].path, json=body(dialect, told))
     name = first.headers["x-turnkeep-session"].split()[0]
     assert second.headers["x-turnkeep-session"] == f"{name} continued"
     assert await served.images(name) == [digest(RED), digest(BLUE), digest(RED)]
@@ -116,7 +104,7 @@ async def test_a_conversation_with_images_continues_in_its_session_which_has_eac
         assert second.headers["x-turnkeep-warnings"].count("placeholder") == 3
 
     told[0] = said(dialect, "What is it? ", BLUE)
-    other = await served.http.post(PATHS[dialect], json=body(dialect, told))
+    other = await served.http.post(APIS[dialect].path, json=body(dialect, told))
     assert other.headers["x-turnkeep-session"].endswith(" begun"), "the same words about another picture"
 
 
@@ -143,7 +131,7 @@ async def test_a_count_of_tokens_has_those_of_images_and_leaves_nothing_in_the_l
         )
     assert counts[0] < counts[1] < counts[2]
     answer = await served.http.post(
-        PATHS["messages"], json=body("messages", [said("messages", "What? ", RED)])
+        APIS["messages"].path, json=body("messages", [said("messages", "What? ", RED)])
     )
     used = answer.json()["usage"]
     assert used["input_tokens"] + used["cache_read_input_tokens"] == counts[1]
@@ -158,7 +146,7 @@ async def test_an_earlier_response_is_continued_with_its_images_in_a_fork_and_in
     served: Served,
 ) -> None:
     more: dict[str, Any] = {"store": True, **PLAIN}
-    path = PATHS["responses"]
+    path = APIS["responses"].path
     first = await served.http.post(path, json=body("responses", [said("responses", "See. ", RED)], **more))
     own = first.json()["id"]
     items = (await served.http.get(f"{path}/{own}/input_items")).json()["data"]
@@ -187,7 +175,8 @@ async def test_a_compacted_conversation_keeps_its_users_images(served: Served) -
     url = f"data:image/png;base64,{b64encode(RED).decode()}"
     assert kept["content"][1] == {"type": "input_image", "detail": "auto", "image_url": url}
     again = await served.http.post(
-        PATHS["responses"], json=body("responses", [*compacted.json()["output"], said("responses", "And?")])
+        APIS["responses"].path,
+        json=body("responses", [*compacted.json()["output"], said("responses", "And?")]),
     )
     assert again.status_code == 200, again.text
     assert await served.images(again.headers["x-turnkeep-session"].split()[0]) == [digest(RED)]
@@ -197,12 +186,12 @@ async def test_a_broken_picture_fails_its_request_alone(served: Served) -> None:
     """Each of the files that no model reads is refused in a sentence, and the request behind it answered."""
     assert len(BROKEN) >= 40
     for name, make in BROKEN.items():
-        answer = await served.http.post(PATHS["chat"], json=body("chat", [said("chat", "See: ", make())]))
+        answer = await served.http.post(APIS["chat"].path, json=body("chat", [said("chat", "See: ", make())]))
         assert answer.status_code == 400, (name, answer.text)
         error = answer.json()["error"]
         assert error["param"].startswith("messages[0].content[1]"), name
         assert "image" in error["message"], (name, error)
-        good = await served.http.post(PATHS["chat"], json=body("chat", [said("chat", "See: ", RED)]))
+        good = await served.http.post(APIS["chat"].path, json=body("chat", [said("chat", "See: ", RED)]))
         assert good.status_code == 200, name
 
 

@@ -12,25 +12,16 @@ from typing import Any
 
 import httpx2
 import pytest
+from apis import APIS
 
 from gateway.boundaries import chain
-from gateway.dialects.anthropic import messages
-from gateway.dialects.ollama import requests as ollama
 from gateway.dialects.openai import chat
-from gateway.dialects.responses import requests as responses
 from gateway.image_fetcher import ImageFetcher
 from gateway.turn import ClientTurn, Fault
 from tests.parts import png
 from turnkeep_client.images import MOST_BYTES, files_of, images_in
 
 Start = Any
-READ = {"chat": chat.read, "messages": messages.read, "responses": responses.read, "ollama": ollama.chat}
-PATHS = {
-    "chat": "/v1/chat/completions",
-    "messages": "/v1/messages",
-    "responses": "/v1/responses",
-    "ollama": "/api/chat",
-}
 TYPES = {"chat": "image_url", "messages": "image", "responses": "input_image", "ollama": "image"}
 PNG = png(1)
 
@@ -66,81 +57,18 @@ def said(dialect: str, text: str, *images: bytes | str) -> dict[str, Any]:
 
 
 def body(dialect: str, told: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    most: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
-    if dialect == "responses":
-        return {"input": told, "max_output_tokens": 4, "temperature": 0, "store": False, **more}
-    if dialect == "ollama":
-        most = {"options": {"num_predict": 4, "temperature": 0}, "stream": False, "model": "m"}
-    return {"messages": told, **most, **more}
+    stored = {"store": False} if dialect == "responses" else {}
+    return APIS[dialect].body(told, **{"temperature": 0, **stored, **more})
 
 
-def read(dialect: str, *told: dict[str, Any], **more: Any) -> ClientTurn:
-    return READ[dialect](json.dumps(body(dialect, [*told], **more)).encode())
-
-
-@pytest.mark.parametrize("dialect", READ)
-def test_an_image_in_each_api_becomes_a_part_with_the_digest_of_its_file(dialect: str) -> None:
-    other = png(2)
-    turn = read(dialect, said(dialect, "See: ", PNG, other, PNG))
-    assert turn.messages is not None
-    (message,) = turn.messages
-    parts = [{"type": "image", "digest": digest(one)} for one in (PNG, other, PNG)]
-    assert message.content == ({"type": "text", "text": "See: "}, *parts)
-    assert turn.images == {digest(one): one for one in (PNG, other)}
-    where = "input" if dialect == "responses" else "messages"
-    places = "images" if dialect == "ollama" else "content"
-    first = 0 if dialect == "ollama" else 1
-    assert [(one.where, one.what) for one in turn.warnings] == [
-        (f"{where}[0].{places}[{first + at}]", f"{TYPES[dialect]} replaced by a placeholder")
-        for at in range(3)
-    ]
-
-
-def test_results_of_tools_have_images_in_each_api() -> None:
-    data = b64encode(PNG).decode()
-    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-    used = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
-    result = {"type": "tool_result", "tool_use_id": "a", "is_error": True}
-    told = {
-        "chat": (
-            {"role": "assistant", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": "a", "content": [block("chat", data)]},
-        ),
-        "messages": (
-            {"role": "assistant", "content": [used]},
-            {"role": "user", "content": [{**result, "content": [block("messages", data)]}]},
-        ),
-        "responses": (
-            {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"},
-            {"type": "function_call_output", "call_id": "a", "output": [block("responses", data)]},
-        ),
-        "ollama": (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": {}}}]},
-            {"role": "tool", "tool_name": "look", "content": "", "images": [data]},
-        ),
-    }
-    image = {"type": "image", "digest": digest(PNG)}
-    for dialect, both in told.items():
-        turn = read(dialect, said(dialect, "Look."), *both)
-        error = [{"type": "text", "text": "Error: "}] if dialect == "messages" else []
-        assert (turn.messages or ())[-1].role == "tool"
-        assert (turn.messages or ())[-1].content == (*error, image), dialect
-
-
-def test_an_image_of_an_unknown_file_id_is_a_placeholder_and_none_begins_an_answer() -> None:
-    for dialect, block_ in (
-        ("responses", {"type": "input_image", "file_id": "file-1"}),
-        ("messages", {"type": "image", "source": {"type": "file", "file_id": "file-1"}}),
-    ):
-        turn = read(dialect, {"role": "user", "content": [block_]})
-        assert [one.content for one in turn.messages or ()] == ["[image: this model cannot see images]"]
-    with pytest.raises(Fault, match="an answer cannot begin with an image"):
-        read("chat", said("chat", "Go."), {**said("chat", "So: ", PNG), "role": "assistant"})
+def read(*told: dict[str, Any]) -> ClientTurn:
+    """Read a request of the API chat."""
+    return chat.read(json.dumps(body("chat", [*told])).encode())
 
 
 def test_the_same_words_about_another_picture_are_another_conversation() -> None:
     def boundaries(*images: bytes) -> list[bytes]:
-        return chain(read("chat", said("chat", "What?", *images), said("chat", "So?")).messages or (), {})
+        return chain(read(said("chat", "What?", *images), said("chat", "So?")).messages or (), {})
 
     first = boundaries(PNG)
     assert boundaries(PNG) == first
@@ -216,13 +144,13 @@ def fault_in(dialect: str, answer: httpx2.Response) -> str:
     return str(found["error"]["message"])
 
 
-@pytest.mark.parametrize("dialect", READ)
+@pytest.mark.parametrize("dialect", APIS)
 async def test_each_bad_image_is_refused_in_a_sentence_and_the_next_request_is_answered(
     dialect: str, http: httpx2.AsyncClient
 ) -> None:
     huge = b64encode(b"\x89PNG" + bytes(MOST_BYTES)).decode()
     for name, data in {**BAD, "huge": huge}.items():
-        answer = await http.post(PATHS[dialect], json=body(dialect, [said(dialect, "See: ", data)]))
+        answer = await http.post(APIS[dialect].path, json=body(dialect, [said(dialect, "See: ", data)]))
         words = fault_in(dialect, answer)
         wanted = "20000004 bytes; the most are 20000000" if name == "huge" else "format|base64"
         assert any(one in words for one in wanted.split("|")), (name, words)
@@ -230,9 +158,9 @@ async def test_each_bad_image_is_refused_in_a_sentence_and_the_next_request_is_a
         if of == dialect:
             content = [*said(dialect, "See: ")["content"], wrong]
             told = body(dialect, [{"role": "user", "content": content}])
-            words = fault_in(dialect, await http.post(PATHS[dialect], json=told))
+            words = fault_in(dialect, await http.post(APIS[dialect].path, json=told))
             assert any(one in words for one in wanted.split("|")), (wrong, words)
-    good = await http.post(PATHS[dialect], json=body(dialect, [said(dialect, "Hello.")]))
+    good = await http.post(APIS[dialect].path, json=body(dialect, [said(dialect, "Hello.")]))
     assert good.status_code == 200
 
 
@@ -283,7 +211,7 @@ async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
     async def fetched(path: str, *hosts: str) -> list[str]:
         link = {"type": "image_url", "image_url": {"url": pictures + path}}
         other = said("chat", "And: ", png(2))
-        turn = read("chat", {"role": "user", "content": [link]}, other)
+        turn = read({"role": "user", "content": [link]}, other)
         turn = await ImageFetcher(hosts).fetched(turn)
         found = [one for message in turn.messages or () for one in images_in(message.content)]
         assert files_of(turn) == {digest(PNG): PNG, digest(png(2)): png(2)}
@@ -320,9 +248,9 @@ async def test_a_conversation_with_a_fetched_image_continues_in_its_session(
         {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"{pictures}/a"}}]}
     ]
     async with httpx2.AsyncClient(base_url=gateway.url, timeout=60) as http:
-        first = await http.post(PATHS["chat"], json=body("chat", told))
+        first = await http.post(APIS["chat"].path, json=body("chat", told))
         told += [first.json()["choices"][0]["message"], said("chat", "And?", PNG)]
-        second = await http.post(PATHS["chat"], json=body("chat", told))
+        second = await http.post(APIS["chat"].path, json=body("chat", told))
     name = first.headers["x-turnkeep-session"].split()[0]
     assert second.headers["x-turnkeep-session"] == f"{name} continued"
     messages = (await worker.client.session(name).history()).messages

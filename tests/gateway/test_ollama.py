@@ -10,68 +10,18 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.dialects.ollama import answers, requests
+from gateway.dialects.ollama import answers
 from gateway.http import answer_response
 from gateway.models import GatewayModel
-from gateway.turn import Fault
 from turnkeep_client.generation import Generation
 from worker.metrics_message import unloaded
 
 HELLO = [{"role": "user", "content": "Hello."}]
 
 
-def read(**more: Any) -> Any:
-    return requests.chat(json.dumps({"model": "m", "messages": HELLO, **more}).encode())
-
-
 def lines(answer: httpx2.Response) -> list[dict[str, Any]]:
     assert answer.headers["content-type"].startswith("application/x-ndjson")
     return [json.loads(line) for line in answer.text.splitlines()]
-
-
-def test_ollamas_options_are_mapped_to_turnkeeps_options() -> None:
-    given = {
-        "num_predict": 5,
-        "repeat_penalty": 1.5,
-        "temperature": 0.5,
-        "seed": -1,
-        "stop": ["a"],
-        "num_ctx": 9,
-    }
-    turn = read(options=given)
-    assert turn.stream, "streams are the default"
-    wanted = {"max_tokens": 5, "repetition_penalty": 1.5, "temperature": 0.5, "stop": ["a"]}
-    assert {name: turn.options[name] for name in wanted} == wanted
-    assert "seed" not in turn.options
-    assert [one.where for one in turn.warnings] == ["options.num_ctx"]
-    assert read(options={"num_predict": -2}).options["max_tokens"] > 2**30
-    for wrong, param in [({"temperature": "hot"}, "options"), ({"top_p": 3}, "options.top_p")]:
-        with pytest.raises(Fault) as refused:
-            read(options=wrong)
-        assert refused.value.param == param
-
-
-def test_ollamas_format_and_think_fields_set_response_format_and_reasoning_budget() -> None:
-    schema = {"type": "object"}
-    assert read(format="json").options["response_format"] == {"type": "json_object"}
-    wanted = {"type": "json_schema", "json_schema": {"schema": schema, "strict": False}}
-    assert read(format=schema).options["response_format"] == wanted
-    assert read(think=False).options["reasoning"] == {"budget": 0}
-    assert read(think="low").options["reasoning"] == {"budget": 512}
-    assert "reasoning" not in read(think=True).options
-    assert "response_format" not in read(format="").options
-    assert not read(keep_alive="5m").warnings
-
-
-def test_ollamas_tool_results_are_matched_to_calls_by_tool_name() -> None:
-    calls = [{"function": {"name": name, "arguments": {"x": 1}}} for name in ("a", "b")]
-    results = [{"role": "tool", "tool_name": name, "content": name} for name in ("b", "a")]
-    turn = read(messages=[*HELLO, {"role": "assistant", "tool_calls": calls}, *results])
-    asked, *answered = turn.messages[1:]
-    ids = {call.function.name: call.id for call in asked.tool_calls}
-    assert [one.tool_call_id for one in answered] == [ids["b"], ids["a"]]
-    with pytest.raises(Fault, match="role"):
-        read(messages=[{"role": "judge", "content": "a"}])
 
 
 async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
@@ -148,10 +98,3 @@ async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         answer = await http.post("/api/chat", json=body, headers={"idempotency-key": "slow"})
     assert [one["done"] for one in lines(answer)][-1]
-
-
-def test_options_beside_the_field_options_count_too_as_vercels_provider_sends_them() -> None:
-    options = read(max_output_tokens=3, temperature=0, top_p=0.5, options={"temperature": 1}).options
-    assert (options["max_tokens"], options["temperature"], options["top_p"]) == (3, 1, 0.5)
-    assert read(max_tokens=4, seed=5).options["seed"] == 5
-    assert not read(max_output_tokens=3).warnings

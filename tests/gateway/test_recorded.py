@@ -32,7 +32,7 @@ PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS}
 PATCH = {"type": "custom", "name": "patch", "description": "Change files."}
 CLOSE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close"}]}
-#: How each API reads requests, writes whole answers and streams, and the fields of a request.
+#: How each API reads requests, writes whole answers and, unless None, streams, and the fields of a request.
 APIS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "chat": (
         chat.read,
@@ -52,6 +52,22 @@ APIS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
         answers.whole,
         answers.ResponseEvents,
         {"input": "a", "tools": [WEATHER, PATCH, CLOSE], "include": ["message.output_text.logprobs"]},
+    ),
+    "response with options": (
+        responses.read,
+        answers.whole,
+        None,
+        {
+            "input": "a",
+            "tools": [WEATHER],
+            "tool_choice": {"type": "function", "name": "weather"},
+            "text": {"format": {"type": "json_schema", "name": "City", "schema": PARAMETERS}},
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "max_output_tokens": 9,
+            "top_logprobs": 3,
+            "include": ["message.output_text.logprobs", "reasoning.encrypted_content"],
+            "metadata": {"a": "b"},
+        },
     ),
     "ollama chat": (
         ollama_requests.chat,
@@ -105,11 +121,13 @@ def written(api: str, name: str) -> str:
     read, whole, writer, asked = APIS[api]
     turn = read(json.dumps({"model": "m", **asked}).encode())
     done, chunks = ANSWERS[name]
+    body = json.dumps(whole(turn, "x", 5, [done]))
+    if writer is None:
+        return body
     stream = writer(turn, "x", 5)
     parts = [stream.start(0), *(stream.chunk(0, chunk) for chunk in chunks)]
     parts += [stream.finish(0, done), stream.end([done]), stream.heartbeat]
     parts += [writer(turn, "y", 5).error(Fault(500, "broken", kind="server_error"))]
-    body = json.dumps(whole(turn, "x", 5, [done]))
     return f"{body}\n\n{b''.join(parts).decode()}"
 
 
@@ -147,15 +165,6 @@ def asked(**more: Any) -> Any:
     return chat.read(json.dumps({"messages": [{"role": "user", "content": "a"}], **more}).encode())
 
 
-def test_a_chat_with_allowed_tools_offers_only_these_and_one_without_any_of_them_is_refused() -> None:
-    one, two = [{"type": "function", "function": {"name": name}} for name in ("one", "two")]
-    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [two]}}
-    options = asked(tools=[one, two], tool_choice=allowed).options
-    assert (options["tools"], options["tool_choice"]) == ([two], "required")
-    with pytest.raises(Fault, match="none of the allowed tools"):
-        asked(tools=[one], tool_choice=allowed)
-
-
 CUT = ("incomplete", {"reason": "max_output_tokens"})
 
 
@@ -185,15 +194,6 @@ def test_each_finish_reason_maps_to_one_of_each_api(
     assert body["output"][0]["status"] == ("completed" if body["status"] == "completed" else "incomplete")
 
 
-FUNCTION = {"type": "function", "name": "weather", "parameters": PARAMETERS}
-CUSTOM = {
-    "type": "custom",
-    "name": "patch",
-    "description": "Change files.",
-    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
-}
-NAMESPACE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "close"}]}
-HOSTED = [{"type": "web_search"}, {"type": "mcp", "server_label": "a"}, {"type": "code_interpreter"}]
 USER = {"role": "user", "content": "Weather?"}
 
 
@@ -201,184 +201,18 @@ def read(*items: Any, **more: Any) -> Any:
     return responses.read(json.dumps({"input": items or "a", "model": "m", **more}).encode())
 
 
-def call(name: str, arguments: str = "{}", call_id: str = "c1", **more: Any) -> dict[str, Any]:
-    return {"type": "function_call", "name": name, "arguments": arguments, "call_id": call_id, **more}
-
-
-def output(text: Any, call_id: str = "c1", kind: str = "function_call_output") -> dict[str, Any]:
-    return {"type": kind, "call_id": call_id, "output": text}
-
-
-def said(text: str, **more: Any) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": []}
-    return {"type": "message", "role": "assistant", "content": [part], **more}
-
-
-def test_text_and_tool_calls_of_one_turn_are_read_as_one_assistant_message() -> None:
-    thought = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x", "content": None}
-    turn = read(
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Be short."}]},
-        USER,
-        thought,
-        said("One"),
-        call("weather", '{"city": "Rome"}'),
-        thought,
-        call("close", call_id="c2", namespace="agents"),
-        output("sunny"),
-        output([{"type": "input_text", "text": "clo"}, {"type": "input_text", "text": "sed"}], "c2"),
-        {"type": "custom_tool_call", "name": "patch", "input": "*** a", "call_id": "c3"},
-        output("done", "c3", "custom_tool_call_output"),
-        {"type": "local_shell_call", "call_id": "c4", "action": {"type": "exec", "command": ["ls"]}},
-        output("a.txt", "c4", "local_shell_call_output"),
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        {"role": "assistant", "content": "Yes."},
-        instructions="A",
-    )
-    found = [(one.role, one.content, one.tool_call_id) for one in turn.messages]
-    assert found == [
-        ("system", "A", None),
-        ("developer", "Be short.", None),
-        ("user", "Weather?", None),
-        ("assistant", "One", None),
-        ("tool", "sunny", "c1"),
-        ("tool", "closed", "c2"),
-        ("assistant", None, None),
-        ("tool", "done", "c3"),
-        ("assistant", None, None),
-        ("tool", "a.txt", "c4"),
-        ("assistant", "No.", None),
-        ("assistant", "Yes.", None),
-    ]
-    functions = [one.function for message in turn.messages for one in message.tool_calls]
-    assert [(one.name, json.loads(one.arguments)) for one in functions] == [
-        ("weather", {"city": "Rome"}),
-        ("agents__close", {}),
-        ("patch", {"input": "*** a"}),
-        ("local_shell", {"type": "exec", "command": ["ls"]}),
-    ]
-
-
 def test_an_answer_sent_back_as_items_matches_the_conversation_of_its_session() -> None:
     """Also if a client changes the order of the items, or strips the white space around the text."""
-    tools = [FUNCTION, CUSTOM, NAMESPACE]
-    done = generated(
-        "tool_calls",
-        ("c1", "weather", '{"a": 1, "b": 2}'),
-        ("c2", "agents__close", "{}"),
-        ("c3", "patch", '{"input": "*** a"}'),
-        text="\nSo.\n",
-        reasoning="Hm.",
-    )
+    tools, (done, _) = [WEATHER, PATCH, CLOSE], ANSWERS["reasoning, text and calls"]
     turn = read(USER, tools=tools)
     prompt = boundaries.chain(turn.messages, turn.options)[-1]
     items = answers.whole(turn, "x", 5, [done])["output"]
-    assert [item["type"] for item in items] == [
-        "reasoning",
-        "message",
-        "function_call",
-        "function_call",
-        "custom_tool_call",
-    ]
-    assert (items[3]["name"], items[3]["namespace"]) == ("close", "agents")
-    assert (items[4]["name"], items[4]["input"]) == ("patch", "*** a")
-    stripped = [*items[:1], said("So."), *items[2:]]
+    bare = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So."}]}
+    stripped = [items[0], bare, *items[2:]]
     swapped = [items[0], items[2], items[1], *items[3:]]
     for sent in (items, stripped, swapped):
         again = read(USER, *sent, tools=tools)
         assert boundaries.chain(again.messages, again.options)[-1] in boundaries.answered(prompt, done)
-
-
-def test_tools_are_mapped_to_functions_and_tools_hosted_by_openai_are_left_out() -> None:
-    turn = read(tools=[FUNCTION, CUSTOM, NAMESPACE, *HOSTED])
-    functions = [tool["function"] for tool in turn.options["tools"]]
-    assert [one["name"] for one in functions] == ["weather", "patch", "agents__close"]
-    assert functions[1]["description"] == "Change files.\n\nstart: /.+/"
-    assert functions[1]["parameters"]["required"] == ["input"]
-    assert not read(tools=HOSTED, tool_choice="auto").options.keys() & {"tools", "tool_choice"}
-    assert [one.what.split()[0] for one in turn.warnings] == [one["type"] for one in HOSTED]
-    for choice, expected in [
-        ("required", "required"),
-        ({"type": "function", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
-        ({"type": "custom", "name": "patch"}, {"type": "function", "function": {"name": "patch"}}),
-    ]:
-        asked = read(tools=[FUNCTION, CUSTOM], tool_choice=choice, parallel_tool_calls=False).options
-        assert (asked["tool_choice"], asked["parallel_tool_calls"]) == (expected, False)
-    allowed = {
-        "type": "allowed_tools",
-        "mode": "required",
-        "tools": [{"type": "function", "name": "weather"}],
-    }
-    asked = read(tools=[FUNCTION, CUSTOM], tool_choice=allowed).options
-    assert ([tool["function"]["name"] for tool in asked["tools"]], asked["tool_choice"]) == (
-        ["weather"],
-        "required",
-    )
-
-
-def test_options_of_the_responses_api_are_mapped_and_repeated_in_the_response() -> None:
-    form = {"type": "json_schema", "name": "City", "schema": PARAMETERS}
-    turn = read(
-        tools=[FUNCTION],
-        tool_choice={"type": "function", "name": "weather"},
-        text={"format": form, "verbosity": "low"},
-        reasoning={"effort": "low", "summary": "auto"},
-        max_output_tokens=9,
-        temperature=0.5,
-        top_p=0.9,
-        top_logprobs=3,
-        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
-        truncation="auto",
-        service_tier="auto",
-        prompt_cache_key="k",
-        safety_identifier="s",
-        stream_options={"include_obfuscation": False},
-        background=False,
-        metadata={"a": "b"},
-    )
-    assert turn.is_kept
-    assert {name: value for name, value in turn.options.items() if name != "tools"} == {
-        "max_tokens": 9,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "logprobs": True,
-        "top_logprobs": 3,
-        "own_sampling": True,
-        "tool_choice": {"type": "function", "function": {"name": "weather"}},
-        "reasoning": {"budget": 512},
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"schema": PARAMETERS, "strict": False, "name": "City"},
-        },
-    }
-    body = answers.whole(turn, "x", 5, [generated(reasoning="Hm.")])
-    told = {
-        name: body[name] for name in ("id", "created_at", "metadata", "top_logprobs", "max_output_tokens")
-    }
-    assert told == {
-        "id": "resp_x",
-        "created_at": 5,
-        "metadata": {"a": "b"},
-        "top_logprobs": 3,
-        "max_output_tokens": 9,
-    }
-    assert body["tools"] == [{**FUNCTION, "strict": False}]
-    assert body["tool_choice"] == {"type": "function", "name": "weather"}
-    assert body["text"]["format"] == {**form, "strict": False}
-    assert body["reasoning"]["effort"] == "low"
-    thought = body["output"][0]
-    assert (thought["content"], len(thought["encrypted_content"])) == (
-        [{"type": "reasoning_text", "text": "Hm."}],
-        64,
-    )
-    assert body["usage"] == {
-        "input_tokens": 10,
-        "input_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 0},
-        "output_tokens": 5,
-        "output_tokens_details": {"reasoning_tokens": 2},
-        "total_tokens": 15,
-    }
-    assert not read(store=False).is_kept
-    assert "encrypted_content" not in answers.whole(read(), "x", 5, [generated(reasoning="Hm.")])["output"][0]
 
 
 def test_a_stream_of_the_responses_api_does_not_say_failed_if_no_worker_can_be_reached() -> None:

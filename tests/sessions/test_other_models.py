@@ -238,17 +238,17 @@ ENDLESS = {"policy": "sink_window", "sink": 2, "window": 64}
 
 
 @pytest.fixture(scope="module")
-def tuned(endless_model: Path) -> Path:
+def tuned(endless_model: Path, made_once: Callable[..., Path]) -> Path:
     """The model `endless_model` with other weights."""
-    folder = endless_model.with_name("tuned")
-    if not folder.exists():
+
+    def fill(folder: Path) -> None:
         shutil.copytree(endless_model, folder)
-        weights = mx.load(str(folder / "model.safetensors"))
-        (folder / "model.safetensors").unlink()
-        mx.save_safetensors(
-            str(folder / "model.safetensors"), {name: one * 1.5 for name, one in weights.items()}
-        )
-    return folder
+        file = folder / "model.safetensors"
+        weights = mx.load(str(file))
+        file.unlink()
+        mx.save_safetensors(str(file), {name: one * 1.5 for name, one in weights.items()})
+
+    return made_once("tuned", fill)
 
 
 @pytest.fixture(scope="module")
