@@ -2,8 +2,8 @@
 
 Run it on a quiet machine: `python tests/soak/pictures_again.py --rounds 20`. The model has random weights,
 and the picture 1,024 patches. Each round asks the next question in both sessions, in a random order; of one
-of them the worker was killed before. The aim is that the medians have a ratio of 1.15. On a busy machine only the worker's CPU time
-is steady.
+of them the worker was killed before. The aim is a ratio of the medians of 1.15. On a busy machine only the
+worker's CPU time is steady.
 """
 
 from __future__ import annotations
