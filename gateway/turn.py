@@ -41,8 +41,8 @@ ALL_THAT_FITS: Final = 2**31 - 1
 #: The most answers to one prompt.
 MOST_ANSWERS: Final = 16
 
-#: The most characters of a model's name, which each event of a stream repeats.
-_MOST_NAME: Final = 1_024
+#: The most characters of a model's name, which each event of a stream repeats: as many as a path has.
+_MOST_NAME: Final = 4_096
 
 #: The response header that lists the parts of a request that were ignored or replaced.
 WARNINGS: Final = "x-turnkeep-warnings"

@@ -143,13 +143,13 @@ def test_a_long_conversation_of_an_agent_is_read() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_models_name_has_at_most_1024_characters(http: httpx2.AsyncClient, path: str) -> None:
+async def test_a_models_name_has_at_most_4096_characters(http: httpx2.AsyncClient, path: str) -> None:
     field, more = PATHS[path]
     asked = {field: [{"role": "user", "content": "Hello."}], **more}
-    answer = await http.post(path, json={**asked, "model": "m" * 1025})
-    message = "model has 1025 characters; the most are 1024"
+    answer = await http.post(path, json={**asked, "model": "m" * 4097})
+    message = "model has 4097 characters; the most are 4096"
     assert (answer.status_code, answer.json()["error"]["message"]) == (400, message)
-    assert (await http.post(path, json={**asked, "model": "m" * 1024})).json()["model"] == "m" * 1024
+    assert (await http.post(path, json={**asked, "model": "m" * 4096})).json()["model"] == "m" * 4096
 
 
 class Host:
