@@ -108,7 +108,7 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
 
     async with open_process(make_model(kind), tmp_path / "kv", trials=trials) as process:
         engine, store = process.engine, process.store
-        saving = asyncio.create_task(engine.save())
+        saving = asyncio.create_task(engine.chores["saving"]())
         asked = TurnRequest(key("s"), as_tokens(PROMPT), answer=growing)
         running = asyncio.create_task(engine.run(asked, lambda: False, publish))
         while key("s") not in engine._kv_on_device.sessions():  # noqa: ASYNC110  # it has drawn all
