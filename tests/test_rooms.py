@@ -91,7 +91,7 @@ SIZES = {
     "tests/sessions": 14_880,
     "tests/simulation": 5_164,
     "tests/soak": 1_975,
-    "words": 30_513,
+    "words": 30_517,
     "worker": 34_495,
     "worker/batch": 4_556,
     "worker/cluster": 1_505,
