@@ -276,6 +276,25 @@ async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_
     await until_gone(w, "s", text=b"secret")
 
 
+async def test_a_forgotten_session_is_removed_once(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its note stays as long as that of any closed session, and is the log's first one."""
+    remove, removed = Retention._remove_before, list[str]()
+
+    async def counted(keeper: Retention, key: SessionKey, *note: Any) -> None:
+        removed.append(key.session)
+        await remove(keeper, key, *note)
+
+    monkeypatch.setattr(Retention, "_remove_before", counted)
+    w = await quiet_wire()
+    for name in ("first", "second"):
+        await w.send(name, append("a"))
+        await w.send(name, FORGET)
+    await asyncio.sleep(1)
+    assert removed == ["first", "second"]
+
+
 async def test_a_forgotten_session_that_the_server_fails_to_delete_is_tried_again_and_delays_no_other(
     quiet_wire: Start, server: Server
 ) -> None:

@@ -231,7 +231,7 @@ class Retention:
         """
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
-        forget = note.body == _FORGET and note.seq not in self._forgotten
+        forget = note.body == _FORGET and note.seq > self._seen_seq and note.seq not in self._forgotten
         if key is None or not (due or forget) or (note.seq in self._stripped and _age_s(note) < _LAST_S):
             return True
         if not self._synced.has(note.seq):  # so its result neither
