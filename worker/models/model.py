@@ -182,7 +182,7 @@ def load(
     the weights only when a pass is evaluated, but the returned sizes are right. `store` is a folder
     for loaded tokenizers. Raises `ModelError`.
     """
-    written, tokenizer, (model, config, weights) = _read(folder, dtype, progress, store=store)
+    written, tokenizer, (model, config, weights, kv) = _read(folder, dtype, progress, store=store)
     vision_model = find_vision_model(folder, config, tokenizer, dtype)
     if not isinstance(vision_model, str):
         weights += vision_model.tower.weights
@@ -195,7 +195,7 @@ def load(
         config=config,
         name=_name(folder),
         folder=folder,
-        kv=_sized_kv(model, kv_bits),
+        kv=kv if kv_bits is None else _quantised(model, kv_bits),
         context_tokens=context_tokens(config),
         vocab_size=_vocab_size(folder, config, tokenizer),
         weight_bytes=sum(array.nbytes for array in weights),
@@ -209,7 +209,7 @@ def load(
 
 def _read(
     folder: Path, dtype: str, progress: Progress, *, store: Path | None
-) -> tuple[dict[str, Any], Tokenizer, tuple[Module, dict[str, Any], list[mx.array]]]:
+) -> tuple[dict[str, Any], Tokenizer, tuple[Module, dict[str, Any], list[mx.array], KvSize]]:
     """Return a folder's config.json, its tokenizer, and what `_load_weights` returns."""
     if dtype not in DTYPES:
         raise ModelError(f"the weights' dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -226,8 +226,8 @@ def _read(
         return written, reading.result(), loaded
 
 
-def _load_weights(folder: Path, dtype: str) -> tuple[Module, dict[str, Any], list[mx.array]]:
-    """Return a folder's model, its configuration, and its weights in the wanted dtype."""
+def _load_weights(folder: Path, dtype: str) -> tuple[Module, dict[str, Any], list[mx.array], KvSize]:
+    """Return a folder's model, its configuration, its weights in the wanted dtype, and its KV's sizes."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm import utils
@@ -249,12 +249,12 @@ def _load_weights(folder: Path, dtype: str) -> tuple[Module, dict[str, Any], lis
     if dtype != "keep":
         model = utils.dequantize_model(model)
         model.set_dtype(getattr(mx, dtype))
-    cache_sizes(model)  # before the weights are read: this pass reveals some misfits
+    kv = cache_sizes(model)  # before the weights are read, since this pass reveals some misfits
     positions.check(model, config)
     as_written = {key: written[key] for key in changes if key in written}
     config = {key: value for key, value in config.items() if key not in changes} | as_written
     leaves: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-    return model, config, list(leaves.values())
+    return model, config, list(leaves.values()), kv
 
 
 def _vocab_size(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> int:
@@ -265,12 +265,11 @@ def _vocab_size(folder: Path, config: dict[str, Any], tokenizer: Tokenizer) -> i
     return vocab_size
 
 
-def _sized_kv(model: Module, kv_bits: int | None) -> KvSize:
-    """Quantise a model's KV, if `kv_bits` is given; return the sizes of its KV."""
-    if kv_bits is not None:
-        from .quantised import quantise_kv
+def _quantised(model: Module, kv_bits: int) -> KvSize:
+    """Quantise a model's KV; return its sizes."""
+    from .quantised import quantise_kv
 
-        quantise_kv(model, kv_bits)
+    quantise_kv(model, kv_bits)
     return cache_sizes(model)
 
 
