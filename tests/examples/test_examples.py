@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import nats
 import pytest
 from parts import free_port, png
 
@@ -22,6 +23,8 @@ from turnkeep_client.messages import Failed, Generated, decode_request, decode_r
 if TYPE_CHECKING:
     from asyncio.subprocess import Process
     from collections.abc import AsyncIterator, Callable
+
+    from nats.aio.msg import Msg
 
     from turnkeep_client.client import Client
 
@@ -62,18 +65,23 @@ class Here:
         return found
 
     async def crash(self, num_requests: int, num_answered: int, process: Process | None = None) -> None:
-        """Wait for so many requests and answers in the log; kill `process`; kill and restart the worker."""
+        """Stop the worker at so many answers, wait for so many requests; kill `process` and the worker."""
+        num_seen = 0
+
+        async def seen(_: Msg) -> None:
+            nonlocal num_seen
+            num_seen += 1
+            if num_seen == max(num_answered, 1):
+                os.kill(self.worker.worker_pid, signal.SIGSTOP)
 
         async def is_in_the_middle() -> bool:
             answers = [*(await self.requests()).values()]
             return len(answers) >= num_requests and sum(answers) >= num_answered and 0 in answers
 
-        while True:
-            await until(is_in_the_middle)
-            os.kill(self.worker.worker_pid, signal.SIGSTOP)
-            if await is_in_the_middle():
-                break
-            os.kill(self.worker.worker_pid, signal.SIGCONT)  # all were answered before it stopped
+        nc = await nats.connect(self.worker.url)
+        await nc.subscribe(self.client.subjects.every("out" if num_answered else "in"), cb=seen)
+        await until(is_in_the_middle)
+        await nc.close()
         if process is not None:
             process.kill()
             await process.wait()
