@@ -33,6 +33,7 @@ from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
 from worker.wire.journal import Journal, Queue
 from worker.wire.retention import Retention
+from worker.wire.synced import SyncedEntries
 
 pytestmark = pytest.mark.simulated
 
@@ -274,6 +275,27 @@ async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_
         await w.send(name, append("a", "a secret"))
         await w.send(name, close)
     await until_gone(w, "s", text=b"secret")
+
+
+async def test_a_log_that_has_become_shorter_has_lost_entries_that_counted_as_synced() -> None:
+    """Also if the worker is connected to another node of a cluster than the one that was restarted."""
+
+    class Log:
+        server, last_seq = "a", 10
+
+        async def end(self) -> tuple[int, int]:
+            return 0, self.last_seq
+
+    log: Any = Log()
+    synced = SyncedEntries(log, 0.01)
+    await synced.look()
+    await asyncio.sleep(0.02)
+    log.last_seq = 12
+    await synced.look()
+    assert synced.has(10)
+    log.last_seq = 7
+    await synced.look()
+    assert not synced.has(10)
 
 
 async def test_a_forgotten_session_is_removed_once(

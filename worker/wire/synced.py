@@ -34,7 +34,8 @@ class SyncedEntries:
         """Look where the log ends, which is synced later; return its size. Raises nats-py's errors."""
         server = self._journal.server
         num_bytes, last_seq = await self._journal.end()
-        if server != self._server:  # a restarted server may have lost entries, and use their sequences again
+        end = self._seen[-1][1] if self._seen else self._last_seq
+        if server != self._server or last_seq < end:  # entries may be lost, and others get their sequences
             self._server, self._last_seq = server, 0
             self._seen.clear()
         self._seen.append((monotonic() + self.after_s, last_seq))
