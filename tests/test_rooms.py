@@ -75,7 +75,7 @@ SIZES = {
     "gateway": 7_514,
     "ops": 5_423,
     "protocol": 6_795,
-    "tests": 77_403,
+    "tests": 77_425,
     "tests/bench": 1_115,
     "tests/cache": 7_735,
     "tests/commands": 2_807,
@@ -88,11 +88,11 @@ SIZES = {
     "tests/process": 5_123,
     "tests/protocol": 3_567,
     "tests/protocol_model": 1_621,
-    "tests/sessions": 14_899,
+    "tests/sessions": 14_921,
     "tests/simulation": 5_164,
     "tests/soak": 1_975,
     "words": 30_517,
-    "worker": 34_494,
+    "worker": 34_495,
     "worker/batch": 4_556,
     "worker/cluster": 1_505,
     "worker/device": 3_267,
@@ -102,7 +102,7 @@ SIZES = {
     "worker/process": 1_917,
     "worker/sessions": 5_121,
     "worker/text": 2_729,
-    "worker/wire": 3_805,
+    "worker/wire": 3_806,
 }
 
 #: The packages in it translate an HTTP API to the common form in `turn`.
