@@ -34,7 +34,7 @@ import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
 import structlog  # noqa: E402
 from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache  # noqa: E402
-from tiny_models import BLOCK, VOCABULARY, build, prompt  # noqa: E402
+from tiny_models import BLOCK, VOCABULARY, WIDE, build, prompt  # noqa: E402
 
 from cache.admin.survey import verify  # noqa: E402
 from cache.kv import layers  # noqa: E402
@@ -102,9 +102,8 @@ class Model:
     """A tiny model, and how to make its caches."""
 
     def __init__(self, kind: str) -> None:
-        wide = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64, "num_attention_heads": 2}
         self.kind = kind
-        self.model = build("llama", **wide) if kind in ("quantized", "concatenated") else build(kind)
+        self.model = build("llama", **WIDE) if kind in ("quantized", "concatenated") else build(kind)
         first = self.new()
         self.run(first, [0])
         self.layout = layers.layout(first, self.new)
