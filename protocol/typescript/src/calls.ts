@@ -67,7 +67,7 @@ class ResultFeed {
   async isRemoved(call: Call, seq: number): Promise<boolean> {
     if (!this.#denied.has(call)) return false;
     await delay(DOUBT_MS);
-    if (!(await this.#lacks(call))) {
+    if ((await this.#lost([call])).length === 0) {
       this.#denied.delete(call);
       return false;
     }
@@ -97,28 +97,30 @@ class ResultFeed {
     for (const { body } of await this.#wire.read(subjects.logStream, subjects.of(this.#key, "out"), first + 1)) {
       this.#arrived(body);
     }
-    let there = Infinity; // the first request that the log has; requests leave the log in their order
-    for (const [seq, call] of this.#unanswered()) {
-      if (seq > there) break;
-      if (this.#denied.has(call) || (await this.#lacks(call))) this.#denied.add(call);
-      else there = seq;
-    }
+    const unanswered = [...this.waiting.values()].flatMap((calls) => [...calls]).filter(({ result }) => result === undefined);
+    for (const call of await this.#lost(unanswered)) this.#denied.add(call);
   }
 
-  /** Return the calls without a result, with their requests' sequences, in the order of these. */
-  #unanswered(): [number, Call][] {
-    const waiting = [...this.waiting].sort(([a], [b]) => a - b);
-    return waiting.flatMap(([seq, calls]) =>
-      [...calls].filter((call) => call.result === undefined).map((call): [number, Call] => [seq, call]),
-    );
-  }
-
-  /** Whether the log lacks a call's request; a server that has lost it may have another one at its sequence. */
-  #lacks(call: Call): Promise<boolean> {
+  /** Return the calls whose requests the log lacks, of those given; none if the log cannot be read. */
+  async #lost(calls: readonly Call[]): Promise<Call[]> {
     const { subjects } = this.#wire;
-    const isOld = Date.now() - call.begun > MOST_LAG_MS;
-    const isIt = (body: Uint8Array) => call.isNamed(decode<Request>(body));
-    return this.#wire.lacks(subjects.logStream, subjects.of(this.#key, "in"), call.seq ?? 0, isIt, isOld);
+    const seqs = calls.map(({ seq }) => seq ?? 0);
+    if (seqs.length === 0) return [];
+    try {
+      const end = Math.max(...seqs) + 1;
+      const queue = await this.#wire.readAll(subjects.logStream, subjects.of(this.#key, "in"), Math.min(...seqs), end);
+      const found = new Map(queue.map(({ seq, body }) => [seq, decode<Request>(body)]));
+      const newest = await this.#wire.newest();
+      return calls.filter((call) => {
+        const seq = call.seq ?? 0;
+        // A server that has lost a request may have another one at its sequence.
+        if (found.has(seq)) return !call.isNamed(found.get(seq));
+        // A replica that lags has neither this request nor a later message.
+        return newest > seq || Date.now() - call.begun > MOST_LAG_MS;
+      });
+    } catch {
+      return [];
+    }
   }
 }
 

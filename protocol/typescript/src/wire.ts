@@ -246,26 +246,11 @@ export class Wire {
     }
   }
 
-  /**
-   * Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
-   *
-   * `isIt` says of the body that is there whether it is the message's, `isOld` that it was stored so long ago that no
-   * replica lags behind it.
-   */
-  async lacks(
-    stream: string, subject: string, seq: number, isIt: (body: Uint8Array) => boolean, isOld: boolean,
-  ): Promise<boolean> {
-    try {
-      const { found } = await this.#batch(stream, { seq, next_by_subj: subject, batch: 1 });
-      if (found[0]?.seq === seq) return !isIt(found[0].body);
-      if (isOld) return true;
-      // A replica that lags has neither this message nor a later one.
-      const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
-      const last = await this.connection.request(`$JS.API.DIRECT.GET.${stream}`, body, { timeout: READ_MS });
-      return Number(last.headers?.get("Nats-Sequence")) > seq;
-    } catch {
-      return false;
-    }
+  /** Return the sequence of the log's newest message, as the replica that answers knows it. */
+  async newest(): Promise<number> {
+    const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
+    const last = await this.connection.request(`$JS.API.DIRECT.GET.${this.subjects.logStream}`, body, { timeout: READ_MS });
+    return Number(last.headers?.get("Nats-Sequence"));
   }
 
   /** Subscribe: call `onBody`, which must not throw, for every message. The returned function unsubscribes. */

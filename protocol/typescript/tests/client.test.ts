@@ -102,7 +102,7 @@ async function byHand(own: turnkeep.Client, prefix: string) {
   const requests = own.connection.subscribe(`${prefix}.default.s.in`)[Symbol.asyncIterator]();
   const chunk = (seq: number, i: number, text = String(i)) => store("tok.g", { i, tokens: [i], text, seq });
   const purge = () => manager.streams.purge(`${prefix}_log`, { filter: `${prefix}.default.s.in` });
-  return { store, requests, chunk, purge };
+  return { manager, store, requests, chunk, purge };
 }
 
 const answer = { type: "generated", id: "g", position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
@@ -129,6 +129,22 @@ test("missed chunks are read from their stream, and what contradicts itself is n
   await store("out", { ...answer, seq: 3, tokens: [7, 8] });
   await purge();
   await Promise.all([wrong, removed]);
+});
+
+test("a request that the server has lost is missed, also while an earlier one waits", async () => {
+  const prefix = `${run}lost`;
+  await using own = await connect({ servers, prefix });
+  const { store, manager } = await byHand(own, prefix);
+  const waiting = assert.rejects(own.session("s").append({ id: "a", text: "x" }), turnkeep.ClientClosedError);
+  while ((await manager.streams.info(`${prefix}_log`)).state.last_seq < 1) await delay(1);
+  const lost = assert.rejects(own.session("s").append({ id: "b", text: "x" }), turnkeep.ResultRemovedError);
+  while ((await manager.streams.info(`${prefix}_log`)).state.last_seq < 2) await delay(1);
+  await manager.streams.delete(`${prefix}_log`);
+  await byHand(own, prefix);
+  for (const id of ["a", "c"]) await store("in", { type: "append", id, text: "x" });
+  await lost;
+  await own.close();
+  await waiting;
 });
 
 test("a repeat sees the chunks of the first request, and no others of its id", async () => {
