@@ -167,6 +167,8 @@ export async function connectBy(
   new Subjects(prefix);
   const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => server.split(","));
   const bare = addresses.map(withoutCredentials);
+  // NATS's client takes the scheme for no demand: it would send the credentials to a server without TLS.
+  const encrypted = bare.some((server) => /^tls:/i.test(server)) ? { tls: options.tls ?? {} } : {};
   try {
     const connection = await open({
       name: "turnkeep-client",
@@ -175,6 +177,7 @@ export async function connectBy(
       pingInterval: 5000, // a server that is gone without a word is left after three
       ...credentials(addresses),
       ...options,
+      ...encrypted,
       servers: bare,
     });
     return new Client(connection, { tenant, prefix, controlTimeoutMs });

@@ -15,7 +15,7 @@ import {
 } from "./errors.js";
 import { assembled, entries } from "./images.js";
 import type { SessionKey, Subjects } from "./subjects.js";
-import { Bell, unlessAborted } from "./waiting.js";
+import { Bell, timerMs, unlessAborted } from "./waiting.js";
 
 /** Timeout for the log's acknowledgement before publishing again; doubles up to the second value. */
 const FIRST_ACK_MS = 2000;
@@ -187,7 +187,7 @@ export class Wire {
   async ask(subject: string, body: Uint8Array, timeoutMs: number): Promise<Uint8Array> {
     this.#check(body);
     try {
-      return (await this.connection.request(subject, body, { timeout: timeoutMs })).data;
+      return (await this.connection.request(subject, body, { timeout: timerMs(timeoutMs) })).data;
     } catch (error) {
       throwIfRefused(error, subject);
       if (has(error, "NoResponders")) throw new NoAnswerError(`no worker serves ${subject}`);

@@ -556,6 +556,19 @@ test("functions are called until the model answers, and again from the record", 
   await assert.rejects(runTools(session, { weather }, { ...fields, id: "x".repeat(55) }), /x-7-results" is not valid/);
 });
 
+test("a limit may be of any length, also none", async () => {
+  const tenant = `${run}slow`;
+  await using own = await connect({ servers, tenant, controlTimeoutMs: 2 ** 40 });
+  own.connection.subscribe(`turnkeep.${tenant}.*.ctl`, {
+    callback: (_, request) => {
+      setTimeout(() => request.respond(JSON.stringify({ type: "embedded", vectors: [], tokens: [], model: "slow" })), 50);
+    },
+  });
+  assert.equal((await own.embed(["x"], { timeoutMs: Infinity })).model, "slow");
+  await assert.rejects(own.session("s").info(), /the answer is "embedded"/);
+  for (const timeoutMs of [0, -1]) await assert.rejects(own.embed(["x"], { timeoutMs }), turnkeep.NoAnswerError);
+});
+
 test("what cannot be done is told by the class of its error", async () => {
   assert.throws(() => client.session("a b"), turnkeep.InvalidMessageError);
   assert.throws(() => client.session("s").generate({ id: "a.b" }), turnkeep.InvalidMessageError);
@@ -563,6 +576,8 @@ test("what cannot be done is told by the class of its error", async () => {
   await assert.rejects(client.session("s").append({ text: large }), turnkeep.InvalidMessageError);
   await assert.rejects(connect({ servers: "nats://wrong@" + servers.split("@")[1] }), turnkeep.NotPermittedError);
   await assert.rejects(connect({ servers: "127.0.0.1:9" }), turnkeep.NoServerError);
+  const unencrypted = servers.replace("nats:", "tls:");
+  await assert.rejects(connect({ servers: unencrypted }), turnkeep.NoServerError);
   await assert.rejects(connect({ servers, prefix: "a b" }), turnkeep.InvalidMessageError);
   await using other = await connect({ servers, prefix: "nobody" });
   await assert.rejects(other.session("s").info(), turnkeep.NoAnswerError);
