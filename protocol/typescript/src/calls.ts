@@ -153,6 +153,8 @@ export class ResultFeeds {
 export class Call {
   /** Sequence of the request in the log, once the log has acknowledged it. */
   seq: number | undefined;
+  /** The request as the log has it: with digests in place of its images. */
+  logged: Request;
   /** Whether the log may have the request. */
   isPublished = false;
   /** The time at which the log had the request, in ms. */
@@ -175,6 +177,7 @@ export class Call {
   ) {
     this.#feeds = feeds;
     this.#options = options;
+    this.logged = request;
     this.#epoch = feeds.wire.epoch;
   }
 
@@ -257,12 +260,13 @@ export class Call {
   async #publish(feed: ResultFeed): Promise<void> {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
-    const [request, files] = await withDigests(this.request);
+    const [logged, files] = await withDigests(this.request);
+    this.logged = logged;
     await wire.storeImages(this.key, files, signal);
     feed.publishing += 1;
     this.isPublished = true;
     try {
-      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(request), headers, signal);
+      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(logged), headers, signal);
       this.seq = seq;
       this.#waitAt(seq, feed);
       const early = feed.early.get(seq);

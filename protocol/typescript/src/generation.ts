@@ -188,8 +188,8 @@ class Chunks {
    * False if the log cannot be read; the answer comes with the result.
    */
   async #repeats(seq: number): Promise<boolean> {
-    const { key, request } = this.#call;
-    return isSame(await findRequest(this.#wire, key, seq).catch(() => undefined), request);
+    const { key, logged } = this.#call;
+    return isSame(await findRequest(this.#wire, key, seq).catch(() => undefined), logged);
   }
 }
 

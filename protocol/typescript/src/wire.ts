@@ -43,6 +43,10 @@ const TOO_MANY = 413;
 const RECONNECT_MS = 5000;
 /** JetStream's code: larger than the stream's max_msg_size. */
 const MESSAGE_TOO_LARGE = 10054;
+/** JetStream's codes: the subject has another last message than expected; in a cluster, another one is being stored. */
+const WRONG_LAST_SEQUENCE = 10071;
+const IN_PROGRESS = 10164;
+const EXPECT_HEADER = "Nats-Expected-Last-Subject-Sequence";
 
 /** One message of a stream. */
 export interface Stored {
@@ -114,6 +118,10 @@ export class Wire {
       } catch (error) {
         signal?.throwIfAborted();
         if (error instanceof NoWorkerError) throw error;
+        if (hasCode(error, IN_PROGRESS)) {
+          await delay(TRY_PAUSE_MS);
+          continue;
+        }
         if (isDoubtful && has(error, "JetStreamApiError")) {
           const seq = await this.#find(subject, body);
           if (seq) return seq;
@@ -153,11 +161,15 @@ export class Wire {
     if (files.size === 0) return;
     const { subjects } = this;
     const closed = await this.#lastSeq(subjects.of(key, "closed"), signal);
-    const isStored = async (name: string) => (await this.#lastSeq(subjects.image(key, name), signal)) > closed;
     for (const [digest, file] of files) {
-      if (await isStored(digest)) continue;
+      if ((await this.#lastSeq(subjects.image(key, digest), signal)) > closed) continue;
       for (const [name, body] of await entries(file, (this.connection.info?.max_payload ?? Infinity) / 2)) {
-        if (!(await isStored(name))) await this.publish(subjects.image(key, name), body, {}, signal);
+        const subject = subjects.image(key, name);
+        const seq = await this.#lastSeq(subject, signal);
+        if (seq > closed) continue;
+        await this.publish(subject, body, { [EXPECT_HEADER]: `${seq}` }, signal).catch((error: unknown) => {
+          if (!hasCode(error, WRONG_LAST_SEQUENCE)) throw error; // else it was stored meanwhile
+        });
       }
     }
   }
@@ -369,7 +381,7 @@ export function has(error: unknown, name: string): boolean {
 }
 
 function hasCode(error: unknown, code: number): boolean {
-  return error instanceof Error && "code" in error && error.code === code;
+  return error instanceof Error && (("code" in error && error.code === code) || hasCode(error.cause, code));
 }
 
 export function messageOf(error: unknown): string {
@@ -389,6 +401,6 @@ function throwIfRefused(error: unknown, subject: string): void {
       throw new InvalidMessageError("the request is larger than the log accepts: send it as several appends");
     }
     const refusal = `the log refused the request: ${message}`;
-    throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: true });
+    throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: true }, { cause: error });
   }
 }

@@ -1,6 +1,7 @@
 // The client against a running worker of NATS_URL.
 
 import assert from "node:assert/strict";
+import { createHash } from "node:crypto";
 import { readFile } from "node:fs/promises";
 import process from "node:process";
 import { after, test } from "node:test";
@@ -95,7 +96,8 @@ test("an image is stored once, before the request, which names it by its digest"
 async function byHand(own: turnkeep.Client, prefix: string) {
   const manager = await jetstreamManager(own.connection);
   const kept = { storage: "memory", allow_direct: true } as const;
-  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: [`${prefix}.*.*.in`, `${prefix}.*.*.out`] });
+  const logged = ["in", "out", "closed", "image.*"].map((kind) => `${prefix}.*.*.${kind}`);
+  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: logged });
   await manager.streams.add({ ...kept, name: `${prefix}_tok`, subjects: [`${prefix}.*.*.tok.*`] });
   const store = (subject: string, body: object) =>
     manager.jetstream().publish(`${prefix}.default.s.${subject}`, JSON.stringify(body));
@@ -195,6 +197,44 @@ test("a repeat sees the chunks of a first request that is only in its result", a
   assert.deepEqual([(await next).value?.text, (await repeat.next()).value?.text], ["0", "1"]);
   await store("out", { ...answer, seq: 3, repeat_of: 1 });
   assert.equal((await repeat.next()).value?.text, "23");
+});
+
+test("a repeat with an image sees the chunks of the first request, which names it by its digest", async () => {
+  const prefix = `${run}seen`;
+  await using own = await connect({ servers, prefix });
+  const { store, requests, chunk } = await byHand(own, prefix);
+  const file = Uint8Array.of(1, 2, 3);
+  const digest = createHash("sha256").update(file).digest("hex");
+  await store(`image.${digest}`, {});
+  const first = { type: "generate", id: "g", messages: [{ role: "user", content: [{ type: "image", digest }] }] };
+  const { seq } = await store("in", first);
+  await chunk(seq, 0);
+  const asked = { id: "g", messages: [{ role: "user", content: [turnkeep.image(file)] }] } as const;
+  const repeat = own.session("s").generate(asked)[Symbol.asyncIterator]();
+  const next = repeat.next();
+  await requests.next();
+  await requests.next();
+  await chunk(seq, 1);
+  await Promise.race([next, delay(3000)]);
+  await store("out", { ...answer, seq: seq + 1, repeat_of: seq });
+  assert.equal((await next).value?.text, "0");
+});
+
+test("an image that two clients store at once is stored once", async () => {
+  const prefix = `${run}twice`;
+  await using own = await connect({ servers, prefix });
+  const { manager } = await byHand(own, prefix);
+  const content = [turnkeep.image(new Uint8Array(300_000).map((_, at) => at % 251))];
+  const clients = Array.from({ length: 4 }, () => new turnkeep.Client(own.connection, { prefix }));
+  const waiting = clients.map((each) => each.session("s").append({ messages: [{ role: "user", content }] }));
+  const ended = Promise.allSettled(waiting);
+  const state = async () => (await manager.streams.info(`${prefix}_log`, { subjects_filter: ">" })).state.subjects ?? {};
+  const subject = `${prefix}.default.s.in`;
+  while (((await state())[subject] ?? 0) < clients.length) await delay(10);
+  const { [subject]: _, ...images } = await state();
+  assert.deepEqual(Object.values(images), [1, 1, 1, 1]);
+  await own.close();
+  await ended;
 });
 
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
