@@ -8,6 +8,7 @@ import { delay } from "@nats-io/nats-core";
 
 import { ClientClosedError, InvalidMessageError, RequestFailedError, ResultRemovedError } from "./errors.js";
 import { withDigests } from "./images.js";
+import { decode, encode } from "./json.js";
 import type { ControlReply, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import { Bell } from "./waiting.js";
@@ -310,18 +311,4 @@ export function expect<T extends Answer["type"]>(type: T, answer: Answer | undef
   if (answer?.type === type) return answer as Extract<Answer, { type: T }>;
   if (answer?.type === "failed") throw new RequestFailedError(answer);
   throw new InvalidMessageError(`the answer is ${JSON.stringify(answer?.type)}, not ${type}: update the client`);
-}
-
-export function encode(body: unknown): Uint8Array {
-  return new TextEncoder().encode(JSON.stringify(body));
-}
-
-/** Parse a JSON object; undefined for anything else. */
-export function decode<T extends object>(body: Uint8Array): T | undefined {
-  try {
-    const value: unknown = JSON.parse(new TextDecoder().decode(body));
-    return typeof value === "object" && value !== null ? (value as T) : undefined;
-  } catch {
-    return undefined;
-  }
 }

@@ -2,8 +2,9 @@
 
 import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 
-import { decode, encode, expect, ResultFeeds } from "./calls.js";
+import { expect, ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
+import { decode, encode } from "./json.js";
 import { byName, isEnough, listed } from "./listing.js";
 import type { Listed } from "./listing.js";
 import type { ControlReply, EmbedRequest, RerankRequest } from "./messages.js";

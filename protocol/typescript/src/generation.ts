@@ -2,10 +2,11 @@
 
 import { delay } from "@nats-io/nats-core";
 
-import { Call, decode, expect, LAST_POLL_MS } from "./calls.js";
+import { Call, expect, LAST_POLL_MS } from "./calls.js";
 import { Assembly } from "./chunks.js";
 import type { Piece } from "./chunks.js";
 import { RequestFailedError } from "./errors.js";
+import { decode } from "./json.js";
 import type { Cancelled, Chunk, Generated } from "./messages.js";
 import { findRequest } from "./sessionLog.js";
 import type { Wire } from "./wire.js";

@@ -2,13 +2,14 @@
 
 import { nuid } from "@nats-io/nats-core";
 
-import { Call, decode, encode, expect } from "./calls.js";
+import { Call, expect } from "./calls.js";
 import type { CallOptions, ResultFeeds } from "./calls.js";
 import { InvalidMessageError } from "./errors.js";
 import { Generation } from "./generation.js";
 import { readHistory } from "./history.js";
 import type { History } from "./history.js";
 import { withDigests } from "./images.js";
+import { decode, encode } from "./json.js";
 import type {
   Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
   Generate, InfoRequest, Open, Opened, Request, Result, Rewind, Rewound, SessionInfo,

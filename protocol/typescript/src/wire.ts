@@ -14,6 +14,8 @@ import {
   RequestFailedError,
 } from "./errors.js";
 import { assembled, entries } from "./images.js";
+import { decode } from "./json.js";
+import type { Request, Result } from "./messages.js";
 import type { SessionKey, Subjects } from "./subjects.js";
 import { Bell, timerMs, unlessAborted } from "./waiting.js";
 
@@ -99,8 +101,6 @@ export class Wire {
     given: Readonly<Record<string, string>> = {},
     signal?: AbortSignal,
   ): Promise<number> {
-    const headers = natsHeaders();
-    for (const [name, value] of Object.entries(given)) headers.set(name, value);
     let timeout = FIRST_ACK_MS;
     let numRefusals = 0;
     let isDoubtful = false; // whether the log may have the request already
@@ -109,6 +109,8 @@ export class Wire {
       this.#check(body);
       signal?.throwIfAborted();
       try {
+        const headers = natsHeaders();
+        for (const [name, value] of Object.entries(given)) headers.set(name, value);
         const sent = this.#jetstream.publish(subject, body, { timeout, headers });
         const ack = await unlessAborted(sent, signal);
         if (ack.stream === this.subjects.logStream) return ack.seq;
@@ -144,11 +146,19 @@ export class Wire {
     }
   }
 
-  /** Return the sequence of the last message of `subject` with this body; 0 if the log has none. */
+  /**
+   * Return the sequence of the last message of `subject` with this body; 0 if the log has none.
+   *
+   * A request that was answered may have left the log: its result, found by its id, has its sequence.
+   */
   async #find(subject: string, body: Uint8Array): Promise<number> {
     const isSame = (other: Uint8Array) => other.length === body.length && other.every((byte, at) => byte === body[at]);
     const found = await this.read(this.subjects.logStream, subject, 1);
-    return found.findLast((one) => isSame(one.body))?.seq ?? 0;
+    const seq = found.findLast((one) => isSame(one.body))?.seq;
+    if (seq !== undefined || !subject.endsWith(".in")) return seq ?? 0;
+    const id = decode<Request>(body)?.id;
+    const results = await this.read(this.subjects.logStream, subject.replace(/in$/, "out"), 1);
+    return results.map((one) => decode<Result>(one.body)).findLast((result) => result?.id === id)?.seq ?? 0;
   }
 
   /**
@@ -238,6 +248,7 @@ export class Wire {
       }
       throw new Error("a replica lags behind its leader");
     } catch (error) {
+      throwIfRefused(error, `$JS.API for ${stream}`);
       throw this.#unreached(`${stream} could not be read`, error);
     }
   }

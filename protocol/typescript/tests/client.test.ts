@@ -7,7 +7,7 @@ import process from "node:process";
 import { after, test } from "node:test";
 
 import { jetstreamManager } from "@nats-io/jetstream";
-import { delay, headers as natsHeaders } from "@nats-io/nats-core";
+import { delay, errors, headers as natsHeaders } from "@nats-io/nats-core";
 import * as turnkeep from "turnkeep-client";
 import { connect, retry, runTools } from "turnkeep-client";
 
@@ -235,6 +235,27 @@ test("an image that two clients store at once is stored once", async () => {
   assert.deepEqual(Object.values(images), [1, 1, 1, 1]);
   await own.close();
   await ended;
+});
+
+test("a request whose acknowledgement was lost is not refused after it was answered", async () => {
+  const prefix = `${run}full`;
+  await using own = await connect({ servers, prefix });
+  const manager = await jetstreamManager(own.connection);
+  const kept = { storage: "memory", allow_direct: true } as const;
+  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: [`${prefix}.*.*.out`] });
+  let numAsked = 0;
+  own.connection.subscribe(`${prefix}.default.s.in`, {
+    callback: (_, request) => {
+      const error = { code: 503, err_code: 10077, description: "maximum messages exceeded" };
+      if (++numAsked > 1) request.respond(JSON.stringify({ error }));
+    },
+  });
+  for (const [seq, id] of ["before", "a"].entries()) {
+    const appended = { type: "appended", id, seq, position: 7 };
+    await manager.jetstream().publish(`${prefix}.default.s.out`, JSON.stringify(appended));
+  }
+  assert.equal((await own.session("s").append({ id: "a", text: "x" })).position, 7);
+  await assert.rejects(own.session("s").append({ id: "c", text: "x" }), failsWith("overloaded", true));
 });
 
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
@@ -609,9 +630,31 @@ test("a limit may be of any length, also none", async () => {
   for (const timeoutMs of [0, -1]) await assert.rejects(own.embed(["x"], { timeoutMs }), turnkeep.NoAnswerError);
 });
 
+test("who may not read the log is told so", async () => {
+  const connection = new Proxy(client.connection, {
+    get(real, name) {
+      if (name === "requestMany") return () => Promise.reject(new errors.PermissionViolationError("no", "publish", "$JS.API"));
+      const value: unknown = Reflect.get(real, name);
+      return typeof value === "function" ? value.bind(real) : value;
+    },
+  });
+  const barred = new turnkeep.Client(connection, { tenant: run });
+  await assert.rejects(barred.session("s").history(), turnkeep.NotPermittedError);
+  await assert.rejects(barred.sessions(), turnkeep.NotPermittedError);
+});
+
 test("what cannot be done is told by the class of its error", async () => {
   assert.throws(() => client.session("a b"), turnkeep.InvalidMessageError);
   assert.throws(() => client.session("s").generate({ id: "a.b" }), turnkeep.InvalidMessageError);
+  const refused: [object, turnkeep.CallOptions][] = [
+    [{ messages: [{ role: "user", content: [{ type: "image", data: "?" }] }] }, {}],
+    [{ text: "x" }, { headers: { traceparent: "a\r\nb" } }],
+    [{ text: "x" }, { headers: { "a:b": "c" } }],
+    [{ text: "half \ud800" }, {}],
+  ];
+  for (const [fields, options] of refused) {
+    await assert.rejects(client.session("s").append(fields, options), turnkeep.InvalidMessageError);
+  }
   const large = "x".repeat(2 ** 21);
   await assert.rejects(client.session("s").append({ text: large }), turnkeep.InvalidMessageError);
   await assert.rejects(connect({ servers: "nats://wrong@" + servers.split("@")[1] }), turnkeep.NotPermittedError);
