@@ -241,9 +241,9 @@ export class Call {
     this.bell.ring();
   }
 
-  /** Whether a request or a result has the id of this call's request, or none. */
+  /** Whether a request or a result has the id of this call's request. */
   isNamed(message: { id?: unknown } | undefined): boolean {
-    return typeof message?.id !== "string" || message.id === this.request.id;
+    return message?.id === this.request.id;
   }
 
   async #start(): Promise<void> {

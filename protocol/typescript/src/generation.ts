@@ -68,7 +68,7 @@ export class Generation implements AsyncIterable<Piece>, AsyncDisposable {
     const call = this.#call;
     const isFollowed = call.seq !== undefined; // else its result would not be recognised
     const until = Date.now() + STOP_MS;
-    if (!call.isPublished) return;
+    if (!call.isPublished || call.result !== undefined) return;
     try {
       if (isFollowed) await call.enter();
       while (call.result === undefined && Date.now() < until) {

@@ -216,7 +216,7 @@ export class Wire {
       if (this.#connected && has(error, "TimeoutError")) {
         throw new NoAnswerError(`no worker answered on ${subject} within ${timeoutMs / 1000} s`);
       }
-      throw this.#unreached(`${subject} could not be asked`, error);
+      throw this.unreached(`${subject} could not be asked`, error);
     }
   }
 
@@ -249,7 +249,7 @@ export class Wire {
       throw new Error("a replica lags behind its leader");
     } catch (error) {
       throwIfRefused(error, `$JS.API for ${stream}`);
-      throw this.#unreached(`${stream} could not be read`, error);
+      throw this.unreached(`${stream} could not be read`, error);
     }
   }
 
@@ -265,7 +265,7 @@ export class Wire {
       });
     } catch (error) {
       throwIfRefused(error, `$JS.API for ${stream}`);
-      throw this.#unreached(`${stream} could not be read`, error);
+      throw this.unreached(`${stream} could not be read`, error);
     }
   }
 
@@ -346,7 +346,7 @@ export class Wire {
   }
 
   /** Say that something failed because of an error of NATS's packages. */
-  #unreached(what: string, error: unknown): NoWorkerError {
+  unreached(what: string, error: unknown): NoWorkerError {
     if (this.closed) return new ClientClosedError(this.whyClosed);
     const kind = this.#connected ? NoAnswerError : NoServerError;
     return new kind(`${what}: ${messageOf(error)}`, { cause: error });

@@ -122,7 +122,6 @@ test("missed chunks are read from their stream, and what contradicts itself is n
   assert.deepEqual(texts, ["0", "1", "2"]);
   await store("out", { ...answer, seq: 1 });
   assert.deepEqual([(await pieces.next()).value?.text, (await pieces.next()).done], ["3", true]);
-
   const wrong = assert.rejects(all(own.session("s").generate({ id: "g" })), turnkeep.StreamBrokenError);
   const removed = assert.rejects(own.session("s").append({ text: "x" }), turnkeep.ResultRemovedError);
   await requests.next();
@@ -145,6 +144,7 @@ test("a request that the server has lost is missed, also while an earlier one wa
   await byHand(own, prefix);
   for (const id of ["a", "c"]) await store("in", { type: "append", id, text: "x" });
   await lost;
+  await store("out", { type: "failed", id: null, seq: 1, code: "invalid_request", message: "of another", retryable: false });
   await own.close();
   await waiting;
 });
@@ -561,6 +561,23 @@ test("leaving the block of an answer cancels it", async () => {
   assert.equal(unsent.seq, undefined);
 });
 
+test("leaving the block of a complete answer reads nothing", async () => {
+  const prefix = `${run}complete`;
+  await using own = await connect({ servers, prefix });
+  const { store, requests } = await byHand(own, prefix);
+  let numReads = 0;
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, { callback: () => void (numReads += 1) });
+  {
+    await using whole = own.session("s").generate({ id: "g" });
+    const result = whole.result;
+    await requests.next();
+    await store("out", { ...answer, seq: 1 });
+    await result;
+  }
+  await own.connection.flush();
+  assert.equal(numReads, 0);
+});
+
 test("a signal ends the wait and not the answer, which a cancel ends", async () => {
   const session = client.session("stopped");
   const stop = new AbortController();
@@ -615,6 +632,28 @@ test("functions are called until the model answers, and again from the record", 
   assert.deepEqual([again.tokens, asked], [first.tokens, ["Rome", "Rome"]]);
   await assert.rejects(runTools(session, {}, { tools }), /there is no function for weather/);
   await assert.rejects(runTools(session, { weather }, { ...fields, id: "x".repeat(55) }), /x-7-results" is not valid/);
+});
+
+test("a control request without a reply is sent again, to a worker that has started since", async () => {
+  const tenant = `${run}again`;
+  await using own = await connect({ servers, tenant });
+  let numAsked = 0;
+  own.connection.subscribe(`turnkeep.${tenant}.s.ctl`, {
+    callback: (_, request) => {
+      if (++numAsked > 1) request.respond(JSON.stringify({ type: "counted", tokens: numAsked, position: 7 }));
+    },
+  });
+  assert.equal((await own.session("s").count({ text: "x" })).tokens, 2);
+});
+
+test("a count with an image ends by its limit and by its signal", async () => {
+  const prefix = `${run}uncounted`;
+  await using own = await connect({ servers, prefix });
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, { callback: () => {} });
+  const asked = { messages: [{ role: "user", content: [turnkeep.image(Uint8Array.of(1, 2, 3))] }] } as const;
+  await assert.rejects(own.session("s").count(asked, { timeoutMs: 200 }), turnkeep.NoAnswerError);
+  const signal = AbortSignal.timeout(20);
+  await assert.rejects(own.session("s").count(asked, { signal }), (error) => error === signal.reason);
 });
 
 test("a limit may be of any length, also none", async () => {
