@@ -98,8 +98,8 @@ class ResultFeed {
     for (const { body } of await this.#wire.read(subjects.logStream, subjects.of(this.#key, "out"), first + 1)) {
       this.#arrived(body);
     }
-    const unanswered = [...this.waiting.values()].flatMap((calls) => [...calls]).filter(({ result }) => result === undefined);
-    for (const call of await this.#lost(unanswered)) this.#denied.add(call);
+    const calls = [...this.waiting.values()].flatMap((some) => [...some]);
+    for (const call of await this.#lost(calls.filter(({ result }) => result === undefined))) this.#denied.add(call);
   }
 
   /** Return the calls whose requests the log lacks, of those given; none if the log cannot be read. */

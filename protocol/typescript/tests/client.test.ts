@@ -635,10 +635,10 @@ test("functions are called until the model answers, and again from the record", 
 });
 
 test("a control request without a reply is sent again, to a worker that has started since", async () => {
-  const tenant = `${run}again`;
-  await using own = await connect({ servers, tenant });
+  const prefix = `${run}again`;
+  await using own = await connect({ servers, prefix });
   let numAsked = 0;
-  own.connection.subscribe(`turnkeep.${tenant}.s.ctl`, {
+  own.connection.subscribe(`${prefix}.default.s.ctl`, {
     callback: (_, request) => {
       if (++numAsked > 1) request.respond(JSON.stringify({ type: "counted", tokens: numAsked, position: 7 }));
     },
@@ -657,9 +657,9 @@ test("a count with an image ends by its limit and by its signal", async () => {
 });
 
 test("a limit may be of any length, also none", async () => {
-  const tenant = `${run}slow`;
-  await using own = await connect({ servers, tenant, controlTimeoutMs: 2 ** 40 });
-  own.connection.subscribe(`turnkeep.${tenant}.*.ctl`, {
+  const prefix = `${run}slow`;
+  await using own = await connect({ servers, prefix, controlTimeoutMs: 2 ** 40 });
+  own.connection.subscribe(`${prefix}.default.*.ctl`, {
     callback: (_, request) => {
       setTimeout(() => request.respond(JSON.stringify({ type: "embedded", vectors: [], tokens: [], model: "slow" })), 50);
     },
@@ -685,7 +685,10 @@ test("who may not read the log is told so", async () => {
 test("what cannot be done is told by the class of its error", async () => {
   assert.throws(() => client.session("a b"), turnkeep.InvalidMessageError);
   assert.throws(() => client.session("s").generate({ id: "a.b" }), turnkeep.InvalidMessageError);
+  const circle: Record<string, unknown> = {};
+  circle["self"] = circle;
   const refused: [object, turnkeep.CallOptions][] = [
+    [{ text: "x", tags: circle }, {}],
     [{ messages: [{ role: "user", content: [{ type: "image", data: "?" }] }] }, {}],
     [{ text: "x" }, { headers: { traceparent: "a\r\nb" } }],
     [{ text: "x" }, { headers: { "a:b": "c" } }],
