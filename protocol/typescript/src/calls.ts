@@ -8,6 +8,7 @@ import { delay } from "@nats-io/nats-core";
 
 import { ClientClosedError, InvalidMessageError, RequestFailedError, ResultRemovedError } from "./errors.js";
 import { withDigests } from "./images.js";
+import { decode, encode } from "./json.js";
 import type { ControlReply, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import { Bell } from "./waiting.js";
@@ -67,7 +68,7 @@ class ResultFeed {
   async isRemoved(call: Call, seq: number): Promise<boolean> {
     if (!this.#denied.has(call)) return false;
     await delay(DOUBT_MS);
-    if (!(await this.#lacks(call))) {
+    if ((await this.#lost([call])).length === 0) {
       this.#denied.delete(call);
       return false;
     }
@@ -97,28 +98,30 @@ class ResultFeed {
     for (const { body } of await this.#wire.read(subjects.logStream, subjects.of(this.#key, "out"), first + 1)) {
       this.#arrived(body);
     }
-    let there = Infinity; // the first request that the log has; requests leave the log in their order
-    for (const [seq, call] of this.#unanswered()) {
-      if (seq > there) break;
-      if (this.#denied.has(call) || (await this.#lacks(call))) this.#denied.add(call);
-      else there = seq;
-    }
+    const calls = [...this.waiting.values()].flatMap((some) => [...some]);
+    for (const call of await this.#lost(calls.filter(({ result }) => result === undefined))) this.#denied.add(call);
   }
 
-  /** Return the calls without a result, with their requests' sequences, in the order of these. */
-  #unanswered(): [number, Call][] {
-    const waiting = [...this.waiting].sort(([a], [b]) => a - b);
-    return waiting.flatMap(([seq, calls]) =>
-      [...calls].filter((call) => call.result === undefined).map((call): [number, Call] => [seq, call]),
-    );
-  }
-
-  /** Whether the log lacks a call's request; a server that has lost it may have another one at its sequence. */
-  #lacks(call: Call): Promise<boolean> {
+  /** Return the calls whose requests the log lacks, of those given; none if the log cannot be read. */
+  async #lost(calls: readonly Call[]): Promise<Call[]> {
     const { subjects } = this.#wire;
-    const isOld = Date.now() - call.begun > MOST_LAG_MS;
-    const isIt = (body: Uint8Array) => call.isNamed(decode<Request>(body));
-    return this.#wire.lacks(subjects.logStream, subjects.of(this.#key, "in"), call.seq ?? 0, isIt, isOld);
+    const seqs = calls.map(({ seq }) => seq ?? 0);
+    if (seqs.length === 0) return [];
+    try {
+      const end = Math.max(...seqs) + 1;
+      const queue = await this.#wire.readAll(subjects.logStream, subjects.of(this.#key, "in"), Math.min(...seqs), end);
+      const found = new Map(queue.map(({ seq, body }) => [seq, decode<Request>(body)]));
+      const newest = await this.#wire.newest();
+      return calls.filter((call) => {
+        const seq = call.seq ?? 0;
+        // A server that has lost a request may have another one at its sequence.
+        if (found.has(seq)) return !call.isNamed(found.get(seq));
+        // A replica that lags has neither this request nor a later message.
+        return newest > seq || Date.now() - call.begun > MOST_LAG_MS;
+      });
+    } catch {
+      return [];
+    }
   }
 }
 
@@ -151,6 +154,8 @@ export class ResultFeeds {
 export class Call {
   /** Sequence of the request in the log, once the log has acknowledged it. */
   seq: number | undefined;
+  /** The request as the log has it: with digests in place of its images. */
+  logged: Request;
   /** Whether the log may have the request. */
   isPublished = false;
   /** The time at which the log had the request, in ms. */
@@ -173,6 +178,7 @@ export class Call {
   ) {
     this.#feeds = feeds;
     this.#options = options;
+    this.logged = request;
     this.#epoch = feeds.wire.epoch;
   }
 
@@ -235,9 +241,9 @@ export class Call {
     this.bell.ring();
   }
 
-  /** Whether a request or a result has the id of this call's request, or none. */
+  /** Whether a request or a result has the id of this call's request. */
   isNamed(message: { id?: unknown } | undefined): boolean {
-    return typeof message?.id !== "string" || message.id === this.request.id;
+    return message?.id === this.request.id;
   }
 
   async #start(): Promise<void> {
@@ -255,12 +261,13 @@ export class Call {
   async #publish(feed: ResultFeed): Promise<void> {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
-    const [request, files] = await withDigests(this.request);
+    const [logged, files] = await withDigests(this.request);
+    this.logged = logged;
     await wire.storeImages(this.key, files, signal);
     feed.publishing += 1;
     this.isPublished = true;
     try {
-      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(request), headers, signal);
+      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(logged), headers, signal);
       this.seq = seq;
       this.#waitAt(seq, feed);
       const early = feed.early.get(seq);
@@ -304,18 +311,4 @@ export function expect<T extends Answer["type"]>(type: T, answer: Answer | undef
   if (answer?.type === type) return answer as Extract<Answer, { type: T }>;
   if (answer?.type === "failed") throw new RequestFailedError(answer);
   throw new InvalidMessageError(`the answer is ${JSON.stringify(answer?.type)}, not ${type}: update the client`);
-}
-
-export function encode(body: unknown): Uint8Array {
-  return new TextEncoder().encode(JSON.stringify(body));
-}
-
-/** Parse a JSON object; undefined for anything else. */
-export function decode<T extends object>(body: Uint8Array): T | undefined {
-  try {
-    const value: unknown = JSON.parse(new TextDecoder().decode(body));
-    return typeof value === "object" && value !== null ? (value as T) : undefined;
-  } catch {
-    return undefined;
-  }
 }

@@ -2,8 +2,9 @@
 
 import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 
-import { decode, encode, expect, ResultFeeds } from "./calls.js";
+import { expect, ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
+import { decode, encode } from "./json.js";
 import { byName, isEnough, listed } from "./listing.js";
 import type { Listed } from "./listing.js";
 import type { ControlReply, EmbedRequest, RerankRequest } from "./messages.js";
@@ -167,6 +168,8 @@ export async function connectBy(
   new Subjects(prefix);
   const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => server.split(","));
   const bare = addresses.map(withoutCredentials);
+  // NATS's client takes the scheme for no demand: it would send the credentials to a server without TLS.
+  const encrypted = bare.some((server) => /^tls:/i.test(server)) ? { tls: options.tls ?? {} } : {};
   try {
     const connection = await open({
       name: "turnkeep-client",
@@ -175,6 +178,7 @@ export async function connectBy(
       pingInterval: 5000, // a server that is gone without a word is left after three
       ...credentials(addresses),
       ...options,
+      ...encrypted,
       servers: bare,
     });
     return new Client(connection, { tenant, prefix, controlTimeoutMs });

@@ -24,8 +24,8 @@ export class RequestFailedError extends TurnkeepError {
   /** The tokens that the session would have and those that the context has, if the context is exceeded. */
   readonly limit?: TokenLimit;
 
-  constructor(failed: Pick<Failed, "code" | "message" | "retryable" | "field" | "limit">) {
-    super(`${failed.code}: ${failed.message}`);
+  constructor(failed: Pick<Failed, "code" | "message" | "retryable" | "field" | "limit">, options?: ErrorOptions) {
+    super(`${failed.code}: ${failed.message}`, options);
     this.code = failed.code;
     this.reason = failed.message;
     this.retryable = failed.retryable;

@@ -2,10 +2,11 @@
 
 import { delay } from "@nats-io/nats-core";
 
-import { Call, decode, expect, LAST_POLL_MS } from "./calls.js";
+import { Call, expect, LAST_POLL_MS } from "./calls.js";
 import { Assembly } from "./chunks.js";
 import type { Piece } from "./chunks.js";
 import { RequestFailedError } from "./errors.js";
+import { decode } from "./json.js";
 import type { Cancelled, Chunk, Generated } from "./messages.js";
 import { findRequest } from "./sessionLog.js";
 import type { Wire } from "./wire.js";
@@ -67,7 +68,7 @@ export class Generation implements AsyncIterable<Piece>, AsyncDisposable {
     const call = this.#call;
     const isFollowed = call.seq !== undefined; // else its result would not be recognised
     const until = Date.now() + STOP_MS;
-    if (!call.isPublished) return;
+    if (!call.isPublished || call.result !== undefined) return;
     try {
       if (isFollowed) await call.enter();
       while (call.result === undefined && Date.now() < until) {
@@ -188,8 +189,8 @@ class Chunks {
    * False if the log cannot be read; the answer comes with the result.
    */
   async #repeats(seq: number): Promise<boolean> {
-    const { key, request } = this.#call;
-    return isSame(await findRequest(this.#wire, key, seq).catch(() => undefined), request);
+    const { key, logged } = this.#call;
+    return isSame(await findRequest(this.#wire, key, seq).catch(() => undefined), logged);
   }
 }
 

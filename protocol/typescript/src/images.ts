@@ -4,6 +4,7 @@
  * An entry has a file, or the digests of its pieces, and its subject the SHA-256 of what it stands for.
  */
 
+import { InvalidMessageError } from "./errors.js";
 import type { Message } from "./messages.js";
 
 /** The largest piece of a file, and the smallest. */
@@ -28,7 +29,7 @@ export async function withDigests<R extends object>(request: R): Promise<[R, Map
   const named = async (part: Record<string, unknown>) => {
     const data = base64In(part);
     if (data === undefined) return part;
-    const file = Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
+    const file = fromBase64(data);
     const digest = await digestOf(file);
     files.set(digest, file);
     return { type: "image", digest };
@@ -38,6 +39,14 @@ export async function withDigests<R extends object>(request: R): Promise<[R, Map
     Array.isArray(message.content) ? { ...message, content: await Promise.all(message.content.map(named)) } : message);
   const found = await Promise.all(said);
   return [files.size > 0 ? { ...request, messages: found } : request, files];
+}
+
+function fromBase64(data: string): Uint8Array {
+  try {
+    return Uint8Array.from(atob(data), (char) => char.charCodeAt(0));
+  } catch (error) {
+    throw new InvalidMessageError("the data of an image is not base64", { cause: error });
+  }
 }
 
 function base64In(part: Record<string, unknown>): string | undefined {

@@ -1,6 +1,6 @@
 /** A tenant's sessions, from the last request and the last results of each. Pure. */
 
-import { decode } from "./calls.js";
+import { decode } from "./json.js";
 import type { Result } from "./messages.js";
 import { isChange } from "./sessionLog.js";
 import { isId } from "./subjects.js";

@@ -1,20 +1,25 @@
 /** One session of a client: each method is one request, or one control request to its worker. */
 
-import { nuid } from "@nats-io/nats-core";
+import { delay, nuid } from "@nats-io/nats-core";
 
-import { Call, decode, encode, expect } from "./calls.js";
+import { Call, expect } from "./calls.js";
 import type { CallOptions, ResultFeeds } from "./calls.js";
 import { InvalidMessageError } from "./errors.js";
 import { Generation } from "./generation.js";
 import { readHistory } from "./history.js";
 import type { History } from "./history.js";
 import { withDigests } from "./images.js";
+import { decode, encode } from "./json.js";
 import type {
   Append, Appended, Cancelled, Close, Closed, ControlReply, ControlRequest, Counted, CountRequest,
   Generate, InfoRequest, Open, Opened, Request, Result, Rewind, Rewound, SessionInfo,
 } from "./messages.js";
 import { checkId } from "./subjects.js";
 import type { SessionKey } from "./subjects.js";
+import { timerMs, unlessAborted } from "./waiting.js";
+
+/** After this time without a reply a control request is sent once more. */
+const AGAIN_MS = 2000;
 
 /** The fields of a request. An `id` that is left out is generated. */
 export type Fields<R extends Request> = Omit<R, "type" | "id"> & { id?: string };
@@ -115,10 +120,28 @@ export class Session {
     return this.#control("cancelled", { type: "cancel", id: checkId("request id", id) });
   }
 
-  /** Count the tokens that a generate with this input would add, without running it. */
-  async count(fields: Omit<CountRequest, "type">): Promise<Counted> {
+  /**
+   * Count the tokens that a generate with this input would add, without running it.
+   *
+   * The log stores its images, as of a generate, which may take `timeoutMs` (60000); `signal` ends the wait.
+   */
+  async count(
+    fields: Omit<CountRequest, "type">,
+    { signal, timeoutMs = 60_000 }: { signal?: AbortSignal; timeoutMs?: number } = {},
+  ): Promise<Counted> {
+    signal?.throwIfAborted();
+    return unlessAborted(this.#count(fields, timeoutMs), signal);
+  }
+
+  async #count(fields: Omit<CountRequest, "type">, timeoutMs: number): Promise<Counted> {
+    const { wire } = this.#feeds;
     const [request, files] = await withDigests(fields);
-    await this.#feeds.wire.storeImages(this.key, files);
+    const limit = AbortSignal.timeout(timerMs(timeoutMs));
+    try {
+      await unlessAborted(wire.storeImages(this.key, files, limit), limit);
+    } catch (error) {
+      throw limit.aborted ? wire.unreached(`images were not stored within ${timeoutMs / 1000} s`, error) : error;
+    }
     return this.#control("counted", { ...request, type: "count" });
   }
 
@@ -131,10 +154,22 @@ export class Session {
     return expect(type, await this.#call(request, options).wait());
   }
 
+  /**
+   * Ask the worker; without a reply ask again after 2, 4, 8 ... s, and take the first reply.
+   *
+   * A worker that was killed keeps its connection until its memory is freed, and loses what it gets then.
+   */
   async #control<T extends ControlReply["type"]>(type: T, request: ControlRequest) {
     const { wire } = this.#feeds;
-    const reply = await wire.ask(wire.subjects.of(this.key, "ctl"), encode(request), this.#controlTimeoutMs);
-    return expect(type, decode<ControlReply>(reply));
+    const asked: Promise<Uint8Array>[] = [];
+    for (let patienceMs = AGAIN_MS; ; patienceMs *= 2) {
+      const ask = wire.ask(wire.subjects.of(this.key, "ctl"), encode(request), this.#controlTimeoutMs);
+      ask.catch(() => {}); // the first reply counts
+      asked.push(ask);
+      const pause = delay(timerMs(patienceMs));
+      const reply = await Promise.race([...asked, pause]).finally(() => pause.cancel());
+      if (reply !== undefined) return expect(type, decode<ControlReply>(reply));
+    }
   }
 }
 

@@ -4,7 +4,7 @@
  * The only module that knows how the log stores both; the same as `session_log.py`.
  */
 
-import { decode } from "./calls.js";
+import { decode } from "./json.js";
 import type { Asked, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import type { Wire } from "./wire.js";

@@ -27,6 +27,11 @@ export class Bell {
   }
 }
 
+/** Return the time nearest to `ms` that timers wait: they end at once after 2^31 ms, and NATS takes 0 for a second. */
+export function timerMs(ms: number): number {
+  return Math.min(Math.max(ms, 1), 2 ** 31 - 1);
+}
+
 /** Await `promise`, and throw the signal's reason if that aborts before. The promise itself goes on. */
 export async function unlessAborted<T>(promise: Promise<T>, signal: AbortSignal | undefined): Promise<T> {
   if (signal === undefined) return promise;

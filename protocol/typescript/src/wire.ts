@@ -14,8 +14,10 @@ import {
   RequestFailedError,
 } from "./errors.js";
 import { assembled, entries } from "./images.js";
+import { decode } from "./json.js";
+import type { Request, Result } from "./messages.js";
 import type { SessionKey, Subjects } from "./subjects.js";
-import { Bell, unlessAborted } from "./waiting.js";
+import { Bell, timerMs, unlessAborted } from "./waiting.js";
 
 /** Timeout for the log's acknowledgement before publishing again; doubles up to the second value. */
 const FIRST_ACK_MS = 2000;
@@ -43,6 +45,10 @@ const TOO_MANY = 413;
 const RECONNECT_MS = 5000;
 /** JetStream's code: larger than the stream's max_msg_size. */
 const MESSAGE_TOO_LARGE = 10054;
+/** JetStream's codes: the subject has another last message than expected; in a cluster, another one is being stored. */
+const WRONG_LAST_SEQUENCE = 10071;
+const IN_PROGRESS = 10164;
+const EXPECT_HEADER = "Nats-Expected-Last-Subject-Sequence";
 
 /** One message of a stream. */
 export interface Stored {
@@ -95,8 +101,6 @@ export class Wire {
     given: Readonly<Record<string, string>> = {},
     signal?: AbortSignal,
   ): Promise<number> {
-    const headers = natsHeaders();
-    for (const [name, value] of Object.entries(given)) headers.set(name, value);
     let timeout = FIRST_ACK_MS;
     let numRefusals = 0;
     let isDoubtful = false; // whether the log may have the request already
@@ -105,6 +109,8 @@ export class Wire {
       this.#check(body);
       signal?.throwIfAborted();
       try {
+        const headers = natsHeaders();
+        for (const [name, value] of Object.entries(given)) headers.set(name, value);
         const sent = this.#jetstream.publish(subject, body, { timeout, headers });
         const ack = await unlessAborted(sent, signal);
         if (ack.stream === this.subjects.logStream) return ack.seq;
@@ -114,6 +120,10 @@ export class Wire {
       } catch (error) {
         signal?.throwIfAborted();
         if (error instanceof NoWorkerError) throw error;
+        if (hasCode(error, IN_PROGRESS)) {
+          await delay(TRY_PAUSE_MS);
+          continue;
+        }
         if (isDoubtful && has(error, "JetStreamApiError")) {
           const seq = await this.#find(subject, body);
           if (seq) return seq;
@@ -136,11 +146,19 @@ export class Wire {
     }
   }
 
-  /** Return the sequence of the last message of `subject` with this body; 0 if the log has none. */
+  /**
+   * Return the sequence of the last message of `subject` with this body; 0 if the log has none.
+   *
+   * A request that was answered may have left the log: its result, found by its id, has its sequence.
+   */
   async #find(subject: string, body: Uint8Array): Promise<number> {
     const isSame = (other: Uint8Array) => other.length === body.length && other.every((byte, at) => byte === body[at]);
     const found = await this.read(this.subjects.logStream, subject, 1);
-    return found.findLast((one) => isSame(one.body))?.seq ?? 0;
+    const seq = found.findLast((one) => isSame(one.body))?.seq;
+    if (seq !== undefined || !subject.endsWith(".in")) return seq ?? 0;
+    const id = decode<Request>(body)?.id;
+    const results = await this.read(this.subjects.logStream, subject.replace(/in$/, "out"), 1);
+    return results.map((one) => decode<Result>(one.body)).findLast((result) => result?.id === id)?.seq ?? 0;
   }
 
   /**
@@ -153,11 +171,15 @@ export class Wire {
     if (files.size === 0) return;
     const { subjects } = this;
     const closed = await this.#lastSeq(subjects.of(key, "closed"), signal);
-    const isStored = async (name: string) => (await this.#lastSeq(subjects.image(key, name), signal)) > closed;
     for (const [digest, file] of files) {
-      if (await isStored(digest)) continue;
+      if ((await this.#lastSeq(subjects.image(key, digest), signal)) > closed) continue;
       for (const [name, body] of await entries(file, (this.connection.info?.max_payload ?? Infinity) / 2)) {
-        if (!(await isStored(name))) await this.publish(subjects.image(key, name), body, {}, signal);
+        const subject = subjects.image(key, name);
+        const seq = await this.#lastSeq(subject, signal);
+        if (seq > closed) continue;
+        await this.publish(subject, body, { [EXPECT_HEADER]: `${seq}` }, signal).catch((error: unknown) => {
+          if (!hasCode(error, WRONG_LAST_SEQUENCE)) throw error; // else it was stored meanwhile
+        });
       }
     }
   }
@@ -187,14 +209,14 @@ export class Wire {
   async ask(subject: string, body: Uint8Array, timeoutMs: number): Promise<Uint8Array> {
     this.#check(body);
     try {
-      return (await this.connection.request(subject, body, { timeout: timeoutMs })).data;
+      return (await this.connection.request(subject, body, { timeout: timerMs(timeoutMs) })).data;
     } catch (error) {
       throwIfRefused(error, subject);
       if (has(error, "NoResponders")) throw new NoAnswerError(`no worker serves ${subject}`);
       if (this.#connected && has(error, "TimeoutError")) {
         throw new NoAnswerError(`no worker answered on ${subject} within ${timeoutMs / 1000} s`);
       }
-      throw this.#unreached(`${subject} could not be asked`, error);
+      throw this.unreached(`${subject} could not be asked`, error);
     }
   }
 
@@ -226,7 +248,8 @@ export class Wire {
       }
       throw new Error("a replica lags behind its leader");
     } catch (error) {
-      throw this.#unreached(`${stream} could not be read`, error);
+      throwIfRefused(error, `$JS.API for ${stream}`);
+      throw this.unreached(`${stream} could not be read`, error);
     }
   }
 
@@ -242,30 +265,15 @@ export class Wire {
       });
     } catch (error) {
       throwIfRefused(error, `$JS.API for ${stream}`);
-      throw this.#unreached(`${stream} could not be read`, error);
+      throw this.unreached(`${stream} could not be read`, error);
     }
   }
 
-  /**
-   * Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
-   *
-   * `isIt` says of the body that is there whether it is the message's, `isOld` that it was stored so long ago that no
-   * replica lags behind it.
-   */
-  async lacks(
-    stream: string, subject: string, seq: number, isIt: (body: Uint8Array) => boolean, isOld: boolean,
-  ): Promise<boolean> {
-    try {
-      const { found } = await this.#batch(stream, { seq, next_by_subj: subject, batch: 1 });
-      if (found[0]?.seq === seq) return !isIt(found[0].body);
-      if (isOld) return true;
-      // A replica that lags has neither this message nor a later one.
-      const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
-      const last = await this.connection.request(`$JS.API.DIRECT.GET.${stream}`, body, { timeout: READ_MS });
-      return Number(last.headers?.get("Nats-Sequence")) > seq;
-    } catch {
-      return false;
-    }
+  /** Return the sequence of the log's newest message, as the replica that answers knows it. */
+  async newest(): Promise<number> {
+    const body = JSON.stringify({ last_by_subj: `${this.subjects.prefix}.>` });
+    const last = await this.connection.request(`$JS.API.DIRECT.GET.${this.subjects.logStream}`, body, { timeout: READ_MS });
+    return Number(last.headers?.get("Nats-Sequence"));
   }
 
   /** Subscribe: call `onBody`, which must not throw, for every message. The returned function unsubscribes. */
@@ -338,7 +346,7 @@ export class Wire {
   }
 
   /** Say that something failed because of an error of NATS's packages. */
-  #unreached(what: string, error: unknown): NoWorkerError {
+  unreached(what: string, error: unknown): NoWorkerError {
     if (this.closed) return new ClientClosedError(this.whyClosed);
     const kind = this.#connected ? NoAnswerError : NoServerError;
     return new kind(`${what}: ${messageOf(error)}`, { cause: error });
@@ -384,7 +392,7 @@ export function has(error: unknown, name: string): boolean {
 }
 
 function hasCode(error: unknown, code: number): boolean {
-  return error instanceof Error && "code" in error && error.code === code;
+  return error instanceof Error && (("code" in error && error.code === code) || hasCode(error.cause, code));
 }
 
 export function messageOf(error: unknown): string {
@@ -404,6 +412,6 @@ function throwIfRefused(error: unknown, subject: string): void {
       throw new InvalidMessageError("the request is larger than the log accepts: send it as several appends");
     }
     const refusal = `the log refused the request: ${message}`;
-    throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: true });
+    throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: true }, { cause: error });
   }
 }

@@ -1,12 +1,13 @@
 // The client against a running worker of NATS_URL.
 
 import assert from "node:assert/strict";
+import { createHash } from "node:crypto";
 import { readFile } from "node:fs/promises";
 import process from "node:process";
 import { after, test } from "node:test";
 
 import { jetstreamManager } from "@nats-io/jetstream";
-import { delay, headers as natsHeaders } from "@nats-io/nats-core";
+import { delay, errors, headers as natsHeaders } from "@nats-io/nats-core";
 import * as turnkeep from "turnkeep-client";
 import { connect, retry, runTools } from "turnkeep-client";
 
@@ -95,14 +96,15 @@ test("an image is stored once, before the request, which names it by its digest"
 async function byHand(own: turnkeep.Client, prefix: string) {
   const manager = await jetstreamManager(own.connection);
   const kept = { storage: "memory", allow_direct: true } as const;
-  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: [`${prefix}.*.*.in`, `${prefix}.*.*.out`] });
+  const logged = ["in", "out", "closed", "image.*"].map((kind) => `${prefix}.*.*.${kind}`);
+  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: logged });
   await manager.streams.add({ ...kept, name: `${prefix}_tok`, subjects: [`${prefix}.*.*.tok.*`] });
   const store = (subject: string, body: object) =>
     manager.jetstream().publish(`${prefix}.default.s.${subject}`, JSON.stringify(body));
   const requests = own.connection.subscribe(`${prefix}.default.s.in`)[Symbol.asyncIterator]();
   const chunk = (seq: number, i: number, text = String(i)) => store("tok.g", { i, tokens: [i], text, seq });
   const purge = () => manager.streams.purge(`${prefix}_log`, { filter: `${prefix}.default.s.in` });
-  return { store, requests, chunk, purge };
+  return { manager, store, requests, chunk, purge };
 }
 
 const answer = { type: "generated", id: "g", position: 4, finish_reason: "stop", text: "0123", tokens: [0, 1, 2, 3] };
@@ -120,7 +122,6 @@ test("missed chunks are read from their stream, and what contradicts itself is n
   assert.deepEqual(texts, ["0", "1", "2"]);
   await store("out", { ...answer, seq: 1 });
   assert.deepEqual([(await pieces.next()).value?.text, (await pieces.next()).done], ["3", true]);
-
   const wrong = assert.rejects(all(own.session("s").generate({ id: "g" })), turnkeep.StreamBrokenError);
   const removed = assert.rejects(own.session("s").append({ text: "x" }), turnkeep.ResultRemovedError);
   await requests.next();
@@ -129,6 +130,23 @@ test("missed chunks are read from their stream, and what contradicts itself is n
   await store("out", { ...answer, seq: 3, tokens: [7, 8] });
   await purge();
   await Promise.all([wrong, removed]);
+});
+
+test("a request that the server has lost is missed, also while an earlier one waits", async () => {
+  const prefix = `${run}lost`;
+  await using own = await connect({ servers, prefix });
+  const { store, manager } = await byHand(own, prefix);
+  const waiting = assert.rejects(own.session("s").append({ id: "a", text: "x" }), turnkeep.ClientClosedError);
+  while ((await manager.streams.info(`${prefix}_log`)).state.last_seq < 1) await delay(1);
+  const lost = assert.rejects(own.session("s").append({ id: "b", text: "x" }), turnkeep.ResultRemovedError);
+  while ((await manager.streams.info(`${prefix}_log`)).state.last_seq < 2) await delay(1);
+  await manager.streams.delete(`${prefix}_log`);
+  await byHand(own, prefix);
+  for (const id of ["a", "c"]) await store("in", { type: "append", id, text: "x" });
+  await lost;
+  await store("out", { type: "failed", id: null, seq: 1, code: "invalid_request", message: "of another", retryable: false });
+  await own.close();
+  await waiting;
 });
 
 test("a repeat sees the chunks of the first request, and no others of its id", async () => {
@@ -179,6 +197,65 @@ test("a repeat sees the chunks of a first request that is only in its result", a
   assert.deepEqual([(await next).value?.text, (await repeat.next()).value?.text], ["0", "1"]);
   await store("out", { ...answer, seq: 3, repeat_of: 1 });
   assert.equal((await repeat.next()).value?.text, "23");
+});
+
+test("a repeat with an image sees the chunks of the first request, which names it by its digest", async () => {
+  const prefix = `${run}seen`;
+  await using own = await connect({ servers, prefix });
+  const { store, requests, chunk } = await byHand(own, prefix);
+  const file = Uint8Array.of(1, 2, 3);
+  const digest = createHash("sha256").update(file).digest("hex");
+  await store(`image.${digest}`, {});
+  const first = { type: "generate", id: "g", messages: [{ role: "user", content: [{ type: "image", digest }] }] };
+  const { seq } = await store("in", first);
+  await chunk(seq, 0);
+  const asked = { id: "g", messages: [{ role: "user", content: [turnkeep.image(file)] }] } as const;
+  const repeat = own.session("s").generate(asked)[Symbol.asyncIterator]();
+  const next = repeat.next();
+  await requests.next();
+  await requests.next();
+  await chunk(seq, 1);
+  await Promise.race([next, delay(3000)]);
+  await store("out", { ...answer, seq: seq + 1, repeat_of: seq });
+  assert.equal((await next).value?.text, "0");
+});
+
+test("an image that two clients store at once is stored once", async () => {
+  const prefix = `${run}twice`;
+  await using own = await connect({ servers, prefix });
+  const { manager } = await byHand(own, prefix);
+  const content = [turnkeep.image(new Uint8Array(300_000).map((_, at) => at % 251))];
+  const clients = Array.from({ length: 4 }, () => new turnkeep.Client(own.connection, { prefix }));
+  const waiting = clients.map((each) => each.session("s").append({ messages: [{ role: "user", content }] }));
+  const ended = Promise.allSettled(waiting);
+  const state = async () => (await manager.streams.info(`${prefix}_log`, { subjects_filter: ">" })).state.subjects ?? {};
+  const subject = `${prefix}.default.s.in`;
+  while (((await state())[subject] ?? 0) < clients.length) await delay(10);
+  const { [subject]: _, ...images } = await state();
+  assert.deepEqual(Object.values(images), [1, 1, 1, 1]);
+  await own.close();
+  await ended;
+});
+
+test("a request whose acknowledgement was lost is not refused after it was answered", async () => {
+  const prefix = `${run}full`;
+  await using own = await connect({ servers, prefix });
+  const manager = await jetstreamManager(own.connection);
+  const kept = { storage: "memory", allow_direct: true } as const;
+  await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: [`${prefix}.*.*.out`] });
+  let numAsked = 0;
+  own.connection.subscribe(`${prefix}.default.s.in`, {
+    callback: (_, request) => {
+      const error = { code: 503, err_code: 10077, description: "maximum messages exceeded" };
+      if (++numAsked > 1) request.respond(JSON.stringify({ error }));
+    },
+  });
+  for (const [seq, id] of ["before", "a"].entries()) {
+    const appended = { type: "appended", id, seq, position: 7 };
+    await manager.jetstream().publish(`${prefix}.default.s.out`, JSON.stringify(appended));
+  }
+  assert.equal((await own.session("s").append({ id: "a", text: "x" })).position, 7);
+  await assert.rejects(own.session("s").append({ id: "c", text: "x" }), failsWith("overloaded", true));
 });
 
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
@@ -484,6 +561,23 @@ test("leaving the block of an answer cancels it", async () => {
   assert.equal(unsent.seq, undefined);
 });
 
+test("leaving the block of a complete answer reads nothing", async () => {
+  const prefix = `${run}complete`;
+  await using own = await connect({ servers, prefix });
+  const { store, requests } = await byHand(own, prefix);
+  let numReads = 0;
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, { callback: () => void (numReads += 1) });
+  {
+    await using whole = own.session("s").generate({ id: "g" });
+    const result = whole.result;
+    await requests.next();
+    await store("out", { ...answer, seq: 1 });
+    await result;
+  }
+  await own.connection.flush();
+  assert.equal(numReads, 0);
+});
+
 test("a signal ends the wait and not the answer, which a cancel ends", async () => {
   const session = client.session("stopped");
   const stop = new AbortController();
@@ -540,13 +634,75 @@ test("functions are called until the model answers, and again from the record", 
   await assert.rejects(runTools(session, { weather }, { ...fields, id: "x".repeat(55) }), /x-7-results" is not valid/);
 });
 
+test("a control request without a reply is sent again, to a worker that has started since", async () => {
+  const prefix = `${run}again`;
+  await using own = await connect({ servers, prefix });
+  let numAsked = 0;
+  own.connection.subscribe(`${prefix}.default.s.ctl`, {
+    callback: (_, request) => {
+      if (++numAsked > 1) request.respond(JSON.stringify({ type: "counted", tokens: numAsked, position: 7 }));
+    },
+  });
+  assert.equal((await own.session("s").count({ text: "x" })).tokens, 2);
+});
+
+test("a count with an image ends by its limit and by its signal", async () => {
+  const prefix = `${run}uncounted`;
+  await using own = await connect({ servers, prefix });
+  own.connection.subscribe(`$JS.API.DIRECT.GET.${prefix}_log`, { callback: () => {} });
+  const asked = { messages: [{ role: "user", content: [turnkeep.image(Uint8Array.of(1, 2, 3))] }] } as const;
+  await assert.rejects(own.session("s").count(asked, { timeoutMs: 200 }), turnkeep.NoAnswerError);
+  const signal = AbortSignal.timeout(20);
+  await assert.rejects(own.session("s").count(asked, { signal }), (error) => error === signal.reason);
+});
+
+test("a limit may be of any length, also none", async () => {
+  const prefix = `${run}slow`;
+  await using own = await connect({ servers, prefix, controlTimeoutMs: 2 ** 40 });
+  own.connection.subscribe(`${prefix}.default.*.ctl`, {
+    callback: (_, request) => {
+      setTimeout(() => request.respond(JSON.stringify({ type: "embedded", vectors: [], tokens: [], model: "slow" })), 50);
+    },
+  });
+  assert.equal((await own.embed(["x"], { timeoutMs: Infinity })).model, "slow");
+  await assert.rejects(own.session("s").info(), /the answer is "embedded"/);
+  for (const timeoutMs of [0, -1]) await assert.rejects(own.embed(["x"], { timeoutMs }), turnkeep.NoAnswerError);
+});
+
+test("who may not read the log is told so", async () => {
+  const connection = new Proxy(client.connection, {
+    get(real, name) {
+      if (name === "requestMany") return () => Promise.reject(new errors.PermissionViolationError("no", "publish", "$JS.API"));
+      const value: unknown = Reflect.get(real, name);
+      return typeof value === "function" ? value.bind(real) : value;
+    },
+  });
+  const barred = new turnkeep.Client(connection, { tenant: run });
+  await assert.rejects(barred.session("s").history(), turnkeep.NotPermittedError);
+  await assert.rejects(barred.sessions(), turnkeep.NotPermittedError);
+});
+
 test("what cannot be done is told by the class of its error", async () => {
   assert.throws(() => client.session("a b"), turnkeep.InvalidMessageError);
   assert.throws(() => client.session("s").generate({ id: "a.b" }), turnkeep.InvalidMessageError);
+  const circle: Record<string, unknown> = {};
+  circle["self"] = circle;
+  const refused: [object, turnkeep.CallOptions][] = [
+    [{ text: "x", tags: circle }, {}],
+    [{ messages: [{ role: "user", content: [{ type: "image", data: "?" }] }] }, {}],
+    [{ text: "x" }, { headers: { traceparent: "a\r\nb" } }],
+    [{ text: "x" }, { headers: { "a:b": "c" } }],
+    [{ text: "half \ud800" }, {}],
+  ];
+  for (const [fields, options] of refused) {
+    await assert.rejects(client.session("s").append(fields, options), turnkeep.InvalidMessageError);
+  }
   const large = "x".repeat(2 ** 21);
   await assert.rejects(client.session("s").append({ text: large }), turnkeep.InvalidMessageError);
   await assert.rejects(connect({ servers: "nats://wrong@" + servers.split("@")[1] }), turnkeep.NotPermittedError);
   await assert.rejects(connect({ servers: "127.0.0.1:9" }), turnkeep.NoServerError);
+  const unencrypted = servers.replace("nats:", "tls:");
+  await assert.rejects(connect({ servers: unencrypted }), turnkeep.NoServerError);
   await assert.rejects(connect({ servers, prefix: "a b" }), turnkeep.InvalidMessageError);
   await using other = await connect({ servers, prefix: "nobody" });
   await assert.rejects(other.session("s").info(), turnkeep.NoAnswerError);
