@@ -22,7 +22,6 @@ from .errors import (
     MessageTooLargeError,
     NoAnswerError,
     NotPermittedError,
-    NoWorkerError,
     RequestFailedError,
     StreamError,
     TurnkeepError,
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
         AsyncGenerator,
         Awaitable,
         Callable,
+        Collection,
         Coroutine,
         Mapping,
     )
@@ -81,7 +81,7 @@ class Backlog:
 
 
 class NatsWire(Connection):
-    """The client's NATS operations. If closed, all but `read` and `lacks` raise `ClientClosedError`."""
+    """The client's NATS operations. If closed, all but `read` raise `ClientClosedError`."""
 
     def __init__(self, subjects: Subjects) -> None:
         super().__init__(Nats())
@@ -316,23 +316,18 @@ class NatsWire(Connection):
             ) from None
         return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
-    async def lacks(
-        self, stream: str, subject: str, seq: int, is_it: Callable[[bytes], bool], *, is_old: bool
-    ) -> bool:
-        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
-
-        `is_it` says of the body that is there whether it is the message's. With `is_old` the message was
-        stored so long ago that a replica without it must have removed it.
-        """
-        with contextlib.suppress(NoWorkerError):
-            request = {"seq": seq, "next_by_subj": subject, "batch": 1}
+    async def bodies_at(self, stream: str, subject: str, seqs: Collection[int]) -> dict[int, bytes]:
+        """Return the bodies of the messages of `subject` at these sequences. Raises as `batches`."""
+        found: dict[int, bytes] = {}
+        if seqs:
+            start, end = min(seqs), max(seqs)
+            request = {"seq": start, "next_by_subj": subject, "batch": min(READ_BATCH, end - start + 1)}
             async with contextlib.aclosing(self.batches(stream, request)) as batches:
-                found: list[Stored] = await anext(batches, [])
-            if not found or found[0].seq > seq:
-                # A replica that lags behind has neither this message nor a later one.
-                return is_old or await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
-            return not is_it(found[0].body)
-        return False
+                async for batch in batches:
+                    found |= {one.seq: one.body for one in batch if one.seq in seqs}
+                    if batch[-1].seq >= end:
+                        break
+        return found
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield the messages that match a batched direct get, by batch. Raises nats-py's errors."""

@@ -6,9 +6,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from types import SimpleNamespace
-from typing import Any
 
 import nats
 import pytest
@@ -555,6 +554,7 @@ async def test_a_call_whose_request_was_the_log_s_last_entry_and_was_removed_rai
 async def test_a_call_whose_request_the_server_has_lost_raises_although_another_has_its_sequence(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Although requests before and after it, sent before or after the loss, are still there."""
     for name, seconds in (("FIRST_POLL_S", 0.2), ("DOUBT_S", 0.1)):
         monkeypatch.setattr(turnkeep_client.calls, name, seconds)
     is_over = asyncio.Event()
@@ -565,34 +565,37 @@ async def test_a_call_whose_request_the_server_has_lost_raises_although_another_
 
     worker.script = script
     session = client.session("s1")
-    there = session.generate(text="hi", request_id="there", timeout_s=20)
-    answer = asyncio.create_task(there.wait())
-    await until(lambda: there.seq)
-    with pytest.raises(ResultRemovedError):
-        await session.follow(Generate(id="lost", text="hi"), there.seq or 0)
+    there = [session.generate(text="hi", timeout_s=20) for _ in range(3)]
+    for one in there:
+        await one.send()
+    answers = [asyncio.create_task(one.wait()) for one in there]
+    lost = [session.follow(Generate(id="lost", text="hi"), one.seq or 0).wait() for one in there]
+    async with asyncio.timeout(10):
+        for error in await asyncio.gather(*lost, return_exceptions=True):
+            assert isinstance(error, ResultRemovedError)
     is_over.set()
-    assert (await answer).text == TEXT
+    assert [one.text for one in await asyncio.gather(*answers)] == [TEXT] * 3
 
 
 async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_once(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 0.1)
-    lacks, denied = client._wire.lacks, asyncio.Event()
+    bodies_at, denied = client._wire.bodies_at, asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await denied.wait()
         await asyncio.sleep(0.5)
         await worker.result(generated(seq, request))
 
-    async def deny(*args: Any, is_old: bool) -> bool:
+    async def deny(stream: str, subject: str, seqs: Collection[int]) -> dict[int, bytes]:
         if denied.is_set():
-            return await lacks(*args, is_old=is_old)
+            return await bodies_at(stream, subject, seqs)
         denied.set()
-        return True
+        return dict.fromkeys(seqs, b"{}")
 
     worker.script = script
-    monkeypatch.setattr(client._wire, "lacks", deny)
+    monkeypatch.setattr(client._wire, "bodies_at", deny)
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
@@ -660,9 +663,12 @@ async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
 
 @pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
 async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
-    client: Client, server: NatsServer, headers: dict[str, str]
+    client: Client, server: NatsServer, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     """A restarted server needs some time before it can read each of its streams."""
+    for name in ("DOUBT_S", "MOST_LAG_S"):
+        monkeypatch.setattr(turnkeep_client.calls, name, 0.1)
+    monkeypatch.setattr(client._feeds, "timeout_s", 1.0)
     nc = await nats.connect(server.url)
 
     async def reply(message: Msg) -> None:
@@ -671,7 +677,8 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
 
     await nc.subscribe(f"$JS.API.DIRECT.GET.{SUBJECTS.log_stream}", cb=reply)
     await heard(nc)
-    assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5, bool, is_old=True)
+    with pytest.raises(ResultTimeoutError):
+        await client.session("s1").follow(Generate(id="g1", text="hi"), 5)
     with pytest.raises(NoWorkerError, match="could not be read"):
         await client.log()
     await nc.close()
@@ -921,6 +928,6 @@ async def test_a_call_ignores_the_result_of_another_request_at_its_sequence() ->
     """A server that has lost the call's request may give its sequence to another one."""
     wire, feeds = SimpleNamespace(epoch=0), SimpleNamespace(timeout_s=1.0)
     call = Call(wire, feeds, SessionKey("t", "s"), Append(id="mine", text="a"))  # type: ignore[arg-type]
-    for request_id, is_mine in (("other", False), ("mine", True)):
-        call.resolve(b'{"type":"failed","seq":5,"id":"%s"}' % request_id.encode())
+    for request_id, is_mine in (('"other"', False), ("null", False), ('"mine"', True)):
+        call.resolve(b'{"type":"failed","seq":5,"id":%s}' % request_id.encode())
         assert call.is_resolved() == is_mine
