@@ -17,9 +17,9 @@ from msgspec import Struct
 from .errors import (
     ClientClosedError,
     InvalidMessageError,
-    NoWorkerError,
     ResultRemovedError,
     ResultTimeoutError,
+    TurnkeepError,
 )
 from .images import files_of
 from .messages import ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
@@ -104,7 +104,7 @@ class _ResultFeed:
         if not await self._lacking([call]):
             return False
         # Answered requests leave the queue too, and it may have been answered since `read_log`.
-        with suppress(NoWorkerError):
+        with suppress(TurnkeepError):
             stream = LogStream(self._wire, self._wire.subjects)
             async for _, stored in stream.every(self._key, "out", (call.seq or 0) + 1):
                 self._resolve(stored.body)
@@ -119,7 +119,7 @@ class _ResultFeed:
         asked = {call: call.seq or 0 for call in calls}
         subjects, newest, now = self._wire.subjects, 0, asyncio.get_running_loop().time()
         stream, subject = subjects.log_stream, subjects.of(self._key, "in")
-        with suppress(NoWorkerError):
+        with suppress(TurnkeepError):
             there = await self._wire.bodies_at(stream, subject, {*asked.values()})
             if there.keys() < {*asked.values()}:
                 newest = await self._wire.last_seq(stream, f"{subjects.prefix}.>")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, expect
 from .chunks import Assembly
-from .errors import NoWorkerError, RequestFailedError, TurnkeepError
+from .errors import RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk
 from .session_log import find_request
 from .stream import LogStream
@@ -195,7 +195,7 @@ class _Chunks:
 
         False if the log cannot be read; then the answer's tokens arrive only with the result.
         """
-        with suppress(NoWorkerError):
+        with suppress(TurnkeepError):
             found = await find_request(LogStream(self._wire, self._wire.subjects), self._call.key, seq)
             return found is not None and found.request == self._call.request
         return False

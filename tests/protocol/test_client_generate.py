@@ -7,6 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
 from types import SimpleNamespace
 
 import nats
@@ -29,7 +30,7 @@ import turnkeep_client.generation
 import turnkeep_client.wire
 from tests.parts import NatsServer, until
 from turnkeep_client.calls import Call
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
     ClientClosedError,
     NoWorkerError,
@@ -659,6 +660,44 @@ async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
     assert [answer.text for answer in await waiting] == [TEXT] * num_calls
     assert 0 < num_reads < num_calls / 2
     await nc.close()
+
+
+async def test_a_client_that_may_not_read_the_log_waits_for_its_result_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for the result in the log meanwhile, and for the request whose chunks it receives."""
+    monkeypatch.setattr(turnkeep_client.wire, "READ_S", 0.2)
+    config = tmp_path / "permissions.conf"
+    config.write_text(
+        """
+        authorization { users = [{ user: w, password: w }, { user: c, password: c, permissions: {
+            publish: ["turnkeep.>"], subscribe: ["_INBOX.>", "turnkeep.>"] } }] }
+        """
+    )
+    server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    server.start()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [90], "other", seq=seq - 1)
+        await asyncio.sleep(2)
+        await worker.result(generated(seq, request))
+
+    worker = FakeWorker(await nats.connect(server.url, user="w", password="w"))
+    await worker.start()
+    async with connect(server.url, user="c", password="c") as client:
+        session = client.session("s1")
+        await session.append(text="a")
+        worker.script = script
+        assert [one.text for one in await read_all(session.generate(text="hi", timeout_s=10))] == [TEXT]
+        # A request that the log seems to lack may have been answered.
+        sent = session.generate(text="hi", timeout_s=10)
+        await sent.send()
+        bodies_at = {sent.seq: b"{}"}
+        monkeypatch.setattr(client._wire, "bodies_at", lambda *_: asyncio.sleep(0, bodies_at))
+        monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 0.1)
+        assert (await sent).text == TEXT
+    await worker.stop()
+    server.kill()
 
 
 @pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
