@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, expect
@@ -100,15 +100,17 @@ class Generation:
                 await self._stop()
 
     async def _stop(self) -> None:
-        if not self._call.is_published:
+        call = self._call
+        if call.is_resolved() or not call.is_published:
             return
-        self._call.heard()  # the block may have been left because of the timeout
-        async with self._call.listening():
-            while not self._call.is_resolved():
+        call.heard()  # the block may have been left because of the timeout
+        # Before the acknowledgement, `listening` would publish the request again.
+        async with nullcontext() if call.seq is None else call.listening():
+            while not call.is_resolved():
                 try:
                     await self.cancel()
                 except RequestFailedError:  # the worker has not read the request, or has answered it
-                    await self._call.wait_for_change(FIRST_CHUNK_POLL_S)
+                    await call.wait_for_change(FIRST_CHUNK_POLL_S)
                 else:
                     return
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import nats
 import pytest
@@ -33,6 +34,7 @@ from turnkeep_client.calls import Call
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
     ClientClosedError,
+    NoAnswerError,
     NoWorkerError,
     RequestFailedError,
     ResultRemovedError,
@@ -273,6 +275,61 @@ async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_c
     async with client.session("s1").generate(text="hi") as generation:
         assert (await generation).text == TEXT
     assert cancelling.num_asked == 0
+
+
+async def test_leaving_the_async_with_block_of_an_unsent_request_does_not_send_it_again(
+    client: Client, server: NatsServer
+) -> None:
+    """No worker has ever run, so no stream stores the request; one starts within the time of the cancel."""
+
+    async def read() -> None:
+        async with client.session("s1").generate(text="hi") as generation:
+            await generation
+
+    connection = await nats.connect(server.url)
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(1.0)  # four attempts take 0.6 s
+    worker = FakeWorker(connection)
+    await worker.start()
+    with pytest.raises(NoAnswerError, match="no worker was ever started"):
+        await reading
+    assert (await worker.js.stream_info(SUBJECTS.log_stream)).state.messages == 0
+    await worker.stop()
+
+
+async def test_leaving_the_async_with_block_before_the_acknowledgement_cancels_the_answer(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Also if the worker has not read the request yet, so that it refuses the first cancel."""
+    cancelling = Cancelling(worker)
+    await cancelling.start()
+    cancelling.has_read = False
+    ids = []
+
+    async def never(seq: int, request: Request, acknowledge: Acknowledge) -> None:
+        ids.append(request.id)
+        reading.cancel()
+
+    async def read() -> None:
+        async with client.session("s1").generate(text="hi") as generation:
+            await generation
+
+    await acknowledge_by_hand(worker, never)
+    reading = asyncio.create_task(read())
+    await asyncio.wait([reading], timeout=10)
+    assert reading.cancelled()
+    assert cancelling.num_asked == 2
+    assert len(ids) == 1
+
+
+async def test_leaving_the_async_with_block_after_the_answer_reads_nothing(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client.session("s1").generate(text="hi") as generation:
+        await generation
+        reads: list[Any] = []
+        monkeypatch.setattr(client._wire, "read", lambda *given: reads.append(given) or asyncio.sleep(0, []))
+    assert reads == []
 
 
 async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_timeout(
