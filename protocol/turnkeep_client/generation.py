@@ -128,6 +128,7 @@ class Generation:
                         if new := assembly.add(chunk):
                             call.heard()
                             yield new
+                            call.heard()  # the reader's own time is no wait
                     if not call.is_resolved() and not chunks.waiting:
                         await call.wait_for_change(chunks.patience_s if assembly.has_gap else LAST_POLL_S)
         if rest := assembly.finish(self.result):

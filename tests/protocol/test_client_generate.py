@@ -347,6 +347,23 @@ async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_time
     assert len(await read_all(client.session("s1").generate(text="hi", timeout_s=1.2))) == len(TOKENS)
 
 
+async def test_a_reader_s_pauses_do_not_count_as_waiting_for_the_next_chunk(
+    client: Client, worker: FakeWorker
+) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for i in range(2):
+            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+            await asyncio.sleep(1.2)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    generation, num_read = client.session("s1").generate(text="hi", timeout_s=0.8), 0
+    async for _ in generation:
+        num_read += 1
+        await asyncio.sleep(0.9)
+    assert num_read == 3
+
+
 async def test_a_failed_generation_raises_an_error_after_its_chunks(
     client: Client, worker: FakeWorker
 ) -> None:
