@@ -43,6 +43,7 @@ from turnkeep_client.errors import (
     RequestFailedError,
     ResultTimeoutError,
 )
+from turnkeep_client.loop import run_tools
 from turnkeep_client.messages import (
     Append,
     CachePolicy,
@@ -182,6 +183,18 @@ async def test_a_client_refuses_an_invalid_request_without_sending_it(
 ) -> None:
     with pytest.raises(InvalidMessageError, match=sentence):
         await call(client.session("s1"))
+    assert worker.requests == []
+
+
+async def test_an_empty_id_or_tenant_is_refused_as_any_invalid_one(
+    client: Client, worker: FakeWorker
+) -> None:
+    session = client.session("s1")
+    for call in (session.append(text="a", request_id=""), run_tools(session, {}, most=1, request_id="")):
+        with pytest.raises(InvalidMessageError, match="id"):
+            await call
+    with pytest.raises(InvalidMessageError, match="tenant '' is not valid"):
+        client.session("s1", tenant="")
     assert worker.requests == []
 
 
@@ -492,6 +505,23 @@ async def test_a_call_uses_the_timeout_of_its_client_unless_it_has_its_own(
             await session.append(text="a")
         assert (await session.append(text="a", timeout_s=60)).tokens == 3
         assert (await session.append(text="a", timeout_s=math.inf)).tokens == 3
+
+
+async def test_the_open_before_a_session_s_first_turn_may_take_as_long_as_the_turn(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    async def later(worker: FakeWorker, seq: int, request: Request) -> None:
+        await asyncio.sleep(0.8)
+        await worker.result(plain_result(seq, request))
+
+    worker.script = later
+    async with connect(server.url, timeout_s=0.3) as client:
+        for timeout_s in (10.0, math.inf):
+            cached = client.session("s1", cache={"policy": "full"})
+            assert (await cached.append(text="a", timeout_s=timeout_s)).tokens == 3
+        worker.script = silent
+        with pytest.raises(ResultTimeoutError, match=r"no answer for 0\.5 s"):
+            await client.session("s1", cache={"policy": "full"}).append(text="a", timeout_s=0.5)
 
 
 @pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])
