@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import nats.errors
+from msgspec import UNSET
 from nats.js.errors import APIError, NoStreamResponseError
 
 from .connection import NATS_ERRORS, Connection, cancellable
@@ -28,6 +29,7 @@ from .errors import (
 )
 from .images import entries
 from .log import EXPECT_HEADER, Stored
+from .messages import decode_asked, decode_result
 from .nats_client import Nats
 from .subjects import CONSUMER, Subjects
 
@@ -110,7 +112,7 @@ class NatsWire(Connection):
                     continue
                 if is_doubtful and (seq := await self._find(subject, body)):
                     return seq
-                raise _refusal(error) from None
+                raise _refusal(error, is_doubtful=is_doubtful) from None
             except nats.errors.TimeoutError:
                 # The log may have stored the request. A second entry under the same id does no harm.
                 is_doubtful = True
@@ -134,9 +136,19 @@ class NatsWire(Connection):
         return NoAnswerError(f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}")
 
     async def _find(self, subject: str, body: bytes) -> int:
-        """Return the log's sequence of the last message of `subject` with this body; 0 if there is none."""
+        """Return the log's sequence of the last message of `subject` with this body; 0 if there is none.
+
+        A request may have left the log: then its result has it.
+        """
         found = await self.read(self.subjects.log_stream, subject, 1)
-        return max((one.seq for one in found if one.body == body), default=0)
+        seqs = [one.seq for one in found if one.body == body]
+        if not seqs and subject.endswith(".in"):
+            results = await self.read(self.subjects.log_stream, f"{subject.removesuffix('in')}out", 1)
+            for one in results:
+                asked = decode_asked(one.body)
+                if asked is not None and asked.request is not UNSET and bytes(asked.request) == body:
+                    seqs.append(decode_result(one.body).seq or 0)
+        return max(seqs, default=0)
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
         """Send one core NATS request and return the reply.
@@ -383,11 +395,12 @@ def _stored(message: Msg) -> Stored:
     return Stored(int(headers["Nats-Sequence"]), message.data, headers)
 
 
-def _refusal(error: APIError) -> TurnkeepError:
+def _refusal(error: APIError, *, is_doubtful: bool) -> TurnkeepError:
     if error.err_code == _MESSAGE_TOO_LARGE:
         return MessageTooLargeError("the request is larger than the log accepts: send it as several appends")
     if error.err_code == _WRONG_LAST_SEQUENCE:
         return LastSequenceError(str(error.description), _WRONG_LAST_SEQUENCE)
-    return RequestFailedError(
-        "overloaded", f"the log refused the request: {error.description}", retryable=True
-    )
+    why = f"the log refused the request: {error.description}"
+    if is_doubtful:  # a request under another id could be executed as well
+        why += "; an earlier attempt may have stored it: send it again under the same id"
+    return RequestFailedError("overloaded", why, retryable=not is_doubtful)

@@ -43,6 +43,7 @@ from turnkeep_client.errors import (
     RequestFailedError,
     ResultTimeoutError,
 )
+from turnkeep_client.log import Stored
 from turnkeep_client.loop import run_tools
 from turnkeep_client.messages import (
     Append,
@@ -684,6 +685,28 @@ async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repea
     assert (await client.submit(KEY, Append(id="a", text="a"))).seq == 1
     with pytest.raises(RequestFailedError, match="maximum bytes exceeded"):
         await client.submit(KEY, Append(id="b", text="b"))
+
+
+async def test_a_request_that_may_be_in_the_log_is_not_sent_again_under_another_id_when_its_repeat_is_refused(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first attempt may be executed already, and have left the queue."""
+    full = APIError(code=503, err_code=10077, description="maximum bytes exceeded")
+    lose_ack(client, monkeypatch, lambda _: full)
+
+    async def nothing(*_: Any) -> list[Stored]:
+        return []
+
+    async def send() -> None:
+        nonlocal num_sent
+        num_sent += 1
+        await client.session("s1").append(text="a")
+
+    monkeypatch.setattr(client._wire, "read", nothing)
+    num_sent = 0
+    with pytest.raises(RequestFailedError, match="may have stored it: send it again under the same id"):
+        await retry(send)
+    assert num_sent == 1
 
 
 async def test_a_stream_that_is_not_a_workers_log_is_named_in_the_error(
