@@ -69,7 +69,7 @@ class _ResultFeed:
 
     def _resolve(self, body: bytes) -> int:
         """Give a result to the calls that wait for it; return the sequence of its request."""
-        seq = _result_seq(body)
+        seq = _named(body).seq or 0
         for call in self.waiting.get(seq, ()):
             call.resolve(body)
         return seq
@@ -90,7 +90,7 @@ class _ResultFeed:
             for stored in await self._wire.read(subjects.log_stream, results, min(self.waiting) + 1):
                 self._resolve(stored.body)
             unanswered = [call for calls in self.waiting.values() for call in calls if not call.is_resolved()]
-            self._denied = await self._lacking(unanswered)
+            self._denied = await self._lacking(unanswered) if unanswered else set()
             self._last_complete = number
 
     async def is_removed(self, call: Call) -> bool:
@@ -117,12 +117,12 @@ class _ResultFeed:
         A server that has lost a request may have another one at its sequence.
         """
         asked = {call: call.seq or 0 for call in calls}
-        subjects, newest, now = self._wire.subjects, 0, asyncio.get_running_loop().time()
-        stream, subject = subjects.log_stream, subjects.of(self._key, "in")
+        subjects, now = self._wire.subjects, asyncio.get_running_loop().time()
+        stream, queue = subjects.log_stream, subjects.of(self._key, "in")
         with suppress(TurnkeepError):
-            there = await self._wire.bodies_at(stream, subject, {*asked.values()})
-            if there.keys() < {*asked.values()}:
-                newest = await self._wire.last_seq(stream, f"{subjects.prefix}.>")
+            there = await self._wire.bodies_at(stream, queue, {*asked.values()})
+            last = await self._wire.last(stream, f"{subjects.prefix}.>")
+            newest = last.seq if last else 0
             # A replica that lags behind has neither a request nor a later entry.
             return {
                 call
@@ -381,10 +381,6 @@ def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
             " update the client"
         )
     raise InvalidMessageError(f"the answer is {type(answer).__name__}, not {kind.__name__}")
-
-
-def _result_seq(body: bytes) -> int:
-    return _named(body).seq or 0
 
 
 def _named(body: bytes) -> _Named:

@@ -14,7 +14,7 @@ from .calls import LAST_POLL_S, Call, expect
 from .chunks import Assembly
 from .errors import RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk
-from .session_log import find_request
+from .session_log import decoded, find_request
 from .stream import LogStream
 
 if TYPE_CHECKING:
@@ -180,9 +180,9 @@ class _Chunks:
                 found.append(stored.body)
         found += self.waiting
         self.waiting.clear()
-        # An empty body ends the stream; the result says why.
-        chunks = [decode_chunk(body) for body in found if body]
-        return [chunk for chunk in chunks if await self._is_of_answer(chunk.seq)]
+        # An empty body ends the stream, and the result says why; it also has what an invalid one lacks.
+        chunks = [decoded(decode_chunk, body) for body in found]
+        return [chunk for chunk in chunks if chunk and await self._is_of_answer(chunk.seq)]
 
     async def _is_of_answer(self, seq: int | None) -> bool:
         """Say whether chunks with this `seq` belong to this answer."""

@@ -140,11 +140,10 @@ class NatsWire(Connection):
 
         A request may have left the log: then its result has it.
         """
-        found = await self.read(self.subjects.log_stream, subject, 1)
-        seqs = [one.seq for one in found if one.body == body]
+        log = self.subjects.log_stream
+        seqs = [one.seq for one in await self.read(log, subject, 1) if one.body == body]
         if not seqs and subject.endswith(".in"):
-            results = await self.read(self.subjects.log_stream, f"{subject.removesuffix('in')}out", 1)
-            for one in results:
+            for one in await self.read(log, f"{subject.removesuffix('in')}out", 1):
                 asked = decode_asked(one.body)
                 if asked is not None and asked.request is not UNSET and bytes(asked.request) == body:
                     seqs.append(decode_result(one.body).seq or 0)
@@ -272,11 +271,6 @@ class NatsWire(Connection):
                 return found.seq if found else 0
             await asyncio.sleep(TRY_PAUSE_S)
 
-    async def last_seq(self, stream: str, subject: str) -> int:
-        """Return the sequence of the last message of `subject`, 0 if there is none. Raises as `last`."""
-        found = await self.last(stream, subject)
-        return found.seq if found else 0
-
     async def last(self, stream: str, subject: str) -> Stored | None:
         """Return the last message of `subject`, None if there is none.
 
@@ -331,14 +325,13 @@ class NatsWire(Connection):
     async def bodies_at(self, stream: str, subject: str, seqs: Collection[int]) -> dict[int, bytes]:
         """Return the bodies of the messages of `subject` at these sequences. Raises as `batches`."""
         found: dict[int, bytes] = {}
-        if seqs:
-            start, end = min(seqs), max(seqs)
-            request = {"seq": start, "next_by_subj": subject, "batch": min(READ_BATCH, end - start + 1)}
-            async with contextlib.aclosing(self.batches(stream, request)) as batches:
-                async for batch in batches:
-                    found |= {one.seq: one.body for one in batch if one.seq in seqs}
-                    if batch[-1].seq >= end:
-                        break
+        start, end = min(seqs), max(seqs)
+        request = {"seq": start, "next_by_subj": subject, "batch": min(READ_BATCH, end - start + 1)}
+        async with contextlib.aclosing(self.batches(stream, request)) as batches:
+            async for batch in batches:
+                found |= {one.seq: one.body for one in batch if one.seq in seqs}
+                if batch[-1].seq >= end:
+                    break
         return found
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:

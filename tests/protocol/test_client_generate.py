@@ -534,6 +534,19 @@ async def test_the_content_of_lost_chunks_comes_with_the_result(
     assert generation.result.text == TEXT
 
 
+async def test_invalid_chunks_are_ignored(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        for body in (b'{"seq":', b"null", b'{"seq": 1, "i": "x"}', b'{"seq": %d, "i": 1}' % seq):
+            await worker.nats.publish(SUBJECTS.tokens(KEY, request.id), body)
+        await asyncio.sleep(0.1)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    chunks = await read_all(client.session("s1").generate(text="hi"))
+    assert [chunk.text for chunk in chunks] == ["He", TEXT[2:]]
+
+
 @pytest.mark.parametrize(("tokens", "text"), [([11, 99], "Hello"), ([11, 12], "Hullo")])
 async def test_chunks_that_contradict_each_other_raise_an_error(
     client: Client, worker: FakeWorker, tokens: list[int], text: str
