@@ -17,16 +17,16 @@ from msgspec import Struct
 from .errors import (
     ClientClosedError,
     InvalidMessageError,
-    NoWorkerError,
     ResultRemovedError,
     ResultTimeoutError,
+    TurnkeepError,
 )
 from .images import files_of
 from .messages import ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
 from .stream import LogStream
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Mapping
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Generator, Mapping
 
     from .subjects import SessionKey
     from .wire import NatsWire
@@ -69,7 +69,7 @@ class _ResultFeed:
 
     def _resolve(self, body: bytes) -> int:
         """Give a result to the calls that wait for it; return the sequence of its request."""
-        seq = _result_seq(body)
+        seq = _named(body).seq or 0
         for call in self.waiting.get(seq, ()):
             call.resolve(body)
         return seq
@@ -89,14 +89,8 @@ class _ResultFeed:
             results = subjects.of(self._key, "out")
             for stored in await self._wire.read(subjects.log_stream, results, min(self.waiting) + 1):
                 self._resolve(stored.body)
-            there = inf  # the first request that the log has; requests are removed from it in order
-            for seq, call in self._unanswered():
-                if seq > there:
-                    break
-                if call in self._denied or await self._lacks(call):
-                    self._denied.add(call)
-                else:
-                    there = seq
+            unanswered = [call for calls in self.waiting.values() for call in calls if not call.is_resolved()]
+            self._denied = await self._lacking(unanswered) if unanswered else set()
             self._last_complete = number
 
     async def is_removed(self, call: Call) -> bool:
@@ -107,31 +101,36 @@ class _ResultFeed:
         if call not in self._denied:
             return False
         await asyncio.sleep(DOUBT_S)
-        if not await self._lacks(call):
-            self._denied.discard(call)
+        if not await self._lacking([call]):
             return False
         # Answered requests leave the queue too, and it may have been answered since `read_log`.
-        with suppress(NoWorkerError):
+        with suppress(TurnkeepError):
             stream = LogStream(self._wire, self._wire.subjects)
             async for _, stored in stream.every(self._key, "out", (call.seq or 0) + 1):
                 self._resolve(stored.body)
             return not call.is_resolved()
         return False
 
-    def _unanswered(self) -> list[tuple[int, Call]]:
-        """Return the calls without a result, with their requests' sequences, in the order of these."""
-        waiting = sorted(self.waiting.items())
-        return [(seq, call) for seq, calls in waiting for call in calls if not call.is_resolved()]
+    async def _lacking(self, calls: Collection[Call]) -> set[Call]:
+        """Return those of `calls` whose requests the log lacks; none if the log cannot be read.
 
-    async def _lacks(self, call: Call) -> bool:
-        """Whether the log lacks a call's request.
-
-        A server that has lost it may have another one at its sequence.
+        A server that has lost a request may have another one at its sequence.
         """
-        subjects = self._wire.subjects
-        stream, subject = subjects.log_stream, subjects.of(self._key, "in")
-        is_old = asyncio.get_running_loop().time() - call.begun_s > MOST_LAG_S
-        return await self._wire.lacks(stream, subject, call.seq or 0, call.is_named, is_old=is_old)
+        asked = {call: call.seq or 0 for call in calls}
+        subjects, now = self._wire.subjects, asyncio.get_running_loop().time()
+        stream, queue = subjects.log_stream, subjects.of(self._key, "in")
+        with suppress(TurnkeepError):
+            there = await self._wire.bodies_at(stream, queue, {*asked.values()})
+            last = await self._wire.last(stream, f"{subjects.prefix}.>")
+            newest = last.seq if last else 0
+            # A replica that lags behind has neither a request nor a later entry.
+            return {
+                call
+                for call, seq in asked.items()
+                if not call.is_named(there.get(seq, b""))
+                and (seq in there or newest > seq or now - call.begun_s > MOST_LAG_S)
+            }
+        return set()
 
 
 class ResultFeeds:
@@ -291,8 +290,8 @@ class Call:
             self.wake.set()
 
     def is_named(self, body: bytes) -> bool:
-        """Whether a request or a result has the id of this call's request, or none."""
-        return _named(body).id in (None, self.id)
+        """Whether a request or a result has the id of this call's request."""
+        return _named(body).id == self.id
 
     async def _start(self) -> None:
         self._epoch = self._wire.epoch
@@ -382,10 +381,6 @@ def expect(kind: type[_T], answer: Result | ControlReply) -> _T:
             " update the client"
         )
     raise InvalidMessageError(f"the answer is {type(answer).__name__}, not {kind.__name__}")
-
-
-def _result_seq(body: bytes) -> int:
-    return _named(body).seq or 0
 
 
 def _named(body: bytes) -> _Named:

@@ -147,7 +147,7 @@ class Client:
         its first append or generate, unless it is open under this policy already. If it is open under another
         policy, the call is refused.
         """
-        key = session_key(tenant or self.tenant, name)
+        key = session_key(self.tenant if tenant is None else tenant, name)
         return Session(self._wire, self._feeds, key, self._control_timeout_s, cache)
 
     async def submit(self, key: SessionKey, request: Request, *, timeout_s: float | None = None) -> Call:

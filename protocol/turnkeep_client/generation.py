@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from .calls import LAST_POLL_S, Call, expect
 from .chunks import Assembly
-from .errors import NoWorkerError, RequestFailedError, TurnkeepError
+from .errors import RequestFailedError, TurnkeepError
 from .messages import Cancelled, Chunk, Generated, decode_chunk
-from .session_log import find_request
+from .session_log import decoded, find_request
 from .stream import LogStream
 
 if TYPE_CHECKING:
@@ -100,15 +100,17 @@ class Generation:
                 await self._stop()
 
     async def _stop(self) -> None:
-        if not self._call.is_published:
+        call = self._call
+        if call.is_resolved() or not call.is_published:
             return
-        self._call.heard()  # the block may have been left because of the timeout
-        async with self._call.listening():
-            while not self._call.is_resolved():
+        call.heard()  # the block may have been left because of the timeout
+        # Before the acknowledgement, `listening` would publish the request again.
+        async with nullcontext() if call.seq is None else call.listening():
+            while not call.is_resolved():
                 try:
                     await self.cancel()
                 except RequestFailedError:  # the worker has not read the request, or has answered it
-                    await self._call.wait_for_change(FIRST_CHUNK_POLL_S)
+                    await call.wait_for_change(FIRST_CHUNK_POLL_S)
                 else:
                     return
 
@@ -126,6 +128,7 @@ class Generation:
                         if new := assembly.add(chunk):
                             call.heard()
                             yield new
+                            call.heard()  # the reader's own time is no wait
                     if not call.is_resolved() and not chunks.waiting:
                         await call.wait_for_change(chunks.patience_s if assembly.has_gap else LAST_POLL_S)
         if rest := assembly.finish(self.result):
@@ -177,9 +180,9 @@ class _Chunks:
                 found.append(stored.body)
         found += self.waiting
         self.waiting.clear()
-        # An empty body ends the stream; the result says why.
-        chunks = [decode_chunk(body) for body in found if body]
-        return [chunk for chunk in chunks if await self._is_of_answer(chunk.seq)]
+        # An empty body ends the stream, and the result says why; it also has what an invalid one lacks.
+        chunks = [decoded(decode_chunk, body) for body in found]
+        return [chunk for chunk in chunks if chunk and await self._is_of_answer(chunk.seq)]
 
     async def _is_of_answer(self, seq: int | None) -> bool:
         """Say whether chunks with this `seq` belong to this answer."""
@@ -195,7 +198,7 @@ class _Chunks:
 
         False if the log cannot be read; then the answer's tokens arrive only with the result.
         """
-        with suppress(NoWorkerError):
+        with suppress(TurnkeepError):
             found = await find_request(LogStream(self._wire, self._wire.subjects), self._call.key, seq)
             return found is not None and found.request == self._call.request
         return False

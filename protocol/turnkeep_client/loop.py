@@ -41,7 +41,7 @@ async def run_tools(
     """
     if unknown := {name for name in _names(sampling) if name not in functions}:
         raise InvalidMessageError(f"there is no function for {', '.join(sorted(unknown))}")
-    steps = request_id or uuid4().hex[:24]
+    steps = uuid4().hex[:24] if request_id is None else request_id
     if most > 1:  # before a function is called
         check_id("request id", f"{steps}-{most - 1}-results")
     said: Any = messages

@@ -362,7 +362,7 @@ class Session:
             asked, found = self._cache or CachePolicy(), await self._policy()
             if found is None:
                 try:
-                    await self.open()
+                    await self.open(timeout_s=inf)  # the turn's own limit ends it
                 except RequestFailedError as refusal:  # another object may have opened the session
                     found = await self._policy() if refusal.code == "invalid_request" else None
                     if found is None:
@@ -428,7 +428,8 @@ def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     if messages is not None:
         given["messages"] = [one.sent or one if isinstance(one, Message) else one for one in messages]
     tag = kind.__struct_config__.tag
-    request = decode_request(encode({"type": tag, "id": request_id or uuid4().hex, **given}))
+    given["id"] = uuid4().hex if request_id is None else request_id
+    request = decode_request(encode({"type": tag, **given}))
     if not isinstance(request, kind):  # cannot be: the tag decides
         raise TypeError(request)
     for made, one in zip(getattr(request, "messages", None) or (), messages or (), strict=True):

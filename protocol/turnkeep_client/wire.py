@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 import nats.errors
+from msgspec import UNSET
 from nats.js.errors import APIError, NoStreamResponseError
 
 from .connection import NATS_ERRORS, Connection, cancellable
@@ -22,13 +23,13 @@ from .errors import (
     MessageTooLargeError,
     NoAnswerError,
     NotPermittedError,
-    NoWorkerError,
     RequestFailedError,
     StreamError,
     TurnkeepError,
 )
 from .images import entries
 from .log import EXPECT_HEADER, Stored
+from .messages import decode_asked, decode_result
 from .nats_client import Nats
 from .subjects import CONSUMER, Subjects
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         AsyncGenerator,
         Awaitable,
         Callable,
+        Collection,
         Coroutine,
         Mapping,
     )
@@ -81,7 +83,7 @@ class Backlog:
 
 
 class NatsWire(Connection):
-    """The client's NATS operations. If closed, all but `read` and `lacks` raise `ClientClosedError`."""
+    """The client's NATS operations. If closed, all but `read` raise `ClientClosedError`."""
 
     def __init__(self, subjects: Subjects) -> None:
         super().__init__(Nats())
@@ -110,7 +112,7 @@ class NatsWire(Connection):
                     continue
                 if is_doubtful and (seq := await self._find(subject, body)):
                     return seq
-                raise _refusal(error) from None
+                raise _refusal(error, is_doubtful=is_doubtful) from None
             except nats.errors.TimeoutError:
                 # The log may have stored the request. A second entry under the same id does no harm.
                 is_doubtful = True
@@ -134,9 +136,18 @@ class NatsWire(Connection):
         return NoAnswerError(f"no stream stores {subject}: {why} with the prefix {self.subjects.prefix!r}")
 
     async def _find(self, subject: str, body: bytes) -> int:
-        """Return the log's sequence of the last message of `subject` with this body; 0 if there is none."""
-        found = await self.read(self.subjects.log_stream, subject, 1)
-        return max((one.seq for one in found if one.body == body), default=0)
+        """Return the log's sequence of the last message of `subject` with this body; 0 if there is none.
+
+        A request may have left the log: then its result has it.
+        """
+        log = self.subjects.log_stream
+        seqs = [one.seq for one in await self.read(log, subject, 1) if one.body == body]
+        if not seqs and subject.endswith(".in"):
+            for one in await self.read(log, f"{subject.removesuffix('in')}out", 1):
+                asked = decode_asked(one.body)
+                if asked is not None and asked.request is not UNSET and bytes(asked.request) == body:
+                    seqs.append(decode_result(one.body).seq or 0)
+        return max(seqs, default=0)
 
     async def ask(self, subject: str, body: bytes, timeout_s: float) -> bytes:
         """Send one core NATS request and return the reply.
@@ -260,11 +271,6 @@ class NatsWire(Connection):
                 return found.seq if found else 0
             await asyncio.sleep(TRY_PAUSE_S)
 
-    async def last_seq(self, stream: str, subject: str) -> int:
-        """Return the sequence of the last message of `subject`, 0 if there is none. Raises as `last`."""
-        found = await self.last(stream, subject)
-        return found.seq if found else 0
-
     async def last(self, stream: str, subject: str) -> Stored | None:
         """Return the last message of `subject`, None if there is none.
 
@@ -316,23 +322,17 @@ class NatsWire(Connection):
             ) from None
         return Backlog(found.num_pending or 0, found.num_ack_pending or 0, found.num_redelivered or 0)
 
-    async def lacks(
-        self, stream: str, subject: str, seq: int, is_it: Callable[[bytes], bool], *, is_old: bool
-    ) -> bool:
-        """Say whether the message of `subject` at `seq` was removed from `stream`; false if unknown.
-
-        `is_it` says of the body that is there whether it is the message's. With `is_old` the message was
-        stored so long ago that a replica without it must have removed it.
-        """
-        with contextlib.suppress(NoWorkerError):
-            request = {"seq": seq, "next_by_subj": subject, "batch": 1}
-            async with contextlib.aclosing(self.batches(stream, request)) as batches:
-                found: list[Stored] = await anext(batches, [])
-            if not found or found[0].seq > seq:
-                # A replica that lags behind has neither this message nor a later one.
-                return is_old or await self.last_seq(stream, f"{self.subjects.prefix}.>") > seq
-            return not is_it(found[0].body)
-        return False
+    async def bodies_at(self, stream: str, subject: str, seqs: Collection[int]) -> dict[int, bytes]:
+        """Return the bodies of the messages of `subject` at these sequences. Raises as `batches`."""
+        found: dict[int, bytes] = {}
+        start, end = min(seqs), max(seqs)
+        request = {"seq": start, "next_by_subj": subject, "batch": min(READ_BATCH, end - start + 1)}
+        async with contextlib.aclosing(self.batches(stream, request)) as batches:
+            async for batch in batches:
+                found |= {one.seq: one.body for one in batch if one.seq in seqs}
+                if batch[-1].seq >= end:
+                    break
+        return found
 
     async def _batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
         """Yield the messages that match a batched direct get, by batch. Raises nats-py's errors."""
@@ -388,11 +388,12 @@ def _stored(message: Msg) -> Stored:
     return Stored(int(headers["Nats-Sequence"]), message.data, headers)
 
 
-def _refusal(error: APIError) -> TurnkeepError:
+def _refusal(error: APIError, *, is_doubtful: bool) -> TurnkeepError:
     if error.err_code == _MESSAGE_TOO_LARGE:
         return MessageTooLargeError("the request is larger than the log accepts: send it as several appends")
     if error.err_code == _WRONG_LAST_SEQUENCE:
         return LastSequenceError(str(error.description), _WRONG_LAST_SEQUENCE)
-    return RequestFailedError(
-        "overloaded", f"the log refused the request: {error.description}", retryable=True
-    )
+    why = f"the log refused the request: {error.description}"
+    if is_doubtful:  # a request under another id could be executed as well
+        why += "; an earlier attempt may have stored it: send it again under the same id"
+    return RequestFailedError("overloaded", why, retryable=not is_doubtful)

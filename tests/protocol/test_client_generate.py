@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,9 +31,10 @@ import turnkeep_client.generation
 import turnkeep_client.wire
 from tests.parts import NatsServer, until
 from turnkeep_client.calls import Call
-from turnkeep_client.client import Client
+from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
     ClientClosedError,
+    NoAnswerError,
     NoWorkerError,
     RequestFailedError,
     ResultRemovedError,
@@ -275,6 +277,61 @@ async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_c
     assert cancelling.num_asked == 0
 
 
+async def test_leaving_the_async_with_block_of_an_unsent_request_does_not_send_it_again(
+    client: Client, server: NatsServer
+) -> None:
+    """No worker has ever run, so no stream stores the request; one starts within the time of the cancel."""
+
+    async def read() -> None:
+        async with client.session("s1").generate(text="hi") as generation:
+            await generation
+
+    connection = await nats.connect(server.url)
+    reading = asyncio.create_task(read())
+    await asyncio.sleep(1.0)  # four attempts take 0.6 s
+    worker = FakeWorker(connection)
+    await worker.start()
+    with pytest.raises(NoAnswerError, match="no worker was ever started"):
+        await reading
+    assert (await worker.js.stream_info(SUBJECTS.log_stream)).state.messages == 0
+    await worker.stop()
+
+
+async def test_leaving_the_async_with_block_before_the_acknowledgement_cancels_the_answer(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Also if the worker has not read the request yet, so that it refuses the first cancel."""
+    cancelling = Cancelling(worker)
+    await cancelling.start()
+    cancelling.has_read = False
+    ids = []
+
+    async def never(seq: int, request: Request, acknowledge: Acknowledge) -> None:
+        ids.append(request.id)
+        reading.cancel()
+
+    async def read() -> None:
+        async with client.session("s1").generate(text="hi") as generation:
+            await generation
+
+    await acknowledge_by_hand(worker, never)
+    reading = asyncio.create_task(read())
+    await asyncio.wait([reading], timeout=10)
+    assert reading.cancelled()
+    assert cancelling.num_asked == 2
+    assert len(ids) == 1
+
+
+async def test_leaving_the_async_with_block_after_the_answer_reads_nothing(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with client.session("s1").generate(text="hi") as generation:
+        await generation
+        reads: list[Any] = []
+        monkeypatch.setattr(client._wire, "read", lambda *given: reads.append(given) or asyncio.sleep(0, []))
+    assert reads == []
+
+
 async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_timeout(
     client: Client, worker: FakeWorker
 ) -> None:
@@ -288,6 +345,23 @@ async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_time
 
     worker.script = script
     assert len(await read_all(client.session("s1").generate(text="hi", timeout_s=1.2))) == len(TOKENS)
+
+
+async def test_a_reader_s_pauses_do_not_count_as_waiting_for_the_next_chunk(
+    client: Client, worker: FakeWorker
+) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        for i in range(2):
+            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+            await asyncio.sleep(1.2)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    generation, num_read = client.session("s1").generate(text="hi", timeout_s=0.8), 0
+    async for _ in generation:
+        num_read += 1
+        await asyncio.sleep(0.9)
+    assert num_read == 3
 
 
 async def test_a_failed_generation_raises_an_error_after_its_chunks(
@@ -460,6 +534,19 @@ async def test_the_content_of_lost_chunks_comes_with_the_result(
     assert generation.result.text == TEXT
 
 
+async def test_invalid_chunks_are_ignored(client: Client, worker: FakeWorker) -> None:
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [11], "He")
+        for body in (b'{"seq":', b"null", b'{"seq": 1, "i": "x"}', b'{"seq": %d, "i": 1}' % seq):
+            await worker.nats.publish(SUBJECTS.tokens(KEY, request.id), body)
+        await asyncio.sleep(0.1)
+        await worker.result(generated(seq, request))
+
+    worker.script = script
+    chunks = await read_all(client.session("s1").generate(text="hi"))
+    assert [chunk.text for chunk in chunks] == ["He", TEXT[2:]]
+
+
 @pytest.mark.parametrize(("tokens", "text"), [([11, 99], "Hello"), ([11, 12], "Hullo")])
 async def test_chunks_that_contradict_each_other_raise_an_error(
     client: Client, worker: FakeWorker, tokens: list[int], text: str
@@ -555,6 +642,7 @@ async def test_a_call_whose_request_was_the_log_s_last_entry_and_was_removed_rai
 async def test_a_call_whose_request_the_server_has_lost_raises_although_another_has_its_sequence(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Although requests before and after it, sent before or after the loss, are still there."""
     for name, seconds in (("FIRST_POLL_S", 0.2), ("DOUBT_S", 0.1)):
         monkeypatch.setattr(turnkeep_client.calls, name, seconds)
     is_over = asyncio.Event()
@@ -565,34 +653,37 @@ async def test_a_call_whose_request_the_server_has_lost_raises_although_another_
 
     worker.script = script
     session = client.session("s1")
-    there = session.generate(text="hi", request_id="there", timeout_s=20)
-    answer = asyncio.create_task(there.wait())
-    await until(lambda: there.seq)
-    with pytest.raises(ResultRemovedError):
-        await session.follow(Generate(id="lost", text="hi"), there.seq or 0)
+    there = [session.generate(text="hi", timeout_s=20) for _ in range(3)]
+    for one in there:
+        await one.send()
+    answers = [asyncio.create_task(one.wait()) for one in there]
+    lost = [session.follow(Generate(id="lost", text="hi"), one.seq or 0).wait() for one in there]
+    async with asyncio.timeout(10):
+        for error in await asyncio.gather(*lost, return_exceptions=True):
+            assert isinstance(error, ResultRemovedError)
     is_over.set()
-    assert (await answer).text == TEXT
+    assert [one.text for one in await asyncio.gather(*answers)] == [TEXT] * 3
 
 
 async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_once(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 0.1)
-    lacks, denied = client._wire.lacks, asyncio.Event()
+    bodies_at, denied = client._wire.bodies_at, asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await denied.wait()
         await asyncio.sleep(0.5)
         await worker.result(generated(seq, request))
 
-    async def deny(*args: Any, is_old: bool) -> bool:
+    async def deny(stream: str, subject: str, seqs: Collection[int]) -> dict[int, bytes]:
         if denied.is_set():
-            return await lacks(*args, is_old=is_old)
+            return await bodies_at(stream, subject, seqs)
         denied.set()
-        return True
+        return dict.fromkeys(seqs, b"{}")
 
     worker.script = script
-    monkeypatch.setattr(client._wire, "lacks", deny)
+    monkeypatch.setattr(client._wire, "bodies_at", deny)
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
@@ -658,11 +749,52 @@ async def test_calls_that_wait_for_one_session_share_their_reads_of_the_log(
     await nc.close()
 
 
+async def test_a_client_that_may_not_read_the_log_waits_for_its_result_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks for the result in the log meanwhile, and for the request whose chunks it receives."""
+    monkeypatch.setattr(turnkeep_client.wire, "READ_S", 0.2)
+    config = tmp_path / "permissions.conf"
+    config.write_text(
+        """
+        authorization { users = [{ user: w, password: w }, { user: c, password: c, permissions: {
+            publish: ["turnkeep.>"], subscribe: ["_INBOX.>", "turnkeep.>"] } }] }
+        """
+    )
+    server = NatsServer(tmp_path / "js", ("-c", str(config)))
+    server.start()
+
+    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
+        await worker.chunk(request, 0, [90], "other", seq=seq - 1)
+        await asyncio.sleep(2)
+        await worker.result(generated(seq, request))
+
+    worker = FakeWorker(await nats.connect(server.url, user="w", password="w"))
+    await worker.start()
+    async with connect(server.url, user="c", password="c") as client:
+        session = client.session("s1")
+        await session.append(text="a")
+        worker.script = script
+        assert [one.text for one in await read_all(session.generate(text="hi", timeout_s=10))] == [TEXT]
+        # A request that the log seems to lack may have been answered.
+        sent = session.generate(text="hi", timeout_s=10)
+        await sent.send()
+        bodies_at = {sent.seq: b"{}"}
+        monkeypatch.setattr(client._wire, "bodies_at", lambda *_: asyncio.sleep(0, bodies_at))
+        monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 0.1)
+        assert (await sent).text == TEXT
+    await worker.stop()
+    server.kill()
+
+
 @pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
 async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
-    client: Client, server: NatsServer, headers: dict[str, str]
+    client: Client, server: NatsServer, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     """A restarted server needs some time before it can read each of its streams."""
+    for name in ("DOUBT_S", "MOST_LAG_S"):
+        monkeypatch.setattr(turnkeep_client.calls, name, 0.1)
+    monkeypatch.setattr(client._feeds, "timeout_s", 1.0)
     nc = await nats.connect(server.url)
 
     async def reply(message: Msg) -> None:
@@ -671,7 +803,8 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
 
     await nc.subscribe(f"$JS.API.DIRECT.GET.{SUBJECTS.log_stream}", cb=reply)
     await heard(nc)
-    assert not await client._wire.lacks(SUBJECTS.log_stream, SUBJECTS.of(KEY, "in"), 5, bool, is_old=True)
+    with pytest.raises(ResultTimeoutError):
+        await client.session("s1").follow(Generate(id="g1", text="hi"), 5)
     with pytest.raises(NoWorkerError, match="could not be read"):
         await client.log()
     await nc.close()
@@ -921,6 +1054,6 @@ async def test_a_call_ignores_the_result_of_another_request_at_its_sequence() ->
     """A server that has lost the call's request may give its sequence to another one."""
     wire, feeds = SimpleNamespace(epoch=0), SimpleNamespace(timeout_s=1.0)
     call = Call(wire, feeds, SessionKey("t", "s"), Append(id="mine", text="a"))  # type: ignore[arg-type]
-    for request_id, is_mine in (("other", False), ("mine", True)):
-        call.resolve(b'{"type":"failed","seq":5,"id":"%s"}' % request_id.encode())
+    for request_id, is_mine in (('"other"', False), ("null", False), ('"mine"', True)):
+        call.resolve(b'{"type":"failed","seq":5,"id":%s}' % request_id.encode())
         assert call.is_resolved() == is_mine

@@ -43,6 +43,8 @@ from turnkeep_client.errors import (
     RequestFailedError,
     ResultTimeoutError,
 )
+from turnkeep_client.log import Stored
+from turnkeep_client.loop import run_tools
 from turnkeep_client.messages import (
     Append,
     CachePolicy,
@@ -182,6 +184,18 @@ async def test_a_client_refuses_an_invalid_request_without_sending_it(
 ) -> None:
     with pytest.raises(InvalidMessageError, match=sentence):
         await call(client.session("s1"))
+    assert worker.requests == []
+
+
+async def test_an_empty_id_or_tenant_is_refused_as_any_invalid_one(
+    client: Client, worker: FakeWorker
+) -> None:
+    session = client.session("s1")
+    for call in (session.append(text="a", request_id=""), run_tools(session, {}, most=1, request_id="")):
+        with pytest.raises(InvalidMessageError, match="id"):
+            await call
+    with pytest.raises(InvalidMessageError, match="tenant '' is not valid"):
+        client.session("s1", tenant="")
     assert worker.requests == []
 
 
@@ -494,6 +508,23 @@ async def test_a_call_uses_the_timeout_of_its_client_unless_it_has_its_own(
         assert (await session.append(text="a", timeout_s=math.inf)).tokens == 3
 
 
+async def test_the_open_before_a_session_s_first_turn_may_take_as_long_as_the_turn(
+    server: NatsServer, worker: FakeWorker
+) -> None:
+    async def later(worker: FakeWorker, seq: int, request: Request) -> None:
+        await asyncio.sleep(0.8)
+        await worker.result(plain_result(seq, request))
+
+    worker.script = later
+    async with connect(server.url, timeout_s=0.3) as client:
+        for timeout_s in (10.0, math.inf):
+            cached = client.session("s1", cache={"policy": "full"})
+            assert (await cached.append(text="a", timeout_s=timeout_s)).tokens == 3
+        worker.script = silent
+        with pytest.raises(ResultTimeoutError, match=r"no answer for 0\.5 s"):
+            await client.session("s1", cache={"policy": "full"}).append(text="a", timeout_s=0.5)
+
+
 @pytest.mark.parametrize(("attempts", "num_failures"), [(3, 2), (2, 2)])
 async def test_retry_repeats_a_retryable_failure_under_new_request_ids(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, attempts: int, num_failures: int
@@ -654,6 +685,28 @@ async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repea
     assert (await client.submit(KEY, Append(id="a", text="a"))).seq == 1
     with pytest.raises(RequestFailedError, match="maximum bytes exceeded"):
         await client.submit(KEY, Append(id="b", text="b"))
+
+
+async def test_a_request_that_may_be_in_the_log_is_not_sent_again_under_another_id_when_its_repeat_is_refused(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first attempt may be executed already, and have left the queue."""
+    full = APIError(code=503, err_code=10077, description="maximum bytes exceeded")
+    lose_ack(client, monkeypatch, lambda _: full)
+
+    async def nothing(*_: Any) -> list[Stored]:
+        return []
+
+    async def send() -> None:
+        nonlocal num_sent
+        num_sent += 1
+        await client.session("s1").append(text="a")
+
+    monkeypatch.setattr(client._wire, "read", nothing)
+    num_sent = 0
+    with pytest.raises(RequestFailedError, match="may have stored it: send it again under the same id"):
+        await retry(send)
+    assert num_sent == 1
 
 
 async def test_a_stream_that_is_not_a_workers_log_is_named_in_the_error(

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
+import nats.errors
 import pytest
 import structlog
+from nats.js.errors import APIError
 from raw_wire import LONG, PATIENCE_S, Start, append, generate
 
 from tests.parts import BLOCK, TINY_KV_BYTES
 from tests.simulation.world import Server
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Appended, Generated, Metrics
+from turnkeep_client.messages import Appended, Generated, Metrics, decode_result
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import cancelling
 from worker.sessions.pending import PendingRequest
@@ -574,3 +576,24 @@ async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: St
     for line in of_requests:
         assert line.get("session") == "default/s", line
         assert "request" in line, line
+
+
+async def test_an_answered_request_that_has_left_the_queue_is_found_when_its_repeat_is_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its acknowledgement is lost, and the log is full when the client sends it again."""
+    publish, is_first = client._wire._jetstream.publish, True
+
+    async def failing(*given: Any, **named: Any) -> Any:
+        nonlocal is_first
+        if not is_first:
+            raise APIError(code=503, err_code=10077, description="maximum bytes exceeded")
+        is_first, ack = False, await publish(*given, **named)
+        await asyncio.sleep(5)  # it is answered
+        await client.stored.delete(ack.seq)
+        raise nats.errors.TimeoutError
+
+    monkeypatch.setattr(client._wire._jetstream, "publish", failing)
+    answer = await client.session("s").append(text="hello", timeout_s=20)
+    (result,) = await client.log("s")
+    assert (answer.seq, answer.tokens) == (decode_result(result.body).seq, 5)

@@ -185,15 +185,15 @@ def test_a_request_that_leaves_the_queue_once_it_is_answered_does_not_count_as_r
         await nc.jetstream().add_stream(name="turnkeep_log", subjects=["turnkeep.*.*.*"])
         client, request = await connect("nats://world:4222", tenant="t"), Generate(id="g", text="x")
         server.handle("turnkeep.t.s.in", "", encode(request), None)
-        log, lacks = server.jetstream.streams["turnkeep_log"], NatsWire.lacks
+        log, bodies_at = server.jetstream.streams["turnkeep_log"], NatsWire.bodies_at
 
-        async def answered(*args: Any, **more: Any) -> bool:
+        async def answered(*args: Any) -> dict[int, bytes]:
             if (asked := log.get(1)) is not None:
                 log.store("turnkeep.t.s.out", encode(failure("g", "expired", "late", seq=1)), {})
                 log.remove(asked)
-            return await lacks(*args, **more)
+            return await bodies_at(*args)
 
-        monkeypatch.setattr(NatsWire, "lacks", answered)
+        monkeypatch.setattr(NatsWire, "bodies_at", answered)
         with pytest.raises(RequestFailedError, match="late"):
             await client.session("s").follow(request, 1)
 
