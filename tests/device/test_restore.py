@@ -127,6 +127,7 @@ async def test_a_prefix_is_never_shared_between_tenants(open_process) -> None:
     shared = prompt(6 * BLOCK)
     async with open_process() as process:
         await process.append(shared)
+        assert await process.store.queue.drained(5)
         other = SessionKey("other", "s")
         outcome = await process.engine.run(TurnRequest(other, as_tokens(shared)), lambda: False)
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared) - 1)
