@@ -22,7 +22,7 @@ from .ask import decoded
 from .branches import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
-from .flags import tenant_option, with_answer_options
+from .flags import session_option, tenant_option, with_answer_options
 from .nats_connection import with_client
 from .pictures import content_of, dragged, parts_of
 from .rendering import MarkdownScreen
@@ -72,9 +72,7 @@ _LINE, _QUOTED = "\n", "\n> "
 
 
 @click.command()
-@click.option(
-    "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to continue."
-)
+@session_option("Session to continue.", default="chat", show_default=True)
 @tenant_option
 @with_answer_options
 @with_client

@@ -19,7 +19,7 @@ from worker.process.children import PROGRAM
 from worker.process.datadir import owner, starting_pid
 from worker.process.installed import program
 
-from .flags import tenant_option, with_answer_options, with_settings
+from .flags import session_option, tenant_option, with_answer_options, with_settings
 from .nats_connection import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ _MARKS: Final = re.compile(r"[\s?!]")
 @click.command()
 @click.argument("model", required=False)
 @click.argument("message", required=False)
-@click.option(
-    "--session", "name", metavar="NAME", help="Session to continue. [default: chat; with a message a new one]"
-)
+@session_option("Session to continue. [default: chat; with a message a new one]")
 @tenant_option
 @with_answer_options
 @with_settings(*CLIENT_SETTINGS)

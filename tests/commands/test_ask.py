@@ -76,8 +76,8 @@ def test_ask_with_an_empty_or_invalid_pipe_and_no_question_is_a_usage_error(pipe
 
 def test_ask_refuses_an_empty_name_of_a_session() -> None:
     """As of a shell's variable that is not set; without a name the session would be a temporary one."""
-    for command in ("ask", "run"):
-        done = turnkeep(command, "--session", "", "--nats", "nats://127.0.0.1:1", "tiny", text="hi")
+    for name in ("ask", "run", "chat"):
+        done = turnkeep(name, "--session", "", "--nats", "nats://127.0.0.1:1", text="hi")
         assert (done.returncode, done.stdout) == (2, "")
         assert "the session's name is empty" in done.stderr
 
