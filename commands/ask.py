@@ -115,7 +115,7 @@ def whole_question(argument: str | None) -> str:
     Reads a terminal only for `-`. Raises `UsageError` if there is no question.
     """
     text = ""
-    if argument == "-" or not (sys.stdin is None or sys.stdin.isatty()):
+    if argument == "-" or not sys.stdin.isatty():
         text = decoded(sys.stdin.buffer.read()).rstrip("\n")
     parts = [part for part in ("" if argument in (None, "-") else str(argument), text) if part.strip()]
     if not parts:

@@ -7,6 +7,7 @@ need the cache's lock; if another process has it, the error names that process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -68,6 +69,8 @@ def in_one_line(place: Path | None = None) -> Iterator[None]:
     except (CacheError, sqlite3.Error) as error:
         raise CacheCommandError(str(error)) from None
     except OSError as error:
+        if error.errno == errno.EPIPE or not (error.filename or place):  # of the output
+            raise
         raise CacheCommandError(f"{error.filename or place}: {error.strerror}") from None
 
 

@@ -6,9 +6,12 @@ that talk to a worker are ordinary clients; others, such as `serve`, `model` and
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -114,15 +117,22 @@ class _Group(click.Group):
             _fail(str(error), final_code(2))
         except TurnkeepError as error:
             _fail(str(error), 1)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends silently then
+                raise
+            why = error.strerror or str(error) or type(error).__name__
+            _fail(f"{error.filename}: {why}" if error.filename else why, 1)
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(_INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> None:
-    from .screen import complain  # here, as `--help` needs none of it
+    from .screen import complain, drop_unwritable  # here, as `--help` needs none of it
 
-    complain(as_installed(redact(message)))
+    with contextlib.suppress(OSError):
+        complain(as_installed(redact(message)))
+    drop_unwritable()
     sys.exit(code)
 
 
@@ -135,6 +145,10 @@ def main() -> None:
     and agents talk.
     """
     raise_limit()
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise TurnkeepError(f"the current folder: {error.strerror}") from None
 
 
 def _prepare_help(command: click.Command) -> None:

@@ -124,7 +124,7 @@ def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime
     """Parse a time: an age such as `2h`, or a date with an optional time, local if it has no time zone."""
     if value is None:
         return None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         return datetime.fromisoformat(value).astimezone()
     try:
         return datetime.now(UTC) - timedelta(seconds=parse_duration(value))

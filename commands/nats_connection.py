@@ -43,6 +43,7 @@ from worker.process.settings import SettingsError, default_data_dir
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 from .flags import with_settings
+from .screen import drop_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -280,12 +281,8 @@ def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Call
 
 
 def _end_terminated() -> NoReturn:
-    """Exit with the code of SIGTERM; discard output for a closed terminal, which would make the code 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    """Exit with the code of SIGTERM; the terminal may be closed."""
+    drop_unwritable()
     sys.exit(_TERMINATED)
 
 

@@ -49,6 +49,15 @@ def complain(text: str) -> None:
     click.echo(wrapped(said) if sys.stderr.isatty() else said, err=True)
 
 
+def drop_unwritable() -> None:
+    """Drop output that a closed terminal or a full disk does not take; Python would exit with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class WordWrap:
     """Wraps text that arrives in pieces to the terminal's width; holds a word back until it is complete."""
 
