@@ -15,7 +15,7 @@ import pytest
 from command_runs import WAIT_S, command, environment, turnkeep, where
 from nats.js.errors import NotFoundError
 
-from tests.parts import LocalWorker
+from tests.parts import LocalWorker, free_port
 from turnkeep_client.errors import RequestFailedError
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -257,6 +257,13 @@ async def test_draining_an_unknown_worker_fails_and_lists_the_running_ones(two: 
     prefix = one.settings.prefix
     assert done.returncode == 1
     assert done.stderr == f"turnkeep: no worker three serves the prefix {prefix!r}; there are: one, two\n"
+
+
+def test_drain_without_a_server_names_the_command_that_starts_a_worker(tmp_path: Path) -> None:
+    place = f"--data-dir {tmp_path} --nats-port {free_port()}"
+    done = turnkeep("drain", "one", *place.split())
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"(connection refused); start a worker with: turnkeep serve {place}\n")
 
 
 async def test_drain_waits_for_a_worker_whose_record_a_restarted_server_has_lost(
