@@ -174,9 +174,8 @@ class _Chat:
         message = {"role": "user", "content": content_of(question, images)}
         generation = self._session.generate(messages=[message], **options)
         self._last = question, images, generation
-        answered = await stream(
-            self._session, generation, reasoning=self._options.reasoning, screen=MarkdownScreen()
-        )
+        screen = None if click.get_current_context().color is False else MarkdownScreen()
+        answered = await stream(self._session, generation, reasoning=self._options.reasoning, screen=screen)
         why = cut(generation.result, options["max_tokens"]) if answered else ""
         if sys.stdin.isatty():
             _say(f"{why.capitalize()}\n" if why else "")

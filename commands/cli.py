@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import importlib.metadata
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -138,13 +139,16 @@ def _fail(message: str, code: int) -> None:
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Durable LLM sessions over NATS, with KV caches that survive restarts.
 
     `turnkeep run` chats at once. `turnkeep serve` runs a worker, with which `turnkeep chat`, other programs
     and agents talk.
     """
     raise_limit()
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        context.color = False
     try:
         Path.cwd()
     except OSError as error:

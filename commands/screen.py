@@ -113,7 +113,7 @@ class Screen:
     def __init__(self) -> None:
         self._words = WordWrap() if sys.stdout.isatty() else None
         #: Whether notes are visible.
-        self.shows_notes = sys.stderr.isatty()
+        self.shows_notes = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._noted = ""
         #: Used cells of the answer's last line on the terminal; the note is on the next line.
         self._column = 0
