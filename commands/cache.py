@@ -71,7 +71,10 @@ def in_one_line(place: Path | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno == errno.EPIPE or not (error.filename or place):  # of the output
             raise
-        raise CacheCommandError(f"{error.filename or place}: {error.strerror}") from None
+        name = error.filename or place
+        if place is not None and Path(name).parent == place.parent:  # a temporary file's
+            name = place
+        raise CacheCommandError(f"{name}: {error.strerror}") from None
 
 
 class _Group(click.Group):
@@ -362,7 +365,8 @@ def export(
         raise click.UsageError("name the chains to export, or say --all")
     check_target(target, force=force)
     place, settings = where.existing()
-    carried = archive.export(place, None if everything else digests, target, cache_codec(settings))
+    with in_one_line(target):
+        carried = archive.export(place, None if everything else digests, target, cache_codec(settings))
     click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")
 
 

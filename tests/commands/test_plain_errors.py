@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from command_runs import environment
+
+from commands.cache import CacheCommandError, in_one_line
 
 NOWHERE = "--nats nats://127.0.0.1:1"
 
@@ -53,6 +56,16 @@ def test_an_error_of_a_file_a_folder_or_a_stream_is_one_line(
     assert done.stderr.count("turnkeep: ") == (code == 1 and says != "")
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
+
+
+def test_an_error_of_a_temporary_file_beside_the_target_names_the_target(tmp_path: Path) -> None:
+    for name, said in (("tmp69jzbbvy", "out.tar"), ("snapshots/a", "snapshots/a")):
+        error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+        with (
+            pytest.raises(CacheCommandError, match=rf"^{tmp_path / said}: Permission denied$"),
+            in_one_line(tmp_path / "out.tar"),
+        ):
+            raise error
 
 
 def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> None:
