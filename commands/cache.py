@@ -72,7 +72,7 @@ def in_one_line(place: Path | None = None) -> Iterator[None]:
         if error.errno == errno.EPIPE or not (error.filename or place):  # of the output
             raise
         name = error.filename or place
-        if place is not None and Path(name).parent == place.parent:  # a temporary file's
+        if place is not None and Path(str(name)).parent == place.parent:  # a temporary file's
             name = place
         raise CacheCommandError(f"{name}: {error.strerror}") from None
 

@@ -148,6 +148,15 @@ async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and
         assert await ended == "cancelled"
 
 
+async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(local_worker: Start) -> None:
+    worker = await local_worker()
+    position = (await worker.client.session("s").append(text="hello")).position
+    done = await command("fork", "s", "new", "--position", 99_999, *where(worker))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"turnkeep: cannot fork s at 99999: it ends at {position}\n"
+    assert await states(worker) == {"s": "idle"}
+
+
 async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
