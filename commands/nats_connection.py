@@ -43,7 +43,6 @@ from worker.process.settings import SettingsError, default_data_dir
 from worker.wire.credentials import CREDENTIAL_SETTINGS, client_options, over_tls
 
 from .flags import with_settings
-from .screen import drop_unwritable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -282,6 +281,8 @@ def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Call
 
 def _end_terminated() -> NoReturn:
     """Exit with the code of SIGTERM; the terminal may be closed."""
+    from .screen import drop_unwritable  # here, as `serve` starts without rich
+
     drop_unwritable()
     sys.exit(_TERMINATED)
 
