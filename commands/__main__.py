@@ -1,6 +1,7 @@
 """The program `turnkeep`, and `python -m commands`."""
 
-import importlib.metadata
+import os
+import signal
 import sys
 
 
@@ -10,6 +11,14 @@ def main() -> None:
     The packages `turnkeep` and its client contain the same client files. So installing or removing the client
     package can replace or delete files of the application (ADR 0022).
     """
+    interrupt = signal.getsignal(signal.SIGINT)  # ignored in a shell's background job
+    if interrupt is not signal.SIG_IGN:  # Ctrl-C during the imports prints no traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # it was closed, as by `<&-`
+            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115  # for the whole process
+    import importlib.metadata
+
     version = importlib.metadata.version("turnkeep")
     try:
         from turnkeep_client import __version__ as client_version
@@ -22,6 +31,7 @@ def main() -> None:
         )
     from .cli import main as run
 
+    signal.signal(signal.SIGINT, interrupt)
     run(prog_name="turnkeep")
 
 

@@ -16,7 +16,7 @@ from ops.log.ending import ended
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
-from .flags import tenant_option, tool_option, with_answer_options, with_settings
+from .flags import session_option, tenant_option, tool_option, with_answer_options, with_settings
 from .nats_connection import CLIENT_SETTINGS, named, talk
 from .pictures import content_of, parts_of
 from .sampling import asked, cut
@@ -39,9 +39,7 @@ _INTERRUPTED: Final = 130
 
 @click.command()
 @click.argument("question", required=False)
-@click.option(
-    "--session", "name", metavar="NAME", help="Session to ask in. [default: a new one, closed afterwards]"
-)
+@session_option("Session to ask in. [default: a new one, closed afterwards]")
 @tenant_option
 @click.option(
     "--json",
@@ -117,7 +115,7 @@ def whole_question(argument: str | None) -> str:
     Reads a terminal only for `-`. Raises `UsageError` if there is no question.
     """
     text = ""
-    if argument == "-" or not (sys.stdin is None or sys.stdin.isatty()):
+    if argument == "-" or not sys.stdin.isatty():
         text = decoded(sys.stdin.buffer.read()).rstrip("\n")
     parts = [part for part in ("" if argument in (None, "-") else str(argument), text) if part.strip()]
     if not parts:

@@ -179,7 +179,9 @@ async def fork(
         raise click.UsageError("give --without-last or --position, not both")
 
     async with named(client, session) as parent:
-        await check_open(parent)
+        last = (await parent.info(limit=0)).position
+    if position is not None and position > last:  # a failed open would stay in the log under the name
+        raise TurnkeepError(f"cannot fork {session} at {position}: it ends at {last}")
     at = (await start_of_last(client, session, without_last))[0] if without_last else position
     forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
     info = await forked.info(limit=0)

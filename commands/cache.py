@@ -7,6 +7,7 @@ need the cache's lock; if another process has it, the error names that process.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -68,7 +69,12 @@ def in_one_line(place: Path | None = None) -> Iterator[None]:
     except (CacheError, sqlite3.Error) as error:
         raise CacheCommandError(str(error)) from None
     except OSError as error:
-        raise CacheCommandError(f"{error.filename or place}: {error.strerror}") from None
+        if error.errno == errno.EPIPE or not (error.filename or place):  # of the output
+            raise
+        name = error.filename or place
+        if place is not None and Path(str(name)).parent == place.parent:  # a temporary file's
+            name = place
+        raise CacheCommandError(f"{name}: {error.strerror}") from None
 
 
 class _Group(click.Group):
@@ -359,7 +365,8 @@ def export(
         raise click.UsageError("name the chains to export, or say --all")
     check_target(target, force=force)
     place, settings = where.existing()
-    carried = archive.export(place, None if everything else digests, target, cache_codec(settings))
+    with in_one_line(target):
+        carried = archive.export(place, None if everything else digests, target, cache_codec(settings))
     click.echo(f"wrote {carried.num_files} files, {size(carried.size_bytes)}, to {target}")
 
 

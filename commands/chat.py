@@ -22,7 +22,7 @@ from .ask import decoded
 from .branches import rewind_last
 from .control import print_info
 from .exchanges import last_exchanges
-from .flags import tenant_option, with_answer_options
+from .flags import session_option, tenant_option, with_answer_options
 from .nats_connection import with_client
 from .pictures import content_of, dragged, parts_of
 from .rendering import MarkdownScreen
@@ -72,9 +72,7 @@ _LINE, _QUOTED = "\n", "\n> "
 
 
 @click.command()
-@click.option(
-    "--session", "name", metavar="NAME", default="chat", show_default=True, help="Session to continue."
-)
+@session_option("Session to continue.", default="chat", show_default=True)
 @tenant_option
 @with_answer_options
 @with_client
@@ -176,9 +174,8 @@ class _Chat:
         message = {"role": "user", "content": content_of(question, images)}
         generation = self._session.generate(messages=[message], **options)
         self._last = question, images, generation
-        answered = await stream(
-            self._session, generation, reasoning=self._options.reasoning, screen=MarkdownScreen()
-        )
+        screen = None if click.get_current_context().color is False else MarkdownScreen()
+        answered = await stream(self._session, generation, reasoning=self._options.reasoning, screen=screen)
         why = cut(generation.result, options["max_tokens"]) if answered else ""
         if sys.stdin.isatty():
             _say(f"{why.capitalize()}\n" if why else "")

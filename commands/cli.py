@@ -6,9 +6,13 @@ that talk to a worker are ordinary clients; others, such as `serve`, `model` and
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import importlib.metadata
+import os
 import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -114,27 +118,41 @@ class _Group(click.Group):
             _fail(str(error), final_code(2))
         except TurnkeepError as error:
             _fail(str(error), 1)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # click ends silently then
+                raise
+            why = error.strerror or str(error) or type(error).__name__
+            _fail(f"{error.filename}: {why}" if error.filename else why, 1)
         except KeyboardInterrupt:
             click.echo(err=True)
             ctx.exit(_INTERRUPTED)
 
 
 def _fail(message: str, code: int) -> None:
-    from .screen import complain  # here, as `--help` needs none of it
+    from .screen import complain, drop_unwritable  # here, as `--help` needs none of it
 
-    complain(as_installed(redact(message)))
+    with contextlib.suppress(OSError):
+        complain(as_installed(redact(message)))
+    drop_unwritable()
     sys.exit(code)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(importlib.metadata.version("turnkeep"), prog_name="turnkeep")
-def main() -> None:
+@click.pass_context
+def main(context: click.Context) -> None:
     """Durable LLM sessions over NATS, with KV caches that survive restarts.
 
     `turnkeep run` chats at once. `turnkeep serve` runs a worker, with which `turnkeep chat`, other programs
     and agents talk.
     """
     raise_limit()
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        context.color = False
+    try:
+        Path.cwd()
+    except OSError as error:
+        raise TurnkeepError(f"the current folder: {error.strerror}") from None
 
 
 def _prepare_help(command: click.Command) -> None:

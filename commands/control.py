@@ -178,7 +178,7 @@ def _print_metrics(metrics: Metrics) -> None:
     if snapshots.capacity_bytes:
         free, evictable = size(max(snapshots.free_bytes, 0)), size(snapshots.evictable_bytes)
         room = f"{free} free, {evictable} evictable, {size(snapshots.held_bytes)} in use"
-        rows.append(("  room", f"{size(snapshots.capacity_bytes)}: {room}"))
+        rows.append(("  room", f"{size(max(snapshots.capacity_bytes, 0))}: {room}"))
     written = f"{snapshots.durable} durable of {snapshots.accepted}"
     lost = f"{sum(snapshots.dropped.values())} dropped, {snapshots.failed} failed"
     rows.append(("  since the start", f"{written}, {lost}, {snapshots.evicted} evicted"))

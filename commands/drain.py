@@ -9,9 +9,10 @@ import click
 
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.subjects import Subjects
+from worker.wire.connection import BrokerError
 
 from .flags import with_settings
-from .nats_connection import CLIENT_SETTINGS, located, url_of
+from .nats_connection import CLIENT_SETTINGS, instead, located, url_of
 
 if TYPE_CHECKING:
     from worker.process.settings import Settings
@@ -33,7 +34,14 @@ def drain(given: GivenSettings, worker: str, *, undo: bool) -> None:
     Each session moves between two requests; running answers end where they are. The worker goes on running:
     stop it then, or let it take sessions again with --undo. `turnkeep info` names the workers of a prefix.
     """
-    asyncio.run(_drain(given.load(), worker, on=not undo))
+    settings = given.load()
+    try:
+        asyncio.run(_drain(settings, worker, on=not undo))
+    except BrokerError as error:
+        unreached, for_workers, _ = str(error).partition("; start one there")
+        if not for_workers:
+            raise
+        raise TurnkeepError(f"{unreached}; {instead(settings)}") from None
 
 
 async def _drain(settings: Settings, name: str, *, on: bool) -> None:

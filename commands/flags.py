@@ -83,6 +83,17 @@ tenants_option = click.option(
 )
 
 
+def _not_empty(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    if value == "":  # of a shell's variable that is not set
+        raise click.BadParameter("the session's name is empty")
+    return value
+
+
+def session_option(help_text: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add `--session`, passed as `name`; it may be left out, but not empty."""
+    return click.option("--session", "name", metavar="NAME", callback=_not_empty, help=help_text, **more)
+
+
 def tag_option(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Add `--tag`, passed as the tuple `tags`."""
     return click.option("--tag", "tags", metavar="TAG", multiple=True, help=help_text)
@@ -113,7 +124,7 @@ def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime
     """Parse a time: an age such as `2h`, or a date with an optional time, local if it has no time zone."""
     if value is None:
         return None
-    with contextlib.suppress(ValueError):
+    with contextlib.suppress(ValueError, OverflowError):
         return datetime.fromisoformat(value).astimezone()
     try:
         return datetime.now(UTC) - timedelta(seconds=parse_duration(value))

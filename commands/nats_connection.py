@@ -280,12 +280,10 @@ def with_client(command: Callable[..., Coroutine[Any, Any, int | None]]) -> Call
 
 
 def _end_terminated() -> NoReturn:
-    """Exit with the code of SIGTERM; discard output for a closed terminal, which would make the code 120."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    """Exit with the code of SIGTERM; the terminal may be closed."""
+    from .screen import drop_unwritable  # here, as `serve` starts without rich
+
+    drop_unwritable()
     sys.exit(_TERMINATED)
 
 

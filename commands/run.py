@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from turnkeep_client.errors import NoWorkerError
+from worker.models.converted import source_name
 from worker.process.children import PROGRAM
 from worker.process.datadir import owner, starting_pid
 from worker.process.installed import program
 
-from .flags import tenant_option, with_answer_options, with_settings
+from .flags import session_option, tenant_option, with_answer_options, with_settings
 from .nats_connection import CLIENT_SETTINGS, talk
 
 if TYPE_CHECKING:
@@ -39,9 +40,7 @@ _MARKS: Final = re.compile(r"[\s?!]")
 @click.command()
 @click.argument("model", required=False)
 @click.argument("message", required=False)
-@click.option(
-    "--session", "name", metavar="NAME", help="Session to continue. [default: chat; with a message a new one]"
-)
+@session_option("Session to continue. [default: chat; with a message a new one]")
 @tenant_option
 @with_answer_options
 @with_settings(*CLIENT_SETTINGS)
@@ -63,7 +62,7 @@ def run(
     from .ask import whole_question
 
     if model is not None:
-        _check_name(model)
+        model = _checked(model)
     settings = given.load()
 
     async def check_model(client: Client) -> None:
@@ -82,13 +81,21 @@ def run(
         sys.exit(_INTERRUPTED)
 
 
-def _check_name(model: str) -> None:
-    """Raise `click.UsageError` if the name of a model looks like a question."""
-    if _MARKS.search(model) and not Path(model).exists():
+def _checked(model: str) -> str:
+    """Return a model's name; of a file or folder its whole path, since the worker has a folder of its own.
+
+    Raises `click.UsageError` if the name is empty or looks like a question.
+    """
+    if not model.strip():
+        raise click.UsageError("the first argument of run is a model, and it is empty")
+    if Path(model).exists():
+        return str(Path(model).absolute())
+    if _MARKS.search(model):
         raise click.UsageError(
             f"the first argument of run is a model, and {model!r} is none; to ask it:"
             f" echo {shlex.quote(model)} | {program()} run"
         )
+    return model
 
 
 async def _say(client: Client, name: str | None, text: str | None, options: AnswerOptions) -> bool:
@@ -105,13 +112,19 @@ async def _say(client: Client, name: str | None, text: str | None, options: Answ
 async def _change(client: Client, model: str, serves: str, data_dir: Path) -> None:
     """Let the running worker serve another model; return once it does."""
     click.echo(f"changing the worker's model from {serves} to {model}", err=True)
-    await client.load(model)
-    while not _names(model, await _model_of(client, data_dir)):  # noqa: ASYNC110  # metrics tell it
-        await asyncio.sleep(_POLL_S)
+    await client.load(model)  # when it returns, the old model's worker has ended
+    await _model_of(client, data_dir)
 
 
 def _names(model: str, served: str) -> bool:
-    return model.rstrip("/").rpartition("/")[2].casefold() in served.casefold()
+    """Return whether a name or path is that of the served model, or a part of its name.
+
+    A worker names a GGUF file and its conversion by the file's stem, and a download by its hub id.
+    """
+    path = Path(model)
+    of_hub = [part.replace("--", "/") for part in path.parts if part.startswith("models--")]
+    name = Path(of_hub[-1]).name if of_hub else path.name.removesuffix(".gguf")
+    return (source_name(path) or name).casefold() in served.casefold()
 
 
 async def _model_of(client: Client, data_dir: Path) -> str:

@@ -49,6 +49,15 @@ def complain(text: str) -> None:
     click.echo(wrapped(said) if sys.stderr.isatty() else said, err=True)
 
 
+def drop_unwritable() -> None:
+    """Drop output that a closed terminal or a full disk does not take; Python would exit with code 120."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 class WordWrap:
     """Wraps text that arrives in pieces to the terminal's width; holds a word back until it is complete."""
 
@@ -104,7 +113,7 @@ class Screen:
     def __init__(self) -> None:
         self._words = WordWrap() if sys.stdout.isatty() else None
         #: Whether notes are visible.
-        self.shows_notes = sys.stderr.isatty()
+        self.shows_notes = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self._noted = ""
         #: Used cells of the answer's last line on the terminal; the note is on the next line.
         self._column = 0

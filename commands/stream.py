@@ -28,6 +28,8 @@ _EVERY_S: Final = 5.0
 #: How long the connection to NATS may be lost; then a wait for an answer fails. A server restarts in seconds.
 _LOST_S: Final = 60.0
 
+_UNSTORED: Final = "the log has not stored the question; is its disk full?"
+
 _T = TypeVar("_T")
 
 
@@ -169,13 +171,17 @@ class _Stream:
             self._reading.cancel()
 
     async def _stop(self) -> None:
-        """Cancel the answer. If no worker answers in time, stop waiting for the answer instead."""
+        """Cancel the answer. If no worker does so in time, stop waiting for the answer instead."""
+        until = self._loop.time() + _PATIENCE_S
         while not self._reading.done():
             try:
                 async with asyncio.timeout(_PATIENCE_S if self._session.connected else 0):
                     await self._generation.cancel()
             except RequestFailedError:  # the worker does not have the request yet, or has answered it
                 await asyncio.sleep(_POLL_S)
+                if self._loop.time() > until:
+                    self._reading.cancel()
+                    return
             except (NoWorkerError, TimeoutError) as error:
                 self._is_told = isinstance(error, TimeoutError) and self._session.connected
                 self._reading.cancel()
@@ -193,7 +199,7 @@ class _Stream:
             state = await self._ask_state()
             if heard_at != self._heard_at or self._stopping is not None:
                 continue
-            if state is None and self._loop.time() - heard_at < _SILENCE_S:
+            if state in {None, _UNSTORED} and self._loop.time() - heard_at < _SILENCE_S:
                 continue
             missing = "waiting for the worker"
             missing = missing if self._session.connected else "no connection to NATS"
@@ -210,9 +216,13 @@ class _Stream:
             async with asyncio.timeout(_PATIENCE_S if self._session.connected else 0):
                 info = await self._session.info()
         except RequestFailedError:
-            return ""
+            info = None
         except (NoWorkerError, TimeoutError):
             return None
+        if not self._generation.seq:
+            return _UNSTORED
+        if info is None:
+            return ""
         progress = info.progress
         if info.active != self._generation.id or progress is None:
             return "waiting for its turn"

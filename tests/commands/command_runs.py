@@ -196,8 +196,12 @@ class Terminal:
         return re.sub(_CONTROL, "", self._text)
 
     @property
+    def raw(self) -> str:
+        return self._output.decode(errors="replace")
+
+    @property
     def _text(self) -> str:
-        return without_styles(self._output.decode(errors="replace"))
+        return without_styles(self.raw)
 
     @property
     def echoes(self) -> bool:
@@ -205,7 +209,7 @@ class Terminal:
 
     def screen(self) -> list[str]:
         """Return the lines on the terminal (see `seen`)."""
-        return seen(self._output.decode(errors="replace"), self._columns)
+        return seen(self.raw, self._columns)
 
     def _read(self, deadline: float) -> bool:
         ready, _, _ = select.select([self._control], [], [], max(deadline - time.monotonic(), 0))

@@ -74,6 +74,14 @@ def test_ask_with_an_empty_or_invalid_pipe_and_no_question_is_a_usage_error(pipe
     assert "Traceback" not in done.stderr
 
 
+def test_ask_refuses_an_empty_name_of_a_session() -> None:
+    """As of a shell's variable that is not set; without a name the session would be a temporary one."""
+    for name in ("ask", "run", "chat"):
+        done = turnkeep(name, "--session", "", "--nats", "nats://127.0.0.1:1", text="hi")
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "the session's name is empty" in done.stderr
+
+
 def test_ask_reads_a_question_from_the_terminal_only_if_given_a_dash() -> None:
     with Terminal("ask") as terminal:
         assert terminal.end() == 2
@@ -321,6 +329,30 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
         worker.go_on()
         await client.session("s").append(text="behind it", timeout_s=60)
         assert (await answered(client)).finish_reason == "length"
+
+
+async def test_ask_says_that_a_log_without_disk_has_not_stored_the_question_and_ends_at_one_ctrl_c(
+    local_worker: Callable[..., Any],
+) -> None:
+    worker = await local_worker()
+    js = worker.app._nc.jetstream()
+    log = (await js.stream_info(worker.client.subjects.log_stream)).config
+    # A server with a full disk answers nothing.
+    await js.update_stream(log.evolve(max_bytes=1, no_ack=True))
+    words = [sys.executable, "-m", "commands", "ask", "hello", "--session", "new", *where(worker)]
+    pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    def run() -> tuple[int, str]:
+        with subprocess.Popen(words, env=environment(), text=True, **pipes) as process:
+            first = process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            return process.wait(15), first
+
+    assert await asyncio.to_thread(run) == (
+        130,
+        "turnkeep: the log has not stored the question; is its disk full?\n",
+    )
+    await js.update_stream(log)
 
 
 @pytest.mark.process

@@ -90,6 +90,29 @@ async def test_chat_shows_model_session_keys_and_the_last_exchange_when_it_start
     assert "first question" not in transcript
 
 
+@pytest.mark.parametrize("more", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
+async def test_show_and_chat_print_no_styles_if_the_environment_wants_none(
+    local_worker: Callable[..., Any], more: dict[str, str]
+) -> None:
+    worker = await local_worker()
+    await worker.client.session("s").append(text="hello")
+
+    def run() -> str:
+        with Terminal("show", "s", *where(worker), **more) as terminal:
+            assert terminal.end() == 0
+            return terminal.raw
+
+    assert "\x1b" not in await asyncio.to_thread(run)
+
+    def chat() -> str:
+        options = ("--session", "s", "--max-tokens", 4, *where(worker))
+        with Terminal("chat", *options, command='echo hello | "$0" "$@"', **more) as terminal:
+            assert terminal.end() == 0
+            return terminal.raw
+
+    assert "\x1b" not in await asyncio.to_thread(chat)
+
+
 async def test_slash_commands_of_chat_work_and_report_wrong_input(local_worker: Callable[..., Any]) -> None:
     worker = await local_worker()
 

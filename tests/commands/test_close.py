@@ -15,7 +15,7 @@ import pytest
 from command_runs import WAIT_S, command, environment, turnkeep, where
 from nats.js.errors import NotFoundError
 
-from tests.parts import LocalWorker
+from tests.parts import LocalWorker, free_port
 from turnkeep_client.errors import RequestFailedError
 
 Start = Callable[..., Awaitable[LocalWorker]]
@@ -148,6 +148,15 @@ async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and
         assert await ended == "cancelled"
 
 
+async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(local_worker: Start) -> None:
+    worker = await local_worker()
+    position = (await worker.client.session("s").append(text="hello")).position
+    done = await command("fork", "s", "new", "--position", 99_999, *where(worker))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == f"turnkeep: cannot fork s at 99999: it ends at {position}\n"
+    assert await states(worker) == {"s": "idle"}
+
+
 async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
@@ -257,6 +266,13 @@ async def test_draining_an_unknown_worker_fails_and_lists_the_running_ones(two: 
     prefix = one.settings.prefix
     assert done.returncode == 1
     assert done.stderr == f"turnkeep: no worker three serves the prefix {prefix!r}; there are: one, two\n"
+
+
+def test_drain_without_a_server_names_the_command_that_starts_a_worker(tmp_path: Path) -> None:
+    place = f"--data-dir {tmp_path} --nats-port {free_port()}"
+    done = turnkeep("drain", "one", *place.split())
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"(connection refused); start a worker with: turnkeep serve {place}\n")
 
 
 async def test_drain_waits_for_a_worker_whose_record_a_restarted_server_has_lost(

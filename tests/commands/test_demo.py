@@ -15,6 +15,7 @@ import pytest
 from command_runs import WAIT_S, Terminal, environment, processes_with, turnkeep
 
 from tests.forked import Piped
+from tests.model.tiny_gguf import TinyLlama
 from tests.parts import WorkerProcess, free_port, make_endless_model, make_tiny_model
 from worker.process.datadir import owner
 
@@ -137,8 +138,17 @@ def test_run_with_a_question_in_place_of_the_model_explains_at_once_how_to_ask_i
     )
 
 
+def test_run_refuses_an_empty_name_of_a_model(tmp_path: Path) -> None:
+    done = turnkeep("run", "", "Hello", "--data-dir", tmp_path / "data", "--nats-port", free_port())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.endswith("the first argument of run is a model, and it is empty\n")
+
+
 async def test_run_uses_a_running_worker_and_leaves_it_running(
-    worker_process: Callable[..., WorkerProcess], tiny_model: Path
+    worker_process: Callable[..., WorkerProcess],
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     worker = worker_process(model=tiny_model)
     worker.start()
@@ -155,6 +165,17 @@ async def test_run_uses_a_running_worker_and_leaves_it_running(
     assert f"changing the worker's model from {tiny_model.name} to other\n" in other.stderr
     async with await worker.client() as client:
         assert (await client.worker_metrics()).model == "other"
+    TinyLlama().but(tokenizer__chat_template="{% for one in messages %}{{ one.content }}{% endfor %}").write(
+        tmp_path / "small.gguf"
+    )
+    monkeypatch.chdir(tmp_path)
+    file = await asyncio.to_thread(turnkeep, "run", "small.gguf", "Hello", *place, fresh=True)
+    assert file.returncode == 0, file.stderr
+    assert f"changing the worker's model from other to {tmp_path / 'small.gguf'}\n" in file.stderr
+    (converted,) = (worker.data_dir / "models").glob("small-*")
+    for same in (tmp_path / "small.gguf", converted):
+        again = await asyncio.to_thread(turnkeep, "run", same, "Hello", *place)
+        assert (again.returncode, "changing" in again.stderr) == (0, False), again.stderr
     with Piped(["-m", "commands", "run", *map(str, place)], environment()) as waiting:
         await asyncio.sleep(1.5)  # then it waits for the end of the question
         waiting.terminate()

@@ -94,6 +94,14 @@ async def test_info_without_a_session_shows_the_worker_s_current_state(local_wor
     assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"
 
 
+async def test_info_shows_no_negative_room_on_a_disk_with_less_than_is_to_be_left_free(
+    local_worker: Callable,
+) -> None:
+    worker = await local_worker(min_free_disk=2**60)
+    shown = await run("info", *where(worker))
+    assert re.search(r"^  room +0 B: 0 B free", shown.stdout, re.MULTILINE), shown.stdout
+
+
 @pytest.mark.parametrize("made", ["nothing", "data directory", "empty folder"])
 def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_path: Path, made: str) -> None:
     data_dir = tmp_path / "fresh"

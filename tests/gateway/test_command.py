@@ -185,6 +185,22 @@ async def test_launch_warns_of_a_too_long_prompt_and_names_a_downloaded_model_th
     assert "; serve one that is here: --model long" in complained
 
 
+async def test_launch_asks_a_gateway_of_this_machine_past_the_proxy_of_the_environment(
+    url: str, tmp_path: Path
+) -> None:
+    code, _, complained = await launched(tmp_path, "--gateway", url, "pi", http_proxy="http://127.0.0.1:1")
+    assert code == 7, complained
+
+
+async def test_launch_of_a_file_that_is_no_program_fails_in_one_line(url: str, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.write_text("hello")
+    plain.chmod(0o755)
+    code, said, complained = await launched(tmp_path, "--gateway", url, str(plain))
+    assert (code, said) == (1, "")
+    assert complained == f"turnkeep: {plain}: Exec format error\n"
+
+
 async def test_launch_does_not_pass_two_leading_dashes_to_the_agent(url: str, tmp_path: Path) -> None:
     _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
     assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
@@ -199,6 +215,8 @@ async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_mode
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
         (("--gateway", "localhost", "claude"), "no URL of a gateway"),
         (("--of", "other", "claude"), "has no model 'other'; it has tiny"),
+        (("--key", "schlüssel", "claude"), "the key is not printable ASCII"),
+        (("--data-dir", "/dev/null/data", "pi"), "/dev/null/data/agents: Not a directory"),
         (("--gateway", f"{url}/nothing", "claude"), "refuses: GET /nothing/v1/models is not served"),
     ]:
         code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)

@@ -1,0 +1,80 @@
+"""Errors of files, folders and streams around a command are one line, without a traceback."""
+
+from __future__ import annotations
+
+import errno
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_runs import environment
+
+from commands.cache import CacheCommandError, in_one_line
+
+NOWHERE = "--nats nats://127.0.0.1:1"
+
+
+def shell(script: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """Run a script in which `turnkeep` is the program; return the result with both outputs."""
+    start = f'turnkeep() {{ "{sys.executable}" -P -m commands "$@"; }}; set -o pipefail; {script}'
+    root = str(Path(__file__).parents[2])
+    return subprocess.run(
+        ["/bin/bash", "-c", start],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment() | {"PYTHONPATH": root} | more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "says"),
+    [
+        ("mkdir gone; cd gone; rmdir ../gone; turnkeep sessions", 1, "the current folder: No such file"),
+        ("turnkeep completion bash --install", 1, "home/.local/share/bash-completion"),
+        ("turnkeep completion bash > /dev/full", 1, "No space left on device"),
+        ("turnkeep cache ls --data-dir data > /dev/full", 1, "No space left on device"),
+        ("turnkeep cache ls --data-dir data | true", 1, ""),
+        (f"turnkeep chat {NOWHERE} <&-", 1, "no NATS server"),
+        ("turnkeep run tiny <&- --nats nats://127.0.0.1:1", 1, "no NATS server"),
+        (f"turnkeep ask - {NOWHERE} <&-", 2, "there is no question"),
+        (f"turnkeep ask hi {NOWHERE} >&-", 1, "no NATS server"),
+        (f"turnkeep sessions {NOWHERE} >&-", 1, "no NATS server"),
+        ("turnkeep doctor --data-dir data --model nosuch >&-", 1, ""),
+        ("TZ=America/New_York turnkeep sessions --since 9999-12-31T23:59", 2, "is no time"),
+    ],
+)
+def test_an_error_of_a_file_a_folder_or_a_stream_is_one_line(
+    script: str, code: int, says: str, tmp_path: Path
+) -> None:
+    (tmp_path / "home").touch()
+    done = shell(f"cd {tmp_path}; {script}", HOME=str(tmp_path / "home"))
+    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+    assert done.stderr.count("turnkeep: ") == (code == 1 and says != "")
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_an_error_of_a_temporary_file_beside_the_target_names_the_target(tmp_path: Path) -> None:
+    for name, said in (("tmp69jzbbvy", "out.tar"), ("snapshots/a", "snapshots/a")):
+        error = PermissionError(errno.EACCES, "Permission denied", str(tmp_path / name))
+        with (
+            pytest.raises(CacheCommandError, match=rf"^{tmp_path / said}: Permission denied$"),
+            in_one_line(tmp_path / "out.tar"),
+        ):
+            raise error
+
+
+def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> None:
+    command = [sys.executable, "-P", "-X", "importtime", "-m", "commands", "sessions", "--nats", "nowhere"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+        said = ""
+        while "turnkeep_client" not in said:  # then the command line is next
+            said += process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        said += process.stderr.read()
+    assert process.returncode in {-signal.SIGINT, 130}
+    assert "Traceback" not in said
