@@ -224,6 +224,20 @@ async def test_deleting_the_log_stream_raises_an_error_in_the_task_that_watches_
         await asyncio.wait_for(keeping, 5)
 
 
+async def test_a_log_stream_that_vanishes_between_two_checks_is_not_made_again(js, settings, monkeypatch):
+    """An empty one would look as if nobody had ever asked anything."""
+    monkeypatch.setattr(streams, "_KEEP_S", 0.1)
+    await ensure(js, SUBJECTS, settings)
+
+    async def vanishes(js, stream):
+        await js.delete_stream(stream)
+        return True
+
+    monkeypatch.setattr(streams, "_is_ahead", vanishes)
+    with pytest.raises(BrokerError, match="turnkeep_log has vanished"):
+        await asyncio.wait_for(streams.keep(js, SUBJECTS, settings), 5)
+
+
 @pytest.mark.parametrize("version", ["2.10.26", "2.11.11", "2.12.15", "2.13.0", "2.14.0-RC.1", "2.14.5"])
 async def test_nats_server_versions_that_can_lose_entries_are_recognised(client, monkeypatch, version):
     monkeypatch.setattr(Client, "connected_server_version", ServerVersion(version))

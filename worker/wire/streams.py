@@ -89,11 +89,17 @@ async def ensure(
     these settings.
     """
     is_copied = await ensure_stream(js, _log_stream(subjects, settings))
-    await ensure_stream(js, _token_stream(subjects, settings, constants))
-    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, constants))
+    await _ensure_others(js, subjects, settings, constants)
     if is_copied:  # wait for the consumer's copies, too: else it may be lost with its node
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
     return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
+
+
+async def _ensure_others(
+    js: JetStreamContext, subjects: Subjects, settings: Settings, constants: Constants
+) -> None:
+    await ensure_stream(js, _token_stream(subjects, settings, constants))
+    await _ensure_consumer(js, subjects.log_stream, _consumer(subjects, constants))
 
 
 async def keep(
@@ -115,7 +121,7 @@ async def keep(
             ):
                 continue
             log.warning("the token stream or the consumer cannot be used, and is made again")
-            await ensure(js, subjects, settings, constants)
+            await _ensure_others(js, subjects, settings, constants)
         except (APIError, nats.errors.Error, OSError, BrokerError):
             continue  # their state is unknown for now
     raise BrokerError(
