@@ -91,7 +91,7 @@ SIZES = {
     "tests/sessions": 14_944,
     "tests/simulation": 5_164,
     "tests/soak": 1_974,
-    "words": 30_520,
+    "words": 30_336,
     "worker": 34_501,
     "worker/batch": 4_556,
     "worker/cluster": 1_505,
