@@ -81,11 +81,10 @@ async def test_forgetting_a_fork_keeps_its_parents_snapshots(
     assert bool(closed.forgotten) == used
     await worker.stop()
     worker = await local_worker(model=str(endless_model))
-    # A fork with additional tokens has stored the block that begins with the parent's last tokens. The worker
-    # saves these anew if it still has their KV.
-    assert await cached(worker.client.session("parent")) == (
-        position - position % BLOCK if used and restarted else position - 1
-    )
+    # A fork with additional tokens has stored the block that begins with the parent's last tokens, perhaps in
+    # place of the parent's own, shorter one. The worker saves these anew if it still has their KV.
+    least = position - position % BLOCK if used and restarted else position - 1
+    assert least <= await cached(worker.client.session("parent")) <= position - 1
 
 
 @pytest.mark.parametrize("order", ["together", "fork first", "parent first"])
