@@ -492,14 +492,15 @@ async def test_a_lost_server_raises_no_server_error_which_is_also_a_connection_e
         assert issubclass(reason, ConnectionError) == (reason is NoServerError)
 
 
+async def answers_late(worker: FakeWorker, seq: int, request: Request) -> None:
+    await asyncio.sleep(0.8)
+    await worker.result(plain_result(seq, request))
+
+
 async def test_a_call_uses_the_timeout_of_its_client_unless_it_has_its_own(
     server: NatsServer, worker: FakeWorker
 ) -> None:
-    async def later(worker: FakeWorker, seq: int, request: Request) -> None:
-        await asyncio.sleep(0.8)
-        await worker.result(plain_result(seq, request))
-
-    worker.script = later
+    worker.script = answers_late
     async with connect(server.url, timeout_s=0.3) as client:
         session = client.session("s1")
         with pytest.raises(ResultTimeoutError, match=r"no answer for 0\.3 s"):
@@ -511,11 +512,7 @@ async def test_a_call_uses_the_timeout_of_its_client_unless_it_has_its_own(
 async def test_the_open_before_a_session_s_first_turn_may_take_as_long_as_the_turn(
     server: NatsServer, worker: FakeWorker
 ) -> None:
-    async def later(worker: FakeWorker, seq: int, request: Request) -> None:
-        await asyncio.sleep(0.8)
-        await worker.result(plain_result(seq, request))
-
-    worker.script = later
+    worker.script = answers_late
     async with connect(server.url, timeout_s=0.3) as client:
         for timeout_s in (10.0, math.inf):
             cached = client.session("s1", cache={"policy": "full"})

@@ -53,6 +53,19 @@ def filling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention, "_FILLING", 0.0)
 
 
+@pytest.fixture
+def late_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a second pass between the note of a close and its result."""
+    note_close = Retention.note_close
+
+    async def slowly(keeper: Retention, key: SessionKey, seq: int, *, forget: bool) -> int | None:
+        number = await note_close(keeper, key, seq, forget=forget)
+        await asyncio.sleep(1)
+        return number
+
+    monkeypatch.setattr(Retention, "note_close", slowly)
+
+
 async def bodies(w: Wire, session: str) -> dict[str, list[bytes]]:
     """Return the bodies of a session's entries in the log, by kind."""
     found: dict[str, list[bytes]] = {}
@@ -257,18 +270,11 @@ async def test_a_forgotten_session_leaves_the_log_and_the_token_stream_at_once(q
     assert (await w.send("s", append("b")))["code"] == "unknown_session"
 
 
+@pytest.mark.usefixtures("late_results")
 async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_note_without_a_result(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An earlier note, of a close that is not due yet, is before it in the log."""
-    note_close = Retention.note_close
-
-    async def slowly(keeper: Retention, key: SessionKey, seq: int, *, forget: bool) -> int | None:
-        number = await note_close(keeper, key, seq, forget=forget)
-        await asyncio.sleep(1)
-        return number
-
-    monkeypatch.setattr(Retention, "note_close", slowly)
     monkeypatch.setattr(Retention, "wake", lambda _: None)
     w = await quiet_wire(closed_ttl_s=3600.0)
     for name, close in (("earlier", CLOSE), ("s", FORGET)):
@@ -332,18 +338,11 @@ async def test_a_forgotten_session_that_the_server_fails_to_delete_is_tried_agai
     await until_gone(w, "bad", text=b"secret")
 
 
+@pytest.mark.usefixtures("late_results")
 async def test_a_forget_whose_result_comes_an_hour_after_its_note_removes_the_session(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the log was full for so long, or the worker's clock was ahead."""
-    note_close = Retention.note_close
-
-    async def slowly(keeper: Retention, key: SessionKey, seq: int, *, forget: bool) -> int | None:
-        number = await note_close(keeper, key, seq, forget=forget)
-        await asyncio.sleep(1)
-        return number
-
-    monkeypatch.setattr(Retention, "note_close", slowly)
     monkeypatch.setattr(retention, "_STALE_S", 0.0)
     w = await quiet_wire()
     await w.send("s", append("a", "a secret"))
