@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
@@ -25,6 +26,32 @@ CONNECT_TIMEOUT_S: Final = 10.0
 MAX_SHOWN: Final = 300
 #: The fields of a delta with text; the tokens of a model's reasoning count too.
 SAID: Final = ("content", "reasoning", "reasoning_content")
+
+
+@dataclass
+class _Heard:
+    """What has come of one streamed answer: its text, when the first of it came, and the reported counts."""
+
+    sent_s: float = field(default_factory=time.monotonic)
+    first_s: float | None = None
+    text: str = ""
+    num_deltas: int = 0
+    is_finished: bool = False
+    prompt: int = 0
+    cached: int = 0
+    num_tokens: int = 0
+
+    def add(self, chunk: Any) -> None:
+        if usage := chunk.usage:
+            self.prompt, self.num_tokens = usage.prompt_tokens, usage.completion_tokens
+            details = usage.prompt_tokens_details
+            self.cached = (details.cached_tokens if details else None) or 0
+        for choice in chunk.choices or ():
+            if any(getattr(choice.delta, name, None) for name in SAID):
+                self.first_s = self.first_s or time.monotonic() - self.sent_s
+                self.text += choice.delta.content or ""
+                self.num_deltas += 1
+            self.is_finished |= choice.finish_reason is not None
 
 
 class Server:
@@ -59,30 +86,13 @@ class Server:
 
         If the server reports no token counts, each delta counts as a token.
         """
-        prompt = cached = num_tokens = deltas = 0
-        first_s = error = message = finished = None
-        text, sent_s = "", time.monotonic()
+        error = message = None
+        heard = _Heard()
         try:
             async with asyncio.timeout(timeout_s):
-                chunks = await self._client.chat.completions.create(
-                    model=self.model or MODEL,
-                    messages=messages,
-                    max_tokens=max_tokens,
-                    temperature=0.0,
-                    stream=True,
-                    stream_options={"include_usage": True},
-                )
+                chunks = await self._begin(messages, max_tokens)
                 async for chunk in chunks:
-                    if usage := chunk.usage:
-                        prompt, num_tokens = usage.prompt_tokens, usage.completion_tokens
-                        details = usage.prompt_tokens_details
-                        cached = (details.cached_tokens if details else None) or 0
-                    for choice in chunk.choices or ():
-                        if any(getattr(choice.delta, name, None) for name in SAID):
-                            first_s = first_s or time.monotonic() - sent_s
-                            text += choice.delta.content or ""
-                            deltas += 1
-                        finished = finished or choice.finish_reason
+                    heard.add(chunk)
         except TimeoutError:
             error, message = "timeout", f"no whole answer within {timeout_s:g} s"
         except self._openai.APIStatusError as bad:
@@ -90,20 +100,30 @@ class Server:
         except Exception as bad:  # noqa: BLE001  # a broken stream raises the HTTP library's and JSON's too
             error, message = type(bad).__name__, f"{self.url}: {bad} {bad.__cause__ or ''}"
         else:
-            if finished is None:
+            if not heard.is_finished:
                 error, message = "broken_off", "the stream ended before the answer"
-        num_tokens = num_tokens or deltas
+        num_tokens = heard.num_tokens or heard.num_deltas
         return TimedTurn(
-            at_s=sent_s - began_s,
-            total_s=time.monotonic() - sent_s,
-            first_s=first_s,
+            at_s=heard.sent_s - began_s,
+            total_s=time.monotonic() - heard.sent_s,
+            first_s=heard.first_s,
             error=error,
             message=message and " ".join(message.split())[:MAX_SHOWN],
-            position=None if error else prompt + num_tokens,
-            prompt_tokens=prompt,
-            cached_tokens=cached,
-            prefilled_tokens=prompt - cached,
-            facts={"tokens": num_tokens, "text": text},
+            position=None if error else heard.prompt + num_tokens,
+            prompt_tokens=heard.prompt,
+            cached_tokens=heard.cached,
+            prefilled_tokens=heard.prompt - heard.cached,
+            facts={"tokens": num_tokens, "text": heard.text},
+        )
+
+    async def _begin(self, messages: list[Any], max_tokens: int) -> Any:
+        return await self._client.chat.completions.create(
+            model=self.model or MODEL,
+            messages=messages,
+            max_tokens=max_tokens,
+            temperature=0.0,
+            stream=True,
+            stream_options={"include_usage": True},
         )
 
 

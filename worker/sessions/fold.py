@@ -345,7 +345,7 @@ class Fold:
         conversation = before.conversation.with_extras(tools, request.chat_template_kwargs)
         if _is_foreign(before, after.model):
             conversation = conversation.tokenised_anew(added.num_raw, grids)
-        said = self._said(request, conversation, grids, Counter())
+        said = self._said(request, conversation, grids, [])
         if request.text or request.tokens or (answer and not (said or conversation.has_messages)):
             text = (request.text or "") + (answer["content"] if answer else "")
             conversation = conversation.with_raw(kept, end, None if request.tokens else text)
@@ -363,12 +363,16 @@ class Fold:
         return replace(before, conversation=conversation, tokens=after.tokens, exists=True, model=after.model)
 
     def _said(
-        self, request: Append | Generate, conversation: Conversation, grids: Grids, noted: Counter[str]
+        self, request: Append | Generate, conversation: Conversation, grids: Grids, warnings: list[str]
     ) -> list[MessageRecord]:
-        """Convert a request's messages to forms that the template renders; count the changes in `noted`."""
+        """Convert a request's messages to forms that the template renders; say in `warnings` what changed."""
+        noted = Counter[str]()
         sent = [with_marks(one.as_sent(), grids) for one in request.messages or ()]
         messages = conversation.with_call_indices(sent)
         adapted = self._tokenizer.adapted(messages, conversation.last_message, noted)
+        warnings += [
+            f"{_counted(number)} told to the model in another form: {what}" for what, number in noted.items()
+        ]
         trusted = request.special_tokens is True
         return [
             MessageRecord(with_parts(one), trusted, call_index=one.pop("call_index", None)) for one in adapted
@@ -433,12 +437,7 @@ class Fold:
         warnings += sentences(
             _unread(request.messages or (), sees=self._tokenizer.image_processor is not None)
         )
-        noted = Counter[str]()
-        if said := self._said(request, history.conversation, grids, noted):
-            warnings += [
-                f"{_counted(number)} told to the model in another form: {what}"
-                for what, number in noted.items()
-            ]
+        if said := self._said(request, history.conversation, grids, warnings):
             opens = isinstance(request, Generate) and answer is None and not request.raw
             opens = opens and not (request.text or request.tokens)
             yield lambda state: state.conversation.add_said(state.tokens, said, opens_answer=opens)

@@ -30,6 +30,8 @@ from worker.text.thinking import Thinking, mask_without
 from .history import RefusedError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from turnkeep_client.messages import Generate
     from worker.batch.row_sampler import Constraint
     from worker.models.tokenizer import Tokenizer
@@ -58,22 +60,11 @@ class Formats:
         `RefusedError` if the session lacks the tools that the request requires.
         """
         conversation = prompt.conversation
-        tools = conversation.plain_tools
+        tools, choice = conversation.plain_tools, request.tool_choice
+        answers_messages = conversation.has_messages and not request.raw
         names = [tool["function"]["name"] for tool in tools]
-        choice = request.tool_choice
-        if isinstance(choice, NamedTool) and choice.function.name not in names:
-            raise RefusedError(
-                "invalid_request",
-                f"tool_choice names {choice.function.name}, which is none of the session's tools",
-                field="tool_choice",
-            )
-        if choice == "required" and not tools:
-            why = "tool_choice requires a call, and the session has no tools"
-            raise RefusedError("invalid_request", why, field="tool_choice")
-        if not conversation.has_messages or request.raw:
-            if choice not in ("auto", "none"):
-                why = "tool_choice requires a call, which only answers to messages have"
-                raise RefusedError("invalid_request", why, field="tool_choice")
+        _check_choice(request, names, answers_messages=answers_messages)
+        if not answers_messages:
             return None
         markup = self.tokenizer.markup
         if isinstance(choice, NamedTool):
@@ -223,6 +214,25 @@ class Formats:
             grammar=grammar,
             inside=mask_without(tokenizer.eos_ids, tokenizer.vocab_size) if grammar is not None else None,
         )
+
+
+def _check_choice(request: Generate, names: Sequence[str], *, answers_messages: bool) -> None:
+    """Raise `RefusedError` if an answer cannot have the call that the request requires.
+
+    `names` are those of the session's tools. Only an answer to messages has calls.
+    """
+    choice = request.tool_choice
+    if choice in ("auto", "none"):
+        return
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        why = f"tool_choice names {choice.function.name}, which is none of the session's tools"
+    elif not names:
+        why = "tool_choice requires a call, and the session has no tools"
+    elif not answers_messages:
+        why = "tool_choice requires a call, which only answers to messages have"
+    else:
+        return
+    raise RefusedError("invalid_request", why, field="tool_choice")
 
 
 def is_prefix_final(request: Generate) -> bool:
