@@ -830,6 +830,9 @@ async def test_the_removal_of_a_close_removes_no_unanswered_request(
         async def last_seq(self, *_: Any) -> int:
             return 6
 
+        def age_s(self, _: StoredMessage) -> float:
+            return 1.0
+
         async def remove(self, _: SessionKey, before: int) -> None:
             removed.append(before)
 
@@ -897,6 +900,9 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
 
     class Log:
         server, chunks = "a", Chunks()
+
+        def age_s(self, _: StoredMessage) -> float:
+            return 1.0
 
         async def end(self) -> tuple[int, int]:
             return 0, 6
@@ -996,8 +1002,7 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
     notes, _ = await app._parts.retention._journal.erasures(0)
     assert (await app._disk.erased_up_to(app._parts.erasures._log)).seq == notes[-1].seq
     assert len(notes) == 2
-    later_s = erasures.time() + 91 * 86400.0
-    monkeypatch.setattr(erasures, "time", lambda: later_s)
+    monkeypatch.setattr(Journal, "age_s", lambda *_: 91 * 86400.0)
     await app._parts.erasures._clean()
     assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]
 

@@ -246,7 +246,8 @@ class Stream:
         if pattern:
             state["subjects"] = self.counts(pattern)
         created = datetime.fromtimestamp(BEGIN_S, UTC).isoformat()
-        return {"config": {**self.config}, "state": state, "created": created}
+        now = datetime.fromtimestamp(now_ns(self._server.loop) / 1e9, UTC).isoformat()
+        return {"config": {**self.config}, "state": state, "created": created, "ts": now}
 
 
 def _is_there(message: Message, at_s: float | None) -> bool:

@@ -217,10 +217,11 @@ class Erasures:
 
     async def _clean(self) -> None:
         """Remove notes that are too old. The last note stays, since it shows that there were some."""
+        await self._journal.end()
         notes, _ = await self._journal.erasures(0)
         while len(notes) > 1:
             for entry in notes[:-1]:
-                if time() - entry.stored.timestamp() < _KEPT_S:
+                if self._journal.age_s(entry) < _KEPT_S:
                     return
                 await self._journal.delete(entry.seq)
             notes, _ = await self._journal.erasures(0)

@@ -9,6 +9,8 @@ All reads are consistent (`consistent_reads`). The chunks of answers are in a st
 from __future__ import annotations
 
 import contextlib
+import json
+from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 import nats.errors
@@ -23,6 +25,7 @@ from turnkeep_client.log import (
 from turnkeep_client.messages import decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
+from worker.process.clock import monotonic
 
 from .chunks import AnswerChunks
 from .consistent_reads import (
@@ -79,6 +82,7 @@ class Journal:
         self._subjects = subjects
         self._reads = ConsistentReads(nc, js, subjects.log_stream)
         self.chunks = AnswerChunks(nc, js, subjects, self._reads, model=model)
+        self._time_s = 0.0  # the server's clock minus the monotonic one
 
     @property
     def server(self) -> str:
@@ -227,8 +231,19 @@ class Journal:
 
     async def end(self) -> tuple[int, int]:
         """Return the size of the log in bytes, and its last sequence. Raises nats-py's errors."""
-        state = (await self._js.stream_info(self._subjects.log_stream)).state
-        return state.bytes, state.last_seq
+        subject = f"$JS.API.STREAM.INFO.{self._subjects.log_stream}"  # nats-py's answer lacks the time
+        answer = json.loads((await self._nc.request(subject, timeout=TIMEOUT_S)).data)
+        if "error" in answer:
+            APIError.from_error(answer["error"])
+        self._time_s = datetime.fromisoformat(answer["ts"]).timestamp() - monotonic()
+        return answer["state"]["bytes"], answer["state"]["last_seq"]
+
+    def age_s(self, entry: StoredMessage) -> float:
+        """Return how old an entry is by the server's clock, as this machine's may be wrong.
+
+        `end` reads that clock; before its first call all ages are below 0.
+        """
+        return self._time_s + monotonic() - entry.stored.timestamp()
 
     async def queues(self, counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:
         """Read what is left on `in`, of all sessions; a request whose result does not `counts` has none.

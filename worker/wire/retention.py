@@ -50,7 +50,6 @@ from turnkeep_client.messages import (
     decode_request,
     decode_result,
 )
-from worker.process.clock import time
 from worker.process.concurrency import task_group
 
 from .intake import session_of
@@ -88,10 +87,6 @@ class _Closing(NamedTuple):
     entry: StoredMessage
     result: Closed
     forgets: bool
-
-
-def _age_s(note: StoredMessage) -> float:
-    return time() - note.stored.timestamp()
 
 
 class Retention:
@@ -214,7 +209,7 @@ class Retention:
         self._nearly_full = nearly_full
 
     def _is_due(self, note: StoredMessage) -> bool:
-        return self._ttl_s is not None and _age_s(note) >= self._ttl_s
+        return self._ttl_s is not None and self._journal.age_s(note) >= self._ttl_s
 
     async def _try_to_follow(self, note: StoredMessage, *, at_once: bool) -> bool:
         """Carry out a note of a close if it is due; False if it must be read again later."""
@@ -232,11 +227,12 @@ class Retention:
         key = session_of(note.headers["Nats-Subject"])
         due = at_once or self._is_due(note)
         forget = note.body == _FORGET and note.seq > self._seen_seq and note.seq not in self._forgotten
-        if key is None or not (due or forget) or (note.seq in self._stripped and _age_s(note) < _LAST_S):
+        is_stripped = note.seq in self._stripped and self._journal.age_s(note) < _LAST_S
+        if key is None or not (due or forget) or is_stripped:
             return True
         if not self._synced.has(note.seq):  # so its result neither
             return False
-        waits = _age_s(note) < _STALE_S or await self._waits(key, note)
+        waits = self._journal.age_s(note) < _STALE_S or await self._waits(key, note)
         closed = await self._find_close(key, note.seq)
         if closed is None:
             if not waits:
@@ -266,7 +262,8 @@ class Retention:
         results, _ = await self._journal.page(key, "out", close_seq)
         is_answered = not more and {entry.seq for entry in requests} <= {answers(entry) for entry in results}
         is_followed = any(entry.seq > closed_seq and self._synced.has(entry.seq) for entry in results)
-        if not is_followed and (not is_last or _age_s(closed.entry) < _LAST_S or not is_answered):
+        is_young = self._journal.age_s(closed.entry) < _LAST_S
+        if not is_followed and (not is_last or is_young or not is_answered):
             self._stripped.add(note.seq)
             return
         self._stripped.discard(note.seq)
