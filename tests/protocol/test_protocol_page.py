@@ -132,12 +132,9 @@ async def test_the_python_examples_of_the_documentation_run_as_written(
 ) -> None:
     (tmp_path / "example.py").write_text(fenced("## An example", "python"))
     pages = (ROOT / "docs" / "python.md").read_text()
-    (tmp_path / "ask.py").write_text(fenced("## Without the client library", "python", pages))
     (tmp_path / "client.py").write_text(fenced("## The Python client", "python", pages))
     (tmp_path / "readme.py").write_text(fenced("## From Python", "python", README))
     assert re.search(r"\n generated \{'prompt_tokens': \d", await output(await shell("python example.py")))
-    for file in ("ask.py", "client.py", "readme.py"):
-        assert await output(await shell(f"python {file}")) != "", file
     for file in ("client.py", "readme.py"):
         assert re.search(r"\nUsage\(prompt_tokens=\d", await output(await shell(f"python {file}"))), file
     for file in ("client.py", "readme.py"):
