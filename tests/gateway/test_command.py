@@ -192,24 +192,15 @@ async def test_launch_asks_a_gateway_of_this_machine_past_the_proxy_of_the_envir
     assert code == 7, complained
 
 
-async def test_launch_of_a_file_that_is_no_program_fails_in_one_line(url: str, tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.write_text("hello")
-    plain.chmod(0o755)
-    code, said, complained = await launched(tmp_path, "--gateway", url, str(plain))
-    assert (code, said) == (1, "")
-    assert complained == f"turnkeep: {plain}: Exec format error\n"
-
-
-async def test_launch_does_not_pass_two_leading_dashes_to_the_agent(url: str, tmp_path: Path) -> None:
-    _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
-    assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
-
-
 async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_model(
     url: str, tmp_path: Path
 ) -> None:
+    (plain := tmp_path / "plain").write_text("hello")
+    plain.chmod(0o755)
+    assert INSTALLS.keys() == AGENTS.keys()
     for arguments, says in [
+        ((str(plain),), f"turnkeep: {plain}: Exec format error\n"),
+        ((str(tmp_path / "nowhere" / "pi"),), f"on the PATH; `{INSTALLS['pi']}` installs it"),
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
         (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
@@ -222,16 +213,6 @@ async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_mode
         code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)
         assert (code, said) == (1, "")
         assert says in complained
-
-
-@pytest.mark.parametrize("name", AGENTS)
-async def test_launching_an_agent_that_is_not_installed_names_the_command_that_installs_it(
-    name: str, url: str, tmp_path: Path
-) -> None:
-    missing = str(tmp_path / "nowhere" / name)
-    code, said, complained = await launched(tmp_path, "--gateway", url, missing)
-    assert (code, said) == (1, "")
-    assert f"on the PATH; `{INSTALLS[name]}` installs it" in complained
 
 
 @pytest.mark.parametrize("answers", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b'INFO {"server_id":"N"}\r\n'])

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,33 +160,6 @@ async def test_a_log_is_the_same_without_the_requests_that_have_left_the_queue()
     last = last_change(await read(stream(), GARDEN, end=13))
     assert last is not None
     assert last.entry.seq == 12, "the result at 11 is of a request that was cancelled before its first token"
-
-
-async def test_a_client_reads_back_the_whole_log_of_its_tenant_and_nobody_elses(local_worker):
-    """The log is longer than one batch of a read."""
-    worker = await local_worker()
-    assert await worker.client.log() == []
-    session = worker.client.session("many")
-    await asyncio.gather(*(session.append(tokens=[5], request_id=f"r{i}") for i in range(150)))
-    await worker.client.session("one").append(tokens=[5])
-    async with connect(worker.settings.nats, prefix=worker.settings.prefix, tenant="b") as other:
-        await other.session("many").append(tokens=[5])
-        assert len(await other.log()) == 2
-    found = await worker.client.log()
-    assert len(found) == 302
-    assert [one.seq for one in found] == sorted(one.seq for one in found)
-    assert {one.key.session for one in found} == {"many", "one"}
-    assert all((one.model, bool(one.history)) == ("tiny", True) for one in found if one.kind == "out")
-    build = found[-1].build
-    assert (build["worker"], build["dtype"], build["device"], build["kv"]) == (
-        "test",
-        "float32",
-        "cpu",
-        "full",
-    )
-    assert found[0].build == {}
-    assert abs((datetime.now(UTC) - found[-1].stored).total_seconds()) < 60
-    assert len(await worker.client.log("one")) == 2
 
 
 def test_the_seed_derived_for_a_request_is_the_same_in_every_version() -> None:
