@@ -52,18 +52,6 @@ async def questions(client: Client) -> list[Any]:
     return [one.content for one in messages if one.role == "user"]
 
 
-async def test_ask_sends_images_before_the_question_and_show_names_them(
-    local_worker: Callable[..., Any], files: tuple[Path, Path]
-) -> None:
-    worker = await local_worker()
-    images = [word for file in files for word in ("--image", file)]
-    assert (await run("ask", worker, *images, "Which colours?", text="")).returncode == 0
-    assert await questions(worker.client) == [(part(RED), part(BLUE), text("Which colours?"))]
-    shown = await asyncio.to_thread(turnkeep, "show", "s", *where(worker))
-    names = "".join(f"[image {digest(one)[:12]}]" for one in (RED, BLUE))
-    assert f"{names}Which colours?" in shown.stdout
-
-
 async def test_a_file_that_is_no_image_is_a_usage_error_that_names_it(
     local_worker: Callable[..., Any], tmp_path: Path
 ) -> None:

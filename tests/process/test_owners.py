@@ -491,24 +491,6 @@ async def test_a_worker_that_takes_over_a_windowed_session_fetches_only_its_visi
     assert num_files["second"] <= 12, "sinks, 256 tokens, and what the answer adds"
 
 
-async def test_an_answer_continues_at_another_worker_with_the_same_tokens_and_restored_kv(
-    sharing: Start,
-) -> None:
-    first = await sharing("first")
-    asked = {"text": TEXT, "max_tokens": 600, "timeout_s": PATIENCE_S}
-    whole = await first.client.session("whole").generate(**asked)
-    generation = first.client.session("s").generate(**asked)
-    tokens: list[int] = []
-    async for chunk in generation:
-        tokens += chunk.tokens
-        if len(tokens) > 200 and not first.task.done():
-            await sharing("second")
-            first.app.stop()
-            await first.task
-    assert tuple(tokens) == whole.tokens == generation.result.tokens
-    assert generation.result.usage.prefilled_tokens < 40
-
-
 async def test_forgetting_all_sessions_at_one_worker_leaves_nothing_in_the_remote_tier(
     sharing: Start, tmp_path: Path
 ) -> None:

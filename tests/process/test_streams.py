@@ -79,33 +79,6 @@ async def test_subscribers_receive_a_result_only_if_the_log_has_stored_it(client
     assert (await js.get_last_msg("turnkeep_log", SUBJECTS.of(KEY, "out"))).data == b"first"
 
 
-async def test_subscribers_receive_a_chunk_only_if_the_token_stream_has_stored_it(client, js, settings):
-    await ensure(js, SUBJECTS, settings)
-    heard = await client.subscribe(SUBJECTS.tokens(KEY, "g"))
-    ack = await js.publish(SUBJECTS.tokens(KEY, "g", "chunk"), b"first")
-    tokens = (await js.stream_info("turnkeep_tok")).config
-    await js.update_stream(tokens.evolve(max_msg_size=8))
-    with pytest.raises(APIError, match="message size exceeds maximum allowed"):
-        await js.publish(SUBJECTS.tokens(KEY, "g", "chunk"), b"too large")
-    message = await heard.next_msg(timeout=5)
-    assert (message.data, message.headers["Nats-Sequence"]) == (b"first", str(ack.seq))
-    with pytest.raises(nats.errors.TimeoutError):
-        await heard.next_msg(timeout=0.3)
-    assert (await js.get_last_msg("turnkeep_tok", SUBJECTS.tokens(KEY, "g"))).data == b"first"
-
-
-async def test_the_consumer_delivers_only_requests_and_delivers_them_again_without_an_ack(js, settings):
-    await ensure(js, SUBJECTS, settings, Constants(ack_wait_s=0.5))
-    await js.publish(SUBJECTS.of(KEY, "commit"), b"result")
-    await js.publish(SUBJECTS.of(KEY, "in"), b"request")
-    pull = await js.pull_subscribe_bind(CONSUMER, stream="turnkeep_log")
-    (first,) = await pull.fetch(1, timeout=5)
-    assert first.data == b"request"
-    (second,) = await pull.fetch(1, timeout=5)
-    assert (second.data, second.metadata.num_delivered) == (b"request", 2)
-    await second.ack()
-
-
 async def test_workers_with_different_settings_can_make_the_streams_at_the_same_time(js, settings):
     others = [dataclasses.replace(settings, log_max_bytes=size) for size in (2**24, 2**25, 2**26)]
     await asyncio.gather(*(ensure(js, SUBJECTS, other) for other in others))

@@ -29,7 +29,7 @@ from scripted_worker import (
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
-from tests.parts import NatsServer, until
+from tests.parts import NatsServer
 from turnkeep_client.calls import Call
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
@@ -88,16 +88,6 @@ def subscriptions(client: Client) -> int:
     return sum(not sub.subject.startswith("_INBOX.") for sub in client._wire._nats._subs.values())
 
 
-async def test_a_generation_can_be_awaited_without_reading_its_chunks(
-    client: Client, worker: FakeWorker
-) -> None:
-    generation = client.session("s1").generate(text="hi")
-    assert (await generation).text == TEXT
-    assert generation.result.tokens == TOKENS
-    assert [chunk.text async for chunk in generation] == [TEXT]
-    assert len(worker.requests) == 1
-
-
 async def test_awaiting_and_iterating_a_generation_at_once_sends_one_request(
     client: Client, worker: FakeWorker
 ) -> None:
@@ -106,6 +96,7 @@ async def test_awaiting_and_iterating_a_generation_at_once_sends_one_request(
     *both, first, second = await asyncio.gather(*readers, *waiters)
     assert [[chunk.text for chunk in chunks] for chunks in both] == [list(TEXTS)] * 2
     assert first == second == generation.result
+    assert [chunk.text async for chunk in generation] == [TEXT]
     assert [seq for seq, _ in worker.requests] == [generation.seq]
     assert subscriptions(client) == 0
 
@@ -391,37 +382,6 @@ async def test_an_answer_under_a_reused_request_id_has_no_chunks_of_the_earlier_
         texts.append(chunk.text)
         is_read.set()
     assert texts == ["Hello", TEXT[5:]]
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_answer(
-    client: Client, worker: FakeWorker, *, is_first: bool
-) -> None:
-    """Whether the other request was sent before or after this one."""
-    both_there = asyncio.Event()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        is_asked = request.text == "hi"  # type: ignore[union-attr]
-        if len(worker.requests) == 2:
-            both_there.set()
-        await asyncio.wait_for(both_there.wait(), 5)
-        if not is_asked:
-            await worker.chunk(request, 0, [90], "other")
-            return
-        await asyncio.sleep(0.2)
-        await worker.chunk(request, 0, [11], "He")
-        await asyncio.sleep(0.1)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    other = Generate(id="g1", text="another")
-    if is_first:
-        await client.submit(KEY, other)
-    reading = asyncio.create_task(read_all(client.session("s1").generate(text="hi", request_id="g1")))
-    await until(lambda: "hi" in [getattr(one, "text", "") for _, one in worker.requests])
-    if not is_first:
-        await client.submit(KEY, other)
-    assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]
 
 
 @pytest.mark.parametrize("lost", [{1, 2, 4}, {0, 1, 2, 3, 4, 5}])
