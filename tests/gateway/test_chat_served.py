@@ -252,7 +252,6 @@ async def test_several_prompts_of_a_completion_are_answered_in_their_order(serve
 
 ASKED = [user("Where?")]
 BEGUN = [*ASKED, assistant("It is in")]
-BOTH = pytest.mark.parametrize("api", [APIS["chat"], APIS["messages"]], ids=["chat", "messages"])
 
 
 async def ask_at(
@@ -264,8 +263,7 @@ async def ask_at(
     return api.text(answer.json()), *api.usage(answer.json())[:2], how_found(answer)
 
 
-@BOTH
-@pytest.mark.parametrize("restarts", [False, True])
+@pytest.mark.parametrize(("api", "restarts"), [(APIS["chat"], False), (APIS["messages"], True)])
 async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_joined(
     served: Any, http: httpx2.AsyncClient, door: Any, api: Api, *, restarts: bool
 ) -> None:
