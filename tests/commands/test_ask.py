@@ -405,6 +405,10 @@ async def test_ask_starts_a_session_under_a_cache_policy_and_info_shows_its_visi
     done = await asyncio.to_thread(turnkeep, *ASKED, *where(worker))
     gone = "turnkeep: session s was closed or removed; turnkeep chat --session s starts it anew\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", gone)
+    chat = ("chat", "--session", "s", "--max-tokens", 2, *where(worker))
+    assert (await asyncio.to_thread(turnkeep, *chat, text="hello\n")).returncode == 0
+    assert (await answered(worker.client)).finish_reason == "length"
+    await worker.client.session("s").close()
     for more in ((), ("--snapshots", "none")):
         for _ in range(2):  # the second time the session has this policy
             done = await asyncio.to_thread(turnkeep, *ASKED, "--cache-policy", "full", *more, *where(worker))

@@ -208,7 +208,7 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
     worker: Any, gateway: Any
 ) -> None:
     stopped = await gateway()
-    one = await stopped_in_mid_answer(stopped, question("My secret.", 1000))
+    one = await stopped_in_mid_answer(stopped, question("My secret.", 300))
     served = await gateway(idle_s=0.8)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         await http.post(CHAT, json=question("Other.", 4))
@@ -448,6 +448,7 @@ async def test_no_client_takes_a_sign_of_life_for_an_event_or_an_end(
     assert {name: error for name, task in tasks.items() if (error := task.exception())} == {}
     found = {name: task.result() for name, task in tasks.items()}
     assert {name: len("".join(found[name])) for name in BY_CLIENT} == dict.fromkeys(BY_CLIENT, NUM_TOKENS)
+    assert ": waiting" in "".join(found["raw chat"])
     for name in RAW:
         for block in found[name]:
             data = [line.removeprefix("data: ") for line in block.split("\n") if line.startswith("data: ")]
