@@ -19,25 +19,16 @@ from crafted import LETTERS
 from openai import AsyncOpenAI
 from parts import free_port, until
 
-from gateway.dialects.openai import chat
-from gateway.index import SessionIndex, append_id
-from gateway.planning import plan
-from gateway.recovery import recover
 from turnkeep_client.errors import NoAnswerError
 from turnkeep_client.messages import (
-    Append,
     Close,
-    Generate,
     Generated,
     MetricsRequest,
     decode_control,
     decode_request,
     decode_result,
-    encode,
     failure,
 )
-from turnkeep_client.session import build
-from turnkeep_client.subjects import session_key
 from turnkeep_client.wire import NatsWire
 from worker.sessions.control import Control
 
@@ -183,24 +174,6 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
     assert again.text.startswith(cut.text)
     requests = [decode_request(one.body) for one in await worker.client.log(name) if one.kind == "in"]
     assert not any(isinstance(one, Close) for one in requests)
-
-
-@pytest.mark.parametrize("is_first", [False, True])
-async def test_a_gateway_finds_a_waiting_request_before_and_after_another_gateways_append(
-    worker: Any, is_first: bool
-) -> None:
-    """The worker will refuse that append: the position is wrong."""
-    worker.app.stop()
-    await worker.task
-    turn = chat.read(encode(question("Begin.", 4)))
-    asked = plan(SessionIndex(), turn, 0, is_last=True).asked
-    append = build(Append, append_id(asked.name.prompt, 9), messages=turn.messages, expect_position=9)
-    generate = build(Generate, str(asked.name), messages=turn.messages, expect_position=0)
-    for request in (generate, append) if is_first else (append, generate):
-        await worker.client.submit(session_key(worker.client.tenant, asked.session.name), request)
-    index = SessionIndex()
-    await recover(worker.client, index)
-    assert plan(index, turn, 0, is_last=False).how == "repeated"
 
 
 @pytest.mark.serves("endless_model")

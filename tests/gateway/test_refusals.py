@@ -27,7 +27,6 @@ from turnkeep_client.errors import (
     TokenLimit,
     TurnkeepError,
 )
-from turnkeep_client.messages import decode_result
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
@@ -146,22 +145,6 @@ def test_each_error_maps_to_an_http_status_and_to_codes_of_the_apis(
         assert said["message"] == "prompt is too long: 10 tokens > 9 maximum"
     else:
         assert said["message"].startswith("prompt is too long")
-
-
-async def test_an_invalid_message_from_the_worker_is_a_server_error(
-    served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here a result whose tokens are a word. An invalid chunk is ignored: the result has its text."""
-
-    def broken(body: bytes) -> Any:
-        return decode_result(body.replace(b'"tokens":[', b'"tokens":"many","were":['))
-
-    monkeypatch.setattr("turnkeep_client.calls.decode_result", broken)
-    answer = await http.post(CHAT, json=said(logprobs=True))
-    assert answer.status_code == 500
-    assert "the worker sent an invalid message: " in answer.json()["error"]["message"]
-    monkeypatch.undo()
-    assert (await http.post(CHAT, json=said(logprobs=True))).status_code == 200
 
 
 @pytest.mark.process
