@@ -221,7 +221,6 @@ async def test_a_question_abandoned_without_a_worker_is_closed_unanswered_by_the
 ) -> None:
     worker, client, place = await outside(worker_process, endless_model, nats_url)
     async with client:
-        await client.session("s").append(text="so that there is a stream, and a worker that listens")
 
         def run() -> tuple[int, str]:
             with Terminal("ask", "hello", "--max-tokens", 50_000, *place) as terminal:
@@ -254,7 +253,6 @@ async def test_an_answer_waits_for_a_killed_worker_to_restart_and_then_continues
 ) -> None:
     worker, client, place = await outside(worker_process, endless_model, nats_url)
     async with client:
-        await client.session("s").append(text="so that there is a stream, and a worker that listens")
         options = ("--session", "s", "--max-tokens", 3000, *place)
 
         def run() -> list[str]:
@@ -278,7 +276,6 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
 ) -> None:
     worker, client, place = await outside(worker_process, endless_model, nats_url)
     async with client:
-        await client.session("s").append(text="so that there is a stream")
         options = ("--session", "s", "--max-tokens", 900, *place)
 
         def run() -> int:
