@@ -271,120 +271,29 @@ USUAL: dict[str, dict[str, Any]] = {
     "/api/generate": {"model": "m", "prompt": "Once"},
     RERANK: {"query": "Why?"},
 }
-CUSTOM_CALL = {"role": "assistant", "tool_calls": [{"id": "a", "type": "custom"}]}
-FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-TOOL = {"name": "f", "input_schema": {"type": "object"}}
-FLAT = {"type": "function", "name": "f", "parameters": {"type": "object"}}
-CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-USED = {"type": "tool_use", "id": "c1", "name": "f", "input": {}}
-#: Its last message is the beginning of the answer.
-BEGUN = [*GREETING, {"role": "assistant", "content": "It is in"}]
-REQUIRED = {"tools": [FUNCTION], "tool_choice": "required"}
-OBJECT = {"type": "json_schema", "schema": {"type": "object"}}
 
 
-def saying(*content: Any, role: str = "user") -> dict[str, Any]:
-    return {"messages": [{"role": role, "content": [*content]}]}
-
-
-def answered(**message: Any) -> dict[str, Any]:
-    return {"messages": [*GREETING, {"role": "assistant", **message}]}
-
-
-def item(**more: Any) -> dict[str, Any]:
-    return {"input": [more]}
+def saying(*content: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [*content]}]}
 
 
 Row = tuple[str, Any, str, str | None]
+#: What the reading of a request refuses, `readings.txt` has; these rows have each API's form, and the rest.
 TINY: list[Row] = [
     (CHAT, saying({"type": "text", "text": 7}), "must have a text", "messages[0].content[0]"),
-    (CHAT, saying({"type": 7}), "with a type", "messages[0].content[0]"),
-    (CHAT, {"modalities": ["text", "audio"]}, "modality", "modalities"),
-    (CHAT, {"functions": [{"name": "f"}]}, "functions", "functions"),
-    (CHAT, {"web_search_options": {"a": 1}}, "web_search_options", "web_search_options"),
-    (CHAT, {"response_format": {"type": "yaml"}}, "response_format", "response_format.type"),
-    (CHAT, {"tools": [{"type": "custom"}]}, "custom", "tools[0]"),
-    (CHAT, {"tools": [{"name": "f"}]}, "needs the field function", "tools[0]"),
-    (CHAT, {"tool_choice": "required"}, "tools", "tool_choice"),
-    (CHAT, {"top_logprobs": 2}, "logprobs", "top_logprobs"),
-    (CHAT, {"n": 99}, "n must be 1 to 16", "n"),
-    (CHAT, {"n": 0}, "n must be 1 to 16", "n"),
-    (CHAT, {"logit_bias": {"a": 1}}, "token ids", "logit_bias"),
     (CHAT, {"logit_bias": {"99999": 1}}, "99999", "logit_bias"),
-    (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens"),
-    (CHAT, {"max_tokens": "9"}, "Expected `int", "max_tokens"),
-    (CHAT, {"temperature": -1}, "temperature", "temperature"),
-    (CHAT, {"stop": ["a"] * 17}, "stop", "stop"),
-    (CHAT, {"messages": []}, "empty", "messages"),
-    (CHAT, saying("a", role="critic"), "role", "messages[0].role"),
-    (CHAT, {"messages": [{"role": "user"}]}, "no content", "messages[0].content"),
-    (CHAT, {"messages": [CUSTOM_CALL]}, "custom", "messages[0].tool_calls[0]"),
     (CHAT, {"messages": None}, "messages", "messages"),
     (CHAT, [], "Expected `object`", None),
-    (CHAT, {"chat_template_kwargs": {"messages": []}}, "has messages in", "chat_template_kwargs"),
-    (CHAT, {"messages": BEGUN, **REQUIRED}, "must call a tool", "messages"),
-    (CHAT, {"messages": BEGUN, "response_format": {"type": "json_object"}}, "format", "messages"),
-    (CHAT, answered(tool_calls=[CALL]), "tool calls", "messages"),
-    (CHAT, {"messages": BEGUN[1:]}, "before", "messages"),
     (COMPLETIONS, {"echo": True}, "echo is not supported", "echo"),
-    (COMPLETIONS, {"prompt": ["a"] * 129}, "128 prompts", "prompt"),
-    (COMPLETIONS, {"prompt": ["a", "b"], "n": 17}, "n must be", "n"),
-    (COMPLETIONS, {"prompt": [1, "a"]}, "a text, or token ids", "prompt"),
-    (COMPLETIONS, {"prompt": [1, 2**40]}, "tokens[1]", "prompt[1]"),
     (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
-    (COMPLETIONS, {"prompt": ""}, "a text, or token ids", "prompt"),
-    (COMPLETIONS, {"prompt": ["One", ""]}, "prompt", "prompt"),
-    (COMPLETIONS, {"prompt": [[65], "Two", []]}, "prompt", "prompt"),
-    (COMPLETIONS, {"prompt": [["a"]]}, "prompt", "prompt"),
-    (COMPLETIONS, {"prompt": []}, "prompt", "prompt"),
-    (COMPLETIONS, {"best_of": 3}, "best_of", "best_of"),
-    (COMPLETIONS, {"suffix": "b"}, "suffix", "suffix"),
     (MESSAGES, saying(7), "with a type", None),
-    (MESSAGES, saying({"type": "text"}), "must have a text", None),
-    (MESSAGES, saying({"type": "tool_result", "content": 7}), "Expected `str | array | null`", None),
-    (MESSAGES, saying("a", role="tool"), "role", None),
-    (MESSAGES, answered(content="b "), "trailing whitespace", None),
-    (MESSAGES, {"messages": []}, "empty", None),
-    (MESSAGES, {"messages": 1}, "messages", None),
-    (MESSAGES, {"tool_choice": {"type": "any"}}, "tools", None),
-    (MESSAGES, {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", None),
-    (MESSAGES, {"tools": [FUNCTION]}, "input_schema", None),
-    (MESSAGES, {"mcp_servers": [{"url": "x"}]}, "mcp_servers", None),
-    (MESSAGES, {"thinking": {"type": "enabled"}}, "budget_tokens", None),
-    (MESSAGES, {"max_tokens": -2}, "max_tokens", None),
     (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
-    (
-        MESSAGES,
-        {"messages": BEGUN, "tools": [TOOL], "tool_choice": {"type": "any"}},
-        "must call a tool",
-        None,
-    ),
-    (MESSAGES, {"messages": BEGUN, "output_config": {"format": OBJECT}}, "format", None),
-    (MESSAGES, answered(content=[USED]), "tool calls", None),
-    (RESPONSES, {"input": []}, "empty", "input"),
     (RESPONSES, {"input": None}, "empty", "input"),
-    (RESPONSES, {"input": 7}, "Expected", "input"),
-    (RESPONSES, {"background": True, "store": False}, "store", "background"),
-    (RESPONSES, {"conversation": "conv_1"}, "conversation", "conversation"),
-    (RESPONSES, {"prompt": {"id": "a"}}, "prompt", "prompt"),
-    (RESPONSES, {"metadata": {"a": "x" * 513}}, "metadata", "metadata"),
-    (RESPONSES, {"tool_choice": "required"}, "tools", "tool_choice"),
-    (RESPONSES, {"tools": [{"type": "function", "function": {"name": "x"}}]}, "has no name", "tools"),
-    (RESPONSES, {"tools": [FLAT], "tool_choice": {"type": "web_search"}}, "web_search", "tool_choice"),
-    (RESPONSES, {"tools": [FLAT], "tool_choice": FLAT | {"name": "x"}}, "tool_choice", "tool_choice"),
-    (RESPONSES, {"text": {"format": {"type": "yaml"}}}, "response_format", "text.format.type"),
-    (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "schema", "text.format.schema"),
-    (RESPONSES, {"max_output_tokens": 0}, "1 or more", "max_output_tokens"),
-    (RESPONSES, item(role="user", content=[7]), "type", "input[0].content[0]"),
-    (RESPONSES, item(role="tool", content="a"), "role", "input[0].role"),
-    (RESPONSES, item(type="function_call_output", output=7), "string", "input[0].output"),
     (COMPACT, {}, "", "input"),
     (COMPACT, {"input": []}, "", "input"),
     (COMPACT, {"input": 3}, "", "input"),
     (COMPACT, {"input": "a", "prompt": {"id": "b"}}, "", "prompt"),
     ("/api/generate", {"suffix": "end"}, "suffix is not supported", None),
-    ("/api/generate", {"context": [1, 2]}, "context", None),
-    ("/api/generate", {"template": "{{ .Prompt }}"}, "template", None),
     (EMBEDDINGS, {"input": "a"}, "makes no embeddings", None),
     (RERANK, {"documents": ["a"]}, "Qwen/Qwen3-Reranker-0.6B", None),
 ]
@@ -444,11 +353,8 @@ async def test_what_cannot_be_served_is_refused_with_a_sentence_and_the_field_at
 
 
 async def test_token_counts_are_refused_as_the_answer_would_be(http: httpx2.AsyncClient) -> None:
-    for path, fields, says, _ in TINY:
-        if path == MESSAGES and not {"max_tokens", "output_config", "tool_choice"} & fields.keys():
-            answer = await http.post(f"{MESSAGES}/count_tokens", json=USUAL[MESSAGES] | fields)
-            assert answer.status_code == 400, fields
-            assert says in refusal(MESSAGES, answer.json())[0], fields
+    answer = await http.post(f"{MESSAGES}/count_tokens", json=USUAL[MESSAGES] | saying(7))
+    assert (answer.status_code, "with a type" in refusal(MESSAGES, answer.json())[0]) == (400, True)
 
 
 TOO_LONG = {
