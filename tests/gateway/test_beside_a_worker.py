@@ -153,7 +153,7 @@ async def served(local_worker: Any, door: Any, tmp_path: Path) -> Any:
 
 
 async def test_a_model_without_a_worker_is_listed_without_context_length_and_refuses_with_503(
-    served: Any, http: httpx2.AsyncClient
+    served: Any, http: httpx2.AsyncClient, tmp_path: Path
 ) -> None:
     listed = (await http.get("/v1/models")).json()["data"]
     contexts = [(one["id"], one.get("context_window")) for one in listed]
@@ -163,9 +163,6 @@ async def test_a_model_without_a_worker_is_listed_without_context_length_and_ref
     assert (await http.get("/v1/models/two")).json() == listed[1]
     unknown = await http.post("/v1/responses", json={"model": "three", "input": "Hello."})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
-
-
-async def test_launch_names_the_model_that_has_no_worker(served: Any, tmp_path: Path) -> None:
     code, said, complained = await launched(tmp_path, "--gateway", served.url, "--of", "gone", "other")
     assert (code, said) == (1, "")
     assert complained == f"turnkeep: no worker of the model gone answers the gateway at {served.url}\n"

@@ -26,8 +26,8 @@ CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 #: For each path, the field with the messages, and other fields that a request needs.
 PATHS = {
-    CHAT: ("messages", {}),
-    "/v1/responses": ("input", {}),
+    CHAT: ("messages", {"max_tokens": 2}),
+    "/v1/responses": ("input", {"max_output_tokens": 2}),
     "/v1/messages": ("messages", {"max_tokens": 2}),
 }
 PAGE = {"origin": "http://localhost:3000"}

@@ -12,9 +12,7 @@ import nats.errors
 import pytest
 
 from turnkeep_client import session_log
-from turnkeep_client.client import connect
 from turnkeep_client.direct import DirectGets
-from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.history import read_history
 from turnkeep_client.log import Stored, derived_seed
 from turnkeep_client.session_log import (
@@ -166,14 +164,6 @@ def test_the_seed_derived_for_a_request_is_the_same_in_every_version() -> None:
     """A worker continues answers that an older version began with this seed, and replays logs with it."""
     assert derived_seed(session_key("t1", "s1"), 1) == 10658773766922296
     assert derived_seed(session_key("default", "garden"), 2**40) == 44001429195367002
-
-
-async def test_reading_the_log_with_a_closed_client_raises_an_error(local_worker):
-    worker = await local_worker()
-    client = await connect(worker.settings.nats, prefix=worker.settings.prefix)
-    await client.close()
-    with pytest.raises(NoWorkerError, match="the client is closed"):
-        await client.log()
 
 
 def sent(seq: int, before: int) -> Any:
