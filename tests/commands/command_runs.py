@@ -95,7 +95,8 @@ async def outside(
 ) -> tuple[WorkerProcess, Client, tuple[str, ...]]:
     """Start a worker on a NATS server that goes on when the worker is killed.
 
-    Return the worker, a client, and the options with which a command finds the worker.
+    Return the worker, a client, and the options with which a command finds the worker. The session `s` has
+    an append, so there is a stream, and the worker listens.
     """
     prefix = f"outside{free_port()}"
     place = ("--nats", nats_url, "--prefix", prefix)
@@ -106,6 +107,7 @@ async def outside(
         while True:
             with contextlib.suppress(NoWorkerError):
                 await client.worker_metrics()
+                await client.session("s").append(text="a")
                 return worker, client, place
             await asyncio.sleep(0.1)
 

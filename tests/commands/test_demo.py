@@ -116,32 +116,21 @@ def test_run_on_a_terminal_continues_the_chat_of_the_previous_run(tmp_path: Path
     assert processes_with(str(tmp_path / "data")) == []
 
 
-def test_run_with_a_missing_model_says_that_there_is_no_such_model(tmp_path: Path) -> None:
-    done = turnkeep(
-        "run", tmp_path / "nosuch", "Hello", "--data-dir", tmp_path / "data", "--nats-port", free_port()
-    )
-    assert done.returncode == 1
-    assert "there is no model at" in done.stderr
-    assert done.stdout == ""
-
-
-@pytest.mark.parametrize("question", ["Say hello", "Hello?", "line\nbreak"])
-def test_run_with_a_question_in_place_of_the_model_explains_at_once_how_to_ask_it(
-    tmp_path: Path, question: str
-) -> None:
-    done = turnkeep("run", question, "--data-dir", tmp_path / "data", "--nats-port", free_port())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "starting a worker" not in done.stderr
-    assert done.stderr.endswith(
-        f"the first argument of run is a model, and {question!r} is none; to ask it: echo"
-        f" {shlex.quote(question)} | turnkeep run\n"
-    )
-
-
-def test_run_refuses_an_empty_name_of_a_model(tmp_path: Path) -> None:
-    done = turnkeep("run", "", "Hello", "--data-dir", tmp_path / "data", "--nats-port", free_port())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.endswith("the first argument of run is a model, and it is empty\n")
+def test_run_says_at_once_what_is_wrong_with_its_first_argument(tmp_path: Path) -> None:
+    questions = [
+        (one, 2, f"is a model, and {one!r} is none; to ask it: echo {shlex.quote(one)} | turnkeep run\n")
+        for one in ("Say hello", "line\nbreak")
+    ]
+    for name, code, says in (
+        *questions,
+        ("", 2, "the first argument of run is a model, and it is empty\n"),
+        (tmp_path / "nosuch", 1, ""),
+    ):
+        words = () if (name, code, says) in questions else ("Hello",)
+        done = turnkeep("run", name, *words, "--data-dir", tmp_path / "data", "--nats-port", free_port())
+        assert (done.returncode, done.stdout) == (code, "")
+        assert done.stderr.endswith(says)
+        assert ("starting a worker" in done.stderr, "there is no model at" in done.stderr) == 2 * (code == 1,)
 
 
 async def test_run_uses_a_running_worker_and_leaves_it_running(

@@ -112,17 +112,6 @@ def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago
     assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
 
 
-def test_a_second_serve_on_a_data_directory_says_which_process_uses_it(
-    worker_process: Callable[..., WorkerProcess],
-) -> None:
-    worker = worker_process()
-    worker.start()
-    where = ("--data-dir", worker.data_dir, "--nats-port", free_port())
-    while not worker.data_dir.joinpath("worker.lock").exists():
-        time.sleep(0.01)
-    assert f"(pid {worker.pid}); stop it" in turnkeep("serve", *where).stderr
-
-
 ASKED = ("ask", "Hello?", "--max-tokens", 2)
 
 
@@ -143,33 +132,49 @@ def started(worker_process: Callable[..., WorkerProcess]) -> Callable[..., Worke
     return start
 
 
-def test_ask_finds_a_worker_on_another_port_by_its_data_directory(
-    started: Callable[..., WorkerProcess],
-) -> None:
-    worker = started()
-    done = turnkeep(*ASKED, "--data-dir", worker.data_dir)
-    assert done.returncode == 0, done.stderr
-    assert "waiting" not in done.stderr
-
-
-def test_info_url_prints_the_address_of_the_running_nats_server(
-    started: Callable[..., WorkerProcess],
-) -> None:
-    worker = started()
-    for port in ("", "4223"):
-        said = turnkeep("info", "--url", "--data-dir", worker.data_dir, TURNKEEP_NATS_PORT=port)
-        assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
-
-
-def test_a_command_without_options_finds_the_worker_of_the_standard_data_directory(
+def test_commands_find_this_machines_worker_by_its_directory_or_its_address(
     started: Callable[..., WorkerProcess], tmp_path: Path
 ) -> None:
-    worker, home = started(), tmp_path / "home"
+    """By `--data-dir`, `--nats` or NATS_URL, or at the usual place; an error names the right one."""
+    worker, home, wrong = started(), tmp_path / "home", free_port()
+    place, nowhere = ("--data-dir", worker.data_dir), f"nats://127.0.0.1:{wrong}"
+    bare = f"nats://127.0.0.1:{worker.url.rpartition(':')[2]}"
+    for options, more in ((place, {}), ((), {"NATS_URL": worker.url})):
+        done = turnkeep(*ASKED, *options, **more)
+        assert (done.returncode, "waiting" in done.stderr) == (0, False), done.stderr
     for folder in (home, home / "Library" / "Application Support"):
         folder.mkdir(parents=True)
         (folder / "turnkeep").symlink_to(worker.data_dir)
-    said = turnkeep("info", "--url", HOME=str(home), XDG_DATA_HOME=str(home))
-    assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
+    usual = {"HOME": str(home), "XDG_DATA_HOME": str(home)}
+    for options, more in ((place, {}), (place, {"TURNKEEP_NATS_PORT": "4223"}), ((), usual)):
+        said = turnkeep("info", "--url", *options, **more)
+        assert (said.returncode, said.stdout.strip()) == (0, worker.url), said.stderr
+    for options in (place, ("--nats", worker.url)):
+        assert turnkeep("sessions", *options, NATS_URL=nowhere).returncode == 0, options
+
+    def fails(*words: object, **more: str) -> str:
+        done = turnkeep(*words, **more)
+        assert done.returncode == 1
+        return done.stderr.removeprefix("turnkeep: ")
+
+    assert fails(*ASKED, *place, "--nats-port", wrong) == (
+        f"no NATS server at {nowhere}: connection refused; the one of"
+        f" {worker.data_dir} is at {bare}: leave out --nats-port\n"
+    )
+    assert fails("sessions", NATS_URL=nowhere) == (
+        f"no NATS server at {nowhere}: connection refused;"
+        " start it, or name another one with --nats or NATS_URL\n"
+    )
+    helps = "it is that of this machine's own worker: leave out --nats or NATS_URL"
+    wants = f"the NATS server at {bare} wants its token"
+    assert fails("exporter", *place, "--nats", bare) == f"{wants}; {helps}\n"
+    done = turnkeep("sessions", TURNKEEP_DATA_DIR=str(worker.data_dir), NATS_URL=bare)
+    assert (done.returncode, done.stderr) == (0, ""), "a data directory comes before NATS_URL"
+    assert f"(pid {worker.pid}); stop it" in fails("serve", *place, "--nats-port", free_port())
+    invalid = turnkeep("sessions", NATS_URL="http://s3cret@x")
+    assert invalid.returncode == 2
+    assert invalid.stderr.startswith("turnkeep: NATS_URL: its value is not valid: it must be ")
+    assert "s3cret" not in invalid.stderr
 
 
 def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
@@ -188,19 +193,6 @@ def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
     )
 
 
-def test_a_wrong_nats_port_fails_with_an_error_that_names_the_right_one(
-    started: Callable[..., WorkerProcess],
-) -> None:
-    worker, wrong = started(), free_port()
-    done = turnkeep(*ASKED, "--data-dir", worker.data_dir, "--nats-port", wrong)
-    assert done.returncode == 1
-    right = worker.url.rpartition(":")[2]
-    assert done.stderr == (
-        f"turnkeep: no NATS server at nats://127.0.0.1:{wrong}: connection refused; the one of"
-        f" {worker.data_dir} is at nats://127.0.0.1:{right}: leave out --nats-port\n"
-    )
-
-
 def test_a_client_without_a_worker_is_not_advised_to_start_one_as_its_own_user(
     nats_url: str, tmp_path: Path
 ) -> None:
@@ -210,35 +202,3 @@ def test_a_client_without_a_worker_is_not_advised_to_start_one_as_its_own_user(
     done = turnkeep("info", *options, "--nats-context", context)
     assert done.returncode == 1
     assert done.stderr.endswith(f"; start a worker with: turnkeep serve {' '.join(options)}\n"), done.stderr
-
-
-def test_the_variable_nats_url_names_the_server_unless_an_option_does(
-    started: Callable[..., WorkerProcess],
-) -> None:
-    worker, nowhere = started(), f"nats://127.0.0.1:{free_port()}"
-    done = turnkeep(*ASKED, NATS_URL=worker.url)
-    assert done.returncode == 0, done.stderr
-    for options in (("--data-dir", worker.data_dir), ("--nats", worker.url)):
-        assert turnkeep("sessions", *options, NATS_URL=nowhere).returncode == 0, options
-    gone = turnkeep("sessions", NATS_URL=nowhere)
-    assert gone.stderr == (
-        f"turnkeep: no NATS server at {nowhere}: connection refused;"
-        " start it, or name another one with --nats or NATS_URL\n"
-    )
-    wrong = turnkeep("sessions", NATS_URL="http://s3cret@x")
-    assert wrong.returncode == 2
-    assert wrong.stderr.startswith("turnkeep: NATS_URL: its value is not valid: it must be ")
-    assert "s3cret" not in wrong.stderr
-
-
-def test_giving_the_local_worker_s_address_without_its_token_fails_with_advice_to_omit_it(
-    started: Callable[..., WorkerProcess],
-) -> None:
-    worker = started()
-    bare = f"nats://127.0.0.1:{worker.url.rpartition(':')[2]}"
-    helps = "it is that of this machine's own worker: leave out --nats or NATS_URL"
-    done = turnkeep("exporter", "--data-dir", worker.data_dir, "--nats", bare)
-    assert done.returncode == 1
-    assert done.stderr == f"turnkeep: the NATS server at {bare} wants its token; {helps}\n"
-    done = turnkeep("sessions", TURNKEEP_DATA_DIR=str(worker.data_dir), NATS_URL=bare)
-    assert "leave out" not in done.stderr, "a data directory comes before NATS_URL"

@@ -161,11 +161,25 @@ def test_standard_output_is_only_json_while_a_model_is_tried_for_the_first_time(
 PAGE = (Path(__file__).parents[2] / "docs" / "benchmarks.md").read_text()
 
 
-def groups(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+def named(group: click.Group = main, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], click.Command]:
+    """Return all commands and groups below a group, by their words."""
+    found: dict[tuple[str, ...], click.Command] = {}
     context = click.Context(group)
-    inner = ((name, group.get_command(context, name)) for name in group.list_commands(context))
-    found = [groups(command, (*path, name)) for name, command in inner if isinstance(command, click.Group)]
-    return [path, *(one for some in found for one in some)]
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found[*path, name] = command
+        if isinstance(command, click.Group):
+            found |= named(command, (*path, name))
+    return found
+
+
+def commands() -> list[tuple[str, ...]]:
+    return [words for words, one in named().items() if not isinstance(one, click.Group)]
+
+
+def groups() -> list[tuple[str, ...]]:
+    return [(), *(words for words, one in named().items() if isinstance(one, click.Group))]
 
 
 def help_of(*command: str, columns: int = 80, flag: str = "--help") -> str:
@@ -193,16 +207,6 @@ def help_of(*command: str, columns: int = 80, flag: str = "--help") -> str:
 )
 def test_help_shows_which_values_an_option_takes(shown: str) -> None:
     assert shown in help_of("serve", flag="--help-all")
-
-
-def commands(group: click.Group = main, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    context = click.Context(group)
-    inner = ((name, group.get_command(context, name)) for name in group.list_commands(context))
-    found = [
-        commands(command, (*path, name)) if isinstance(command, click.Group) else [(*path, name)]
-        for name, command in inner
-    ]
-    return [one for some in found for one in some]
 
 
 def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
@@ -257,11 +261,7 @@ def called(function: object, found: set[object]) -> set[object]:
 
 
 def test_each_command_that_prints_a_table_has_the_option_json() -> None:
-    for words in commands():
-        command: click.Command = main
-        for word in words:
-            assert isinstance(command, click.Group)
-            command = command.get_command(click.Context(command), word) or main
+    for words, command in named().items():
         if table in called(command.callback, set()):
             assert "--json" in {flag for one in command.params for flag in one.opts}, words
 
@@ -279,10 +279,8 @@ def test_help_lists_every_command_with_its_description_without_importing_them() 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "set()\n"
     listed = " ".join(done.stdout.split())
-    for (name,) in [path for path in [*commands(), *groups()] if len(path) == 1]:
-        command = main.get_command(click.Context(main), name)
-        assert command
-        assert f"{name} {command.short_help}" in listed
+    for words, command in named().items():
+        assert len(words) > 1 or f"{words[0]} {command.short_help}" in listed
 
 
 def test_a_program_in_a_folder_with_spaces_is_named_as_a_shell_reads_it(

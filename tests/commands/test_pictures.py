@@ -52,20 +52,8 @@ async def questions(client: Client) -> list[Any]:
     return [one.content for one in messages if one.role == "user"]
 
 
-async def test_ask_sends_images_before_the_question_and_show_names_them(
-    local_worker: Callable[..., Any], files: tuple[Path, Path]
-) -> None:
-    worker = await local_worker()
-    images = [word for file in files for word in ("--image", file)]
-    assert (await run("ask", worker, *images, "Which colours?", text="")).returncode == 0
-    assert await questions(worker.client) == [(part(RED), part(BLUE), text("Which colours?"))]
-    shown = await asyncio.to_thread(turnkeep, "show", "s", *where(worker))
-    names = "".join(f"[image {digest(one)[:12]}]" for one in (RED, BLUE))
-    assert f"{names}Which colours?" in shown.stdout
-
-
-async def test_a_file_that_is_no_image_is_a_usage_error_that_names_it(
-    local_worker: Callable[..., Any], tmp_path: Path
+async def test_ask_sends_images_and_a_file_that_is_none_is_a_usage_error_that_names_it(
+    local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     worker = await local_worker()
     (wrong := tmp_path / "notes.png").write_text("These are notes.")
@@ -75,6 +63,11 @@ async def test_a_file_that_is_no_image_is_a_usage_error_that_names_it(
     missing = await run("ask", worker, "--image", tmp_path / "none.png", "What?", text="")
     assert "does not exist" in missing.stderr
     assert not await worker.client.log("s")
+    images = [word for file in files for word in ("--image", file)]
+    assert (await run("ask", worker, *images, "Which?", text="")).returncode == 0
+    assert await questions(worker.client) == [(part(RED), part(BLUE), text("Which?"))]
+    shown = await asyncio.to_thread(turnkeep, "show", "s", *where(worker))
+    assert f"[image {digest(RED)[:12]}][image {digest(BLUE)[:12]}]Which?" in shown.stdout
 
 
 def test_a_line_is_of_dragged_images_only_if_it_names_existing_image_files(

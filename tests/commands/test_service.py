@@ -120,6 +120,9 @@ def test_service_installs_starts_shows_and_removes_a_systemd_unit(
         starts = [line.removeprefix("systemctl --user ") for line in asked(tmp_path)]
         assert starts == ["daemon-reload", "enable turnkeep", "restart turnkeep"]
     assert units.command_in(unit.read_text())[2:4] == ["--config", str(config)]
+    stub("journalctl")
+    assert run("service", "logs", "-f", "-n", "7").returncode == 0
+    assert asked(tmp_path) == ["journalctl --user-unit turnkeep -o cat -n 7 -f"]
     stopped = run("service", "status")
     assert (stopped.returncode, "no; `turnkeep service logs` may say why" in stopped.stdout) == (1, True)
     assert json.loads(run("service", "status", "--json").stdout)["settings"] == str(config)
@@ -141,6 +144,11 @@ def test_service_installs_starts_shows_and_removes_a_systemd_unit(
     gone = run("service", "status")
     assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
     assert "`turnkeep service install` makes one" in gone.stderr
+    usual = tmp_path / "home" / ".config" / "turnkeep" / "turnkeep.toml"
+    usual.parent.mkdir()
+    usual.write_text(f"nats_port = {free_port()}\n")
+    done = run("service", "install")
+    assert (done.returncode, str(usual) in done.stdout) == (0, True), done.stderr
 
 
 #: As launchd does, it knows a service for a while after `bootout`, and refuses to start it meanwhile.
@@ -237,17 +245,6 @@ def test_folders_that_are_closed_to_services_are_known_by_any_name_that_the_file
         service._check_places(tmp_path / "documents" / "data")
 
 
-def test_service_install_without_config_names_the_default_settings_file(
-    run: Run, stub: Callable[..., Path], tmp_path: Path
-) -> None:
-    stub("systemctl")
-    (tmp_path / "home" / ".config" / "turnkeep").mkdir(parents=True)
-    path = tmp_path / "home" / ".config" / "turnkeep" / "turnkeep.toml"
-    path.write_text(f"nats_port = {free_port()}\n")
-    done = run("service", "install")
-    assert (done.returncode, str(path) in done.stdout) == (0, True), done.stderr
-
-
 def test_a_refused_service_install_names_the_obstacle_in_one_line_and_writes_nothing(
     run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
 ) -> None:
@@ -274,17 +271,6 @@ def test_a_refused_service_install_names_the_obstacle_in_one_line_and_writes_not
         )
         config.write_text(f"data_dir = 'data'\nnats_port = {port}\n")
         assert f"port {port} of 127.0.0.1 is taken" in refused("--config", str(config))
-
-
-def test_service_logs_shows_the_journal_of_the_systemd_unit(
-    run: Run, stub: Callable[..., Path], config: Path, tmp_path: Path
-) -> None:
-    stub("systemctl")
-    stub("journalctl")
-    assert run("service", "install", "--config", str(config)).returncode == 0
-    asked(tmp_path)
-    assert run("service", "logs", "-f", "-n", "7").returncode == 0
-    assert asked(tmp_path) == ["journalctl --user-unit turnkeep -o cat -n 7 -f"]
 
 
 @pytest.mark.parametrize("word", ["/a b/c", "50%", "$HOME", 'say "hi"', "back\\slash", "é"])

@@ -28,8 +28,15 @@ def generated(reason: str = "stop", *calls: tuple[str, str, str], **more: Any) -
     )
     seconds = Seconds(queued=0, prefill=0, first_token=0, total=0)
     made = tuple(Called(id=call_id, function=CalledFunction(name, text)) for call_id, name, text in calls)
-    fields = {"text": "Yes.", "tokens": (1,), "finish_reason": reason, "tool_calls": made, **more}
-    return Generated(id="g", seq=1, position=3, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
+    fields = {
+        "text": "Yes.",
+        "tokens": (1,),
+        "finish_reason": reason,
+        "tool_calls": made,
+        "position": 3,
+        **more,
+    }
+    return Generated(id="g", seq=1, usage=usage, seconds=seconds, kv_live_bytes=0, **fields)
 
 
 def events(written: bytes | str) -> list[dict[str, Any]]:

@@ -12,11 +12,11 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import anthropic
 import pytest
-from anthropic import AsyncAnthropic, beta_async_tool
+from anthropic import AsyncAnthropic
 from crafted import LETTERS
 from steering import Steering
 
@@ -225,8 +225,6 @@ SKY = {
 }
 TOOL = {"name": "look", "description": "Look at the sky.", "input_schema": SKY}
 BIASED = {"extra_body": {"logit_bias": LETTERS}}
-#: The only tool must be called, and its argument is short.
-FORCED: Any = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
 
 
 @pytest.fixture
@@ -257,20 +255,6 @@ async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_t
     assert answer.usage.cache_read_input_tokens >= called.usage.input_tokens + called.usage.output_tokens - 1
 
 
-async def test_anthropics_client_assembles_a_streamed_tool_call(client: AsyncAnthropic) -> None:
-    async with client.messages.stream(
-        model="m",
-        max_tokens=400,
-        tools=[TOOL],
-        tool_choice={"type": "tool", "name": "look", "disable_parallel_tool_use": True},
-        messages=[{"role": "user", "content": "How is the sky?"}],
-    ) as stream:
-        kinds = [event.type async for event in stream]
-        message = await stream.get_final_message()
-    assert "input_json" in kinds
-    assert message.content[-1].input["sky"] in {"blue", "grey"}
-
-
 async def test_anthropics_client_lists_models_counts_tokens_and_understands_errors(
     client: AsyncAnthropic,
 ) -> None:
@@ -286,33 +270,6 @@ async def test_anthropics_client_lists_models_counts_tokens_and_understands_erro
     with pytest.raises(anthropic.NotFoundError, match="is not served") as refused:
         await client.get("/v1/nothing", cast_to=object)
     assert refused.value.body["type"] == "error", "in this API's shape"
-
-
-async def test_anthropics_tool_runner_continues_the_conversation_without_a_thread_kept_here(
-    client: AsyncAnthropic,
-) -> None:
-    """The library sends only new messages of a thread, and all of them once it hears that there is none."""
-
-    @beta_async_tool
-    async def look(sky: Literal["blue", "grey"]) -> str:
-        """Look at the sky.
-
-        Args:
-            sky: which one
-        """
-        return sky * 3
-
-    runner = client.beta.messages.tool_runner(
-        model="m",
-        max_tokens=400,
-        max_iterations=2,
-        tools=[look],
-        messages=[{"role": "user", "content": "How is the sky?"}],
-        **FORCED,
-    )
-    first, second = [answer async for answer in runner]
-    assert first.stop_reason == "tool_use"
-    assert second.usage.cache_read_input_tokens >= first.usage.input_tokens + first.usage.output_tokens - 1
 
 
 async def test_a_continued_thread_of_anthropics_api_is_not_found_as_the_library_expects(

@@ -16,7 +16,6 @@ import pytest
 from parts import until
 
 from gateway import image_fetcher, keys
-from gateway.dialects.anthropic import messages
 from gateway.dialects.openai import chat, common
 from gateway.http.handlers import Handlers
 from gateway.image_fetcher import ImageFetcher
@@ -27,35 +26,11 @@ CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
 #: For each path, the field with the messages, and other fields that a request needs.
 PATHS = {
-    CHAT: ("messages", {}),
-    "/v1/responses": ("input", {}),
+    CHAT: ("messages", {"max_tokens": 2}),
+    "/v1/responses": ("input", {"max_output_tokens": 2}),
     "/v1/messages": ("messages", {"max_tokens": 2}),
 }
-LINK = "http://a.example/b"
 PAGE = {"origin": "http://localhost:3000"}
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("kind", [{}, {"type": 5}, {"type": ["image"]}, {"type": "text"}])
-async def test_a_link_in_a_part_of_no_known_type_is_refused_in_the_apis_form(
-    http: httpx2.AsyncClient, path: str, kind: dict[str, Any]
-) -> None:
-    field, more = PATHS[path]
-    for link in ({"image_url": {"url": LINK}}, {"image_url": LINK}, {"source": {"url": LINK}}):
-        said = {field: [{"role": "user", "content": [{**kind, **link}]}], **more}
-        answer = await http.post(path, json=said, headers=PAGE)
-        assert answer.status_code == 400, answer.text
-        assert answer.json()["error"]["message"].startswith("a part of "), answer.text
-
-
-@pytest.mark.parametrize("source", [{"type": "url", "url": LINK}, {"type": "base64", "data": "aGk="}])
-async def test_a_document_by_url_gets_the_placeholder_of_a_document(
-    http: httpx2.AsyncClient, source: dict[str, str]
-) -> None:
-    said = [{"role": "user", "content": [{"type": "document", "source": source}]}]
-    answer = await http.post("/v1/messages", json={"max_tokens": 2, "messages": said})
-    warnings = "messages[0].content[0]: document replaced by a placeholder"
-    assert (answer.status_code, answer.headers["x-turnkeep-warnings"]) == (200, warnings)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -86,13 +61,6 @@ async def test_a_client_that_sends_a_large_body_gets_the_refusal_that_does_not_w
         for key, status in 5 * [("k", 429), ("other", 401)]:
             answer = await http.post(CHAT, json=body, headers={"authorization": f"Bearer {key}"})
             assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
-
-
-async def test_a_body_larger_than_the_limit_is_refused_though_its_client_sends_all_of_it(
-    http: httpx2.AsyncClient,
-) -> None:
-    answer = await http.post(CHAT, content=b" " * 40_000_000)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
 
 
 MOST = common.MOST_ITEMS
@@ -129,17 +97,6 @@ async def test_messages_and_parts_beyond_100000_are_refused_in_a_sentence(
     error = answer.json()["error"]
     message = error if isinstance(error, str) else error["message"]
     assert (answer.status_code, "more than 100000 messages, parts" in message) == (400, True), message
-
-
-def test_a_long_conversation_of_an_agent_is_read() -> None:
-    """10,000 rounds of call and result, which no context of a million tokens holds."""
-    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    rounds = [
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "done"}]},
-    ]
-    said = [{"role": "user", "content": "Go."}, *(10_000 * rounds)]
-    assert len(chat.read(json.dumps({"messages": said}).encode()).messages or ()) == 20_001
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -226,23 +183,3 @@ async def test_a_host_that_sends_byte_by_byte_holds_no_thread_beyond_the_time_of
     async with asyncio.timeout(5):
         await until(lambda: not host.num_at_once)
     host.listener.close()
-
-
-def test_small_differences_of_requests_are_accepted_or_named() -> None:
-    said = {"role": "user", "content": "a"}
-    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    turn = chat.read(
-        json.dumps({"messages": [said, {"role": "assistant", "tool_calls": [call]}, said]}).encode()
-    )
-    assert [one.id for message in turn.messages or () for one in message.tool_calls] == ["call_0"]
-    for token in ("99999999999", "-1", "a"):
-        with pytest.raises(Fault) as refused:
-            chat.read(json.dumps({"messages": [said], "logit_bias": {token: 1}}).encode())
-        assert refused.value.param == "logit_bias", token
-    for more, budget in (
-        ({}, 64),
-        ({"thinking": {"type": "adaptive"}}, 64),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
-    ):
-        effort = {"max_tokens": 2, "messages": [said], "output_config": {"effort": "minimal"}, **more}
-        assert messages.read(json.dumps(effort).encode()).options["reasoning"] == {"budget": budget}

@@ -89,9 +89,9 @@ async def post(
 @pytest.mark.parametrize("path", PATHS)
 async def test_a_stream_resumes_after_any_of_its_events(http: httpx2.AsyncClient, path: str) -> None:
     """With `Last-Event-ID`, by sending the request again, and by a GET of the answer's URL."""
-    body = asked(path, stream=True, stream_options={"include_usage": True})
+    body = asked(path, 20, stream=True, stream_options={"include_usage": True})
     whole = events((await http.post(path, json=body)).text)
-    assert len(text_of(whole)) == 40
+    assert len(text_of(whole)) == 20
     assert len({one.id for one in whole}) == len(whole), "each event has an id of its own"
     answer_id = whole[0].id.partition(".")[0]
     replayed = events((await http.get(f"{path}/{answer_id}?stream=true")).text)
@@ -120,21 +120,19 @@ async def test_a_stream_resumes_after_any_of_its_events(http: httpx2.AsyncClient
     assert (await http.get(f"{path}/{answer_id}")).status_code == 404
 
 
-@pytest.mark.parametrize("path", PATHS)
-async def test_an_answer_is_found_by_its_id_only_in_the_api_that_made_it(
-    http: httpx2.AsyncClient, path: str
-) -> None:
-    answer = (await post(http, path, {})).json()
-    assert (await http.get(f"{path}/{answer['id']}")).json() == answer
-    for other in PATHS:
-        found = await http.get(f"{other}/{answer['id']}")
-        assert found.status_code == (200 if other == path else 404)
-    assert not (await http.post(f"{path}/{answer['id']}/cancel")).json().get("is_running")
+async def test_an_answer_is_found_by_its_id_only_in_the_api_that_made_it(http: httpx2.AsyncClient) -> None:
+    for path in PATHS:
+        answer = (await post(http, path, {}, top_p=1, max_tokens=9)).json()
+        assert (await http.get(f"{path}/{answer['id']}")).json() == answer
+        for other in PATHS:
+            found = await http.get(f"{other}/{answer['id']}")
+            assert found.status_code == (200 if other == path else 404)
+        assert not (await http.post(f"{path}/{answer['id']}/cancel")).json().get("is_running")
 
 
 async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncClient, served: Any) -> None:
     """Several clients may read the answer; one that disconnects does not end it."""
-    body = asked(CHAT, 600, stream=True)
+    body = asked(CHAT, 300, stream=True)
     key = {"idempotency-key": "watched"}
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
         begun = await read(answer, 5)
@@ -146,20 +144,8 @@ async def test_a_get_of_a_running_answer_waits_for_its_end(http: httpx2.AsyncCli
         rest = await read(more)
     assert (await waiting).status_code == 200, (await waiting).text
     text = (await waiting).json()["choices"][0]["message"]["content"]
-    assert len(text) == 600
+    assert len(text) == 300
     assert text_of(begun) + text_of(rest) == text
-
-
-async def test_resuming_an_answer_that_a_disconnect_has_cancelled_returns_an_error(
-    http: httpx2.AsyncClient,
-) -> None:
-    body = asked(CHAT, 30_000, stream=True)
-    async with http.stream("POST", CHAT, json=body) as answer:
-        begun = await read(answer, 5)
-    again = await http.post(CHAT, json=body, headers={"last-event-id": begun[-1].id})
-    assert "error" in json.loads(events(again.text)[-1]["data"])
-    found = await http.get(f"{CHAT}/{begun[0].id.partition('.')[0]}")
-    assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
 
 
 async def test_an_answer_with_store_false_can_be_resumed_but_not_retrieved_or_continued_by_id(
@@ -204,7 +190,7 @@ async def test_a_background_answer_runs_without_a_connection_and_replays_from_an
     worker: Any, served: Any, door: Any
 ) -> None:
     create = served.openai.responses.create
-    begun = await create(input="Begin.", background=True, instructions="Hm.", **options(700))
+    begun = await create(input="Begin.", background=True, instructions="Hm.", **options(200))
     assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
     running = await served.openai.responses.retrieve(begun.id)
     assert running == begun
@@ -213,11 +199,11 @@ async def test_a_background_answer_runs_without_a_connection_and_replays_from_an
     assert [event.sequence_number for event in seen] == list(range(len(seen)))
     whole = await ended(served, begun.id)
     assert seen[-1].response == whole
-    assert len(whole.output_text) == 700
+    assert len(whole.output_text) == 200
     assert "".join(event.delta for event in seen if event.type.endswith("delta")) == whole.output_text
     other = await door(worker.settings.nats, worker.settings.prefix)
     for gateway in (served, other):
-        for number in (-1, 0, 1, 2, 3, 77, len(seen) - 2, len(seen) - 1):
+        for number in (-1, 3, 77, len(seen) - 2, len(seen) - 1):
             more = {} if number < 0 else {"starting_after": number}
             rest = await gateway.openai.responses.retrieve(begun.id, stream=True, **more)
             assert [event async for event in rest] == seen[number + 1 :]
@@ -327,7 +313,7 @@ async def test_gateways_that_know_different_conversations_give_one_answer_per_id
     other = await door(worker.settings.nats, worker.settings.prefix)
     async with httpx2.AsyncClient(base_url=other.url, timeout=60) as there:
         await post(there, CHAT, {}, max_tokens=2)  # it has read the log
-        for number in range(6):
+        for number in range(3):
             said = [{"role": "user", "content": f"Begin {number}."}]
             first = (await http.post(CHAT, json=asked(CHAT, 8, messages=said))).json()["choices"][0][
                 "message"
@@ -343,16 +329,6 @@ async def test_gateways_that_know_different_conversations_give_one_answer_per_id
             said += [answers[0]["choices"][0]["message"], {"role": "user", "content": "More."}]
             more = await http.post(CHAT, json=asked(CHAT, 2, messages=said))
             assert not more.headers["x-turnkeep-session"].endswith("begun"), "its session is still known"
-
-
-async def test_a_failed_request_repeated_with_its_idempotency_key_gets_the_same_error(
-    http: httpx2.AsyncClient, served: Any
-) -> None:
-    """Here a request whose prompt is longer than the context."""
-    key = {"idempotency-key": "long"}
-    body = asked(CHAT, messages=[{"role": "user", "content": "word " * 30_000}])
-    first, second = [await http.post(CHAT, json=body, headers=key) for _ in range(2)]
-    assert (first.status_code, first.json()) == (400, second.json())
 
 
 async def test_a_background_answer_counts_towards_its_api_keys_limit_of_concurrent_requests(
@@ -378,31 +354,11 @@ async def test_a_background_answer_counts_towards_its_api_keys_limit_of_concurre
             await asyncio.sleep(0.1)
 
 
-async def test_an_answer_with_an_idempotency_key_continues_after_its_client_disconnects(
-    http: httpx2.AsyncClient, served: Any
-) -> None:
-    key = {"idempotency-key": "left"}
-    body = asked(CHAT, 700, stream=True)
-    async with http.stream("POST", CHAT, json=body, headers=key) as answer:
-        begun = await read(answer, 5)
-    again = events((await http.post(CHAT, json=body, headers=key)).text)
-    assert text_of(again).startswith(text_of(begun))
-    assert len(text_of(again)) == 700
-    rest = await http.post(CHAT, json=body, headers={**key, "last-event-id": begun[-1].id})
-    assert text_of(begun) + text_of(events(rest.text)) == text_of(again)
-    body["max_tokens"] = 30_000
-    key = {"idempotency-key": "stopped"}
-    async with http.stream("POST", CHAT, json=body, headers=key) as answer:
-        begun = await read(answer, 5)
-    stopped = await http.post(f"{CHAT}/{begun[0].id.partition('.')[0]}/cancel")
-    assert stopped.json()["is_running"] is False
-
-
 async def test_an_answer_can_be_read_as_a_durable_stream_from_any_offset(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     """By single reads, by long polls, and as server-sent events."""
-    begun = await served.openai.responses.create(input="Begin.", background=True, **options(700))
+    begun = await served.openai.responses.create(input="Begin.", background=True, **options(200))
     path = f"/v1/responses/{begun.id}/stream"
     found, offset, closed = [], "-1", None
     while closed is None:
@@ -442,9 +398,9 @@ async def test_reading_the_durable_stream_of_a_running_answer_returns_and_leaves
     assert "stream-closed" not in page.headers
     assert page.headers["stream-up-to-date"] == "true"
     from_now = await http.get(f"/v1/responses/{running.id}/stream", params={"offset": "now"})
-    assert (from_now.status_code, from_now.json()) == (200, [])
-    at = from_now.headers["stream-next-offset"]
-    assert at >= page.headers["stream-next-offset"] > "0000000000"
+    at, new = from_now.headers["stream-next-offset"], from_now.json()
+    assert (from_now.status_code, len(new) <= 1) == (200, True), "what came during the look"
+    assert int(at) - len(new) >= int(page.headers["stream-next-offset"]) > 0
     later = await http.get(
         f"/v1/responses/{running.id}/stream", params={"offset": "now", "live": "long-poll"}
     )
@@ -510,17 +466,6 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
     assert answer.headers["x-turnkeep-session"].endswith(" continued")
 
 
-async def test_an_answer_that_took_longer_than_conversations_may_be_idle_can_be_retrieved_after_its_end(
-    worker: Any, door: Any
-) -> None:
-    served = await door(worker.settings.nats, worker.settings.prefix, idle_s=1.5)
-    begun = await served.openai.responses.create(input="Begin.", background=True, **options(30_000))
-    await asyncio.sleep(2.5)
-    stopped = await served.openai.responses.cancel(begun.id)
-    await asyncio.sleep(0.8)
-    assert await served.openai.responses.retrieve(begun.id) == stopped
-
-
 async def test_a_cancelled_answer_that_is_asked_for_again_by_its_key_is_an_error(
     http: httpx2.AsyncClient,
 ) -> None:
@@ -528,7 +473,10 @@ async def test_a_cancelled_answer_that_is_asked_for_again_by_its_key_is_an_error
     body, key = asked(CHAT, 30_000, stream=True), {"idempotency-key": "stopped"}
     async with http.stream("POST", CHAT, json=body, headers=key) as answer:
         begun = await read(answer, 5)
-    await http.post(f"{CHAT}/{begun[0].id.partition('.')[0]}/cancel")
+    path = f"{CHAT}/{begun[0].id.partition('.')[0]}"
+    assert (await http.post(f"{path}/cancel")).json()["is_running"] is False
+    found = await http.get(path)
+    assert (found.status_code, found.json()["error"]["code"]) == (409, "cancelled")
     again = events((await http.post(CHAT, json=body, headers=key)).text)
     error = json.loads(again[-1]["data"])["error"]
     assert (error["code"], "Idempotency-Key of its own" in error["message"]) == ("cancelled", True)

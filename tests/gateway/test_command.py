@@ -105,6 +105,8 @@ sys.exit(7)
 """
 
 Said = tuple[int, str, str]
+#: A gateway of this machine is asked past it.
+PROXY = {"http_proxy": "http://127.0.0.1:1"}
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ async def test_launch_starts_an_agent_with_the_gateways_url_key_and_model(
 ) -> None:
     given = ("--flag", "a b", "--print")
     code, said, complained = await launched(
-        tmp_path, "--gateway", f"{url}/v1/", name, *given, TURNKEEP_GATEWAY_KEY="secret-1"
+        tmp_path, "--gateway", f"{url}/v1/", name, *given, TURNKEEP_GATEWAY_KEY="secret-1", **PROXY
     )
     assert code == 7, complained  # the agent's own
     assert ("own prompt takes about" in complained) == (name in {"claude", "codex"})
@@ -163,7 +165,7 @@ def test_claude_codes_output_limit_shrinks_with_the_models_context(context: int,
 
 
 async def test_launch_warns_of_claudes_long_prompt_only_if_no_option_shortens_it(
-    url: str, tmp_path: Path
+    url: str, tmp_path: Path, tiny_model: Path
 ) -> None:
     for options in (("--tools", "Bash"), ("--tools=Bash",), ("-p", "x", "--system-prompt", "Be brief.")):
         _, _, complained = await launched(tmp_path, "--gateway", url, "claude", *options)
@@ -172,11 +174,6 @@ async def test_launch_warns_of_claudes_long_prompt_only_if_no_option_shortens_it
     assert "own prompt takes about 20,000 tokens" in complained
     shown = ("serve --model mlx-community/Qwen3-", "serve another model,")  # by this machine's memory
     assert any(one in complained for one in shown)
-
-
-async def test_launch_warns_of_a_too_long_prompt_and_names_a_downloaded_model_that_fits(
-    url: str, tmp_path: Path, tiny_model: Path
-) -> None:
     there = tmp_path / "data" / "models" / "long"
     shutil.copytree(tiny_model, there)
     config = json.loads((there / "config.json").read_text()) | {"max_position_embeddings": 32_768}
@@ -185,31 +182,15 @@ async def test_launch_warns_of_a_too_long_prompt_and_names_a_downloaded_model_th
     assert "; serve one that is here: --model long" in complained
 
 
-async def test_launch_asks_a_gateway_of_this_machine_past_the_proxy_of_the_environment(
-    url: str, tmp_path: Path
-) -> None:
-    code, _, complained = await launched(tmp_path, "--gateway", url, "pi", http_proxy="http://127.0.0.1:1")
-    assert code == 7, complained
-
-
-async def test_launch_of_a_file_that_is_no_program_fails_in_one_line(url: str, tmp_path: Path) -> None:
-    plain = tmp_path / "plain"
-    plain.write_text("hello")
-    plain.chmod(0o755)
-    code, said, complained = await launched(tmp_path, "--gateway", url, str(plain))
-    assert (code, said) == (1, "")
-    assert complained == f"turnkeep: {plain}: Exec format error\n"
-
-
-async def test_launch_does_not_pass_two_leading_dashes_to_the_agent(url: str, tmp_path: Path) -> None:
-    _, printed, _ = await launched(tmp_path, "--gateway", url, "--print", "other", "--", "-p", "--", "x")
-    assert shlex.split(printed)[-4:] == ["other", "-p", "--", "x"]
-
-
 async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_model(
     url: str, tmp_path: Path
 ) -> None:
+    (plain := tmp_path / "plain").write_text("hello")
+    plain.chmod(0o755)
+    assert INSTALLS.keys() == AGENTS.keys()
     for arguments, says in [
+        ((str(plain),), f"turnkeep: {plain}: Exec format error\n"),
+        ((str(tmp_path / "nowhere" / "pi"),), f"on the PATH; `{INSTALLS['pi']}` installs it"),
         (("nothing-there",), "known agents are aider, claude, cn, codex, opencode, pi"),
         (("--gateway", "http://127.0.0.1:1", "claude"), "gateway --listen 1` starts one"),
         (("--gateway", "http://127.0.0.1:99999", "claude"), "no gateway answers"),
@@ -222,16 +203,6 @@ async def test_launch_fails_with_the_reason_for_an_unknown_agent_gateway_or_mode
         code, said, complained = await launched(tmp_path, "--gateway", url, *arguments)
         assert (code, said) == (1, "")
         assert says in complained
-
-
-@pytest.mark.parametrize("name", AGENTS)
-async def test_launching_an_agent_that_is_not_installed_names_the_command_that_installs_it(
-    name: str, url: str, tmp_path: Path
-) -> None:
-    missing = str(tmp_path / "nowhere" / name)
-    code, said, complained = await launched(tmp_path, "--gateway", url, missing)
-    assert (code, said) == (1, "")
-    assert f"on the PATH; `{INSTALLS[name]}` installs it" in complained
 
 
 @pytest.mark.parametrize("answers", [b"HTTP/1.0 200 OK\r\n\r\n<html>", b'INFO {"server_id":"N"}\r\n'])

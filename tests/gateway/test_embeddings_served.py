@@ -37,12 +37,7 @@ async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(serv
     alone = await create(model="m", input=TEXTS[1], dimensions=4)
     cut = np.array(listed.data[1].embedding[:4])
     assert np.dot(alone.data[0].embedding, cut / np.linalg.norm(cut)) == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.serves("embedding_model")
-async def test_token_ids_are_embedded_without_adding_tokens(served: Any) -> None:
-    create = served.openai.embeddings.create
-    ids = [40, 41, 42]
+    ids = [40, 41, 42]  # to which no tokens are added
     one, several = await create(model="m", input=ids), await create(model="m", input=[ids, ids])
     assert (one.usage.prompt_tokens, several.usage.prompt_tokens) == (3, 6)
     assert np.dot(one.data[0].embedding, several.data[1].embedding) == pytest.approx(1.0, abs=1e-5)
@@ -59,18 +54,9 @@ async def test_texts_that_exceed_one_request_to_the_worker_are_all_embedded_in_o
 
 
 @pytest.mark.serves("embedding_model")
-async def test_ollamas_embed_endpoint_returns_unit_vectors_and_a_token_count(served: Any) -> None:
-    answer = await posted(served, "/api/embed", input=TEXTS)
-    assert answer.status_code == 200
-    told = answer.json()
-    assert (told["model"], len(told["embeddings"])) == ("m", 2)
-    assert told["prompt_eval_count"] > 10
-    assert told["total_duration"] > 0
-    assert np.linalg.norm(told["embeddings"][0]) == pytest.approx(1.0, abs=1e-5)
-
-
-@pytest.mark.serves("embedding_model")
-async def test_ollamas_embed_endpoint_cuts_long_inputs_unless_told_otherwise(served: Any) -> None:
+async def test_ollamas_embed_endpoint_cuts_long_inputs_and_takes_empty_ones(
+    served: Any,
+) -> None:
     long = "word " * TINY_CONTEXT
     cut = await posted(served, "/api/embed", input=[*TEXTS, long])
     whole = await posted(served, "/api/embed", input=TEXTS)
@@ -81,13 +67,13 @@ async def test_ollamas_embed_endpoint_cuts_long_inputs_unless_told_otherwise(ser
     for truncate, status in ((False, 400), (True, 200), (None, 200)):
         answer = await posted(served, "/api/embed", input=[long, "a"], truncate=truncate)
         assert answer.status_code == status
-
-
-@pytest.mark.serves("embedding_model")
-async def test_an_empty_input_of_ollamas_embed_endpoint_is_no_error(served: Any) -> None:
     for given, num in (("", 0), ([], 0), (None, 0), (["", "a"], 2)):
         answer = await posted(served, "/api/embed", input=given, dimensions=0)
         assert (answer.status_code, len(answer.json()["embeddings"])) == (200, num), given
+    assert (await posted(served, "/api/show")).json()["capabilities"] == ["embedding"]
+    async with httpx2.AsyncClient(base_url=served.url) as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["makes"] == ["embeddings"]
+        assert (await http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
 
 
 @pytest.mark.serves("embedding_model")
@@ -100,14 +86,6 @@ async def test_truncate_prompt_tokens_cuts_each_input_also_to_what_fits(served: 
     for wrong in (0, None):
         answer = await posted(served, "/v1/embeddings", input=[long, "x"], truncate_prompt_tokens=wrong)
         assert answer.status_code == 400
-
-
-@pytest.mark.serves("embedding_model")
-async def test_an_embedding_model_says_what_it_is(served: Any) -> None:
-    assert (await posted(served, "/api/show")).json()["capabilities"] == ["embedding"]
-    async with httpx2.AsyncClient(base_url=served.url) as http:
-        assert (await http.get("/v1/models")).json()["data"][0]["makes"] == ["embeddings"]
-        assert (await http.get("/api/v0/models")).json()["data"][0]["type"] == "embeddings"
 
 
 @pytest.mark.serves("embedding_model")
@@ -130,21 +108,23 @@ DOCUMENTS = ["no", "Air scatters blue light.", "Cats sleep for most of the day."
 
 
 @pytest.mark.serves("reranker")
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 async def test_documents_are_ranked_by_score_and_named_by_their_index_in_the_request(
-    served: Any, http: httpx2.AsyncClient, path: str
+    served: Any, http: httpx2.AsyncClient
 ) -> None:
     """In the format of Jina and of llama.cpp's server."""
     scores = (await served.worker.client.rerank(QUERY, DOCUMENTS)).scores
     best = sorted(range(4), key=lambda index: -scores[index])
-    answer = await http.post(path, json={"model": "m", "query": QUERY, "documents": DOCUMENTS})
-    told = answer.json()
+    body = {"model": "m", "query": QUERY, "documents": DOCUMENTS}
+    told, *same = [(await http.post(f"{at}/rerank", json=body)).json() for at in ("/v1", "/v2", "")]
+    assert [one["results"] for one in same] == 2 * [told["results"]]
     assert [one["index"] for one in told["results"]] == best
     assert [one["relevance_score"] for one in told["results"]] == pytest.approx([scores[one] for one in best])
     assert told["model"] == "m"
     assert told["usage"]["total_tokens"] > sum(map(len, DOCUMENTS))
     asked = {"query": QUERY, "documents": [{"text": one} for one in DOCUMENTS], "top_n": 2}
-    few = (await http.post(path, json=asked | {"return_documents": True, "rank_fields": ["text"]})).json()
+    few = (
+        await http.post("/rerank", json=asked | {"return_documents": True, "rank_fields": ["text"]})
+    ).json()
     assert [(one["index"], one["document"]["text"]) for one in few["results"]] == [
         (index, DOCUMENTS[index]) for index in best[:2]
     ]

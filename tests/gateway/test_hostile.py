@@ -195,7 +195,7 @@ async def test_pipelined_requests_are_answered_in_order_until_one_is_refused(ser
         assert await wire.rest() == b"", "closed after the refused one"
 
 
-NAMES = [f"{number:07}" for number in range(40_000)]
+NAMES = [f"{number:07}" for number in range(10_000)]
 SAID = {"role": "user", "content": "x"}
 CALLS = {"role": "assistant", "tool_calls": [{"id": one, "function": {"name": one}} for one in NAMES]}
 NAMELESS = [{"role": "tool", "tool_name": "other", "content": ""} for _ in NAMES]
@@ -212,21 +212,9 @@ ITEMS = [{"type": "function_call", "name": one} for one in NAMES] * 2
     ],
     ids=["chat", "ollama", "responses"],
 )
-def test_reading_very_many_tool_calls_takes_only_seconds_of_processor_time(read: Any, body: Any) -> None:
+def test_reading_ten_thousand_tool_calls_takes_little_processor_time(read: Any, body: Any) -> None:
     """The event loop does nothing else meanwhile: no call may be compared or copied once for each other."""
     begun_s = time.thread_time()
     turn = read(json.dumps(body).encode())
     boundaries.chain(turn.messages, turn.options)
-    assert time.thread_time() - begun_s < 6
-
-
-async def test_200_idle_connections_block_no_other_client_and_are_closed(
-    served: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("ops.http_server._HEAD_S", 1.0)
-    async with contextlib.AsyncExitStack() as open_ones:
-        for _ in range(200):
-            await open_ones.enter_async_context(connected(served))
-        async with httpx2.AsyncClient(base_url=served.url, timeout=20) as http:
-            assert (await http.post(CHAT, json=HELLO)).status_code == 200
-        await until(lambda: len(served.server.server_state.connections) <= 1)
+    assert time.thread_time() - begun_s < 1.5

@@ -18,15 +18,6 @@ from tests import taught
 
 Start = Any
 
-LITELLM = """
-import base64, litellm, sys
-url, path = sys.argv[1:]
-link = "data:image/png;base64," + base64.b64encode(open(path, "rb").read()).decode()
-parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": link}}]
-told = [{"role": "user", "content": parts}]
-more = {"api_base": f"{url}/v1", "api_key": "none", "temperature": 0, "max_tokens": 12}
-print(litellm.completion("openai/m", told, **more).choices[0].message.content)
-"""
 PYDANTIC = """
 import sys
 from pydantic_ai import Agent, BinaryContent
@@ -45,28 +36,14 @@ told = [{"role": "user", "content": "What is this?", "images": [path]}]
 options = {"temperature": 0, "num_predict": 12}
 print(ollama.Client(url).chat("m", told, options=options).message.content)
 """
-AI_SDK = """
-import { generateText } from 'ai';
-import { createOpenAICompatible } from '@ai-sdk/openai-compatible';
-import { readFileSync } from 'node:fs';
-const [url, path] = process.argv.slice(2);
-const model = createOpenAICompatible({ name: 'turnkeep', baseURL: `${url}/v1` })('m');
-const content = [{ type: 'text', text: 'What is this?' }, { type: 'image', image: readFileSync(path) }];
-const messages = [{ role: 'user', content }];
-console.log((await generateText({ model, messages, temperature: 0, maxOutputTokens: 12 })).text);
-"""
 #: pi as a coding agent is started: by `turnkeep launch`, with a file named on the command line.
 PI = ["-p", "--no-tools", "--system-prompt", "Look.", "--offline", "-ns", "-nc", "@{path}", "What is this?"]
 #: By client: its package, and the program that sends a picture.
 PYTHON = {
-    "litellm": ("litellm", LITELLM),
     "pydantic-ai": ("pydantic-ai-slim[openai]", PYDANTIC),
     "ollama": ("ollama", OLLAMA),
 }
-NODE = {
-    "ai-sdk": (("ai", "@ai-sdk/openai-compatible"), AI_SDK),
-    "pi": (("@mariozechner/pi-coding-agent@0.73.1",), ""),
-}
+PI_PACKAGE = "@mariozechner/pi-coding-agent@0.73.1"
 
 
 def installed_python(name: str, folder: Path) -> list[str]:
@@ -79,14 +56,10 @@ def installed_python(name: str, folder: Path) -> list[str]:
 
 
 def installed_node(name: str, folder: Path) -> list[str]:
-    packages, program = NODE[name]
-    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), *packages]
+    command = ["npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), PI_PACKAGE]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    if name == "pi":
-        launch = ("launch", "--gateway", "{url}", "--data-dir", str(folder / "data"), "pi")
-        return [sys.executable, "-P", "-m", "commands", *launch, *PI]
-    (folder / "ask.mjs").write_text(program)
-    return ["node", str(folder / "ask.mjs"), "{url}", "{path}"]
+    launch = ("launch", "--gateway", "{url}", "--data-dir", str(folder / "data"), name)
+    return [sys.executable, "-P", "-m", "commands", *launch, *PI]
 
 
 @pytest.mark.packaging
@@ -96,7 +69,7 @@ def installed_node(name: str, folder: Path) -> list[str]:
     ("name", "install"),
     [
         *(pytest.param(name, installed_python, marks=pytest.mark.registry) for name in PYTHON),
-        *(pytest.param(name, installed_node, marks=pytest.mark.registry("npm")) for name in NODE),
+        pytest.param("pi", installed_node, marks=pytest.mark.registry("npm")),
     ],
 )
 async def test_a_client_sends_a_picture_and_gets_its_digit(
@@ -109,7 +82,6 @@ async def test_a_client_sends_a_picture_and_gets_its_digit(
     environment = {
         "HOME": str(tmp_path),
         "PATH": f"{tmp_path}/node_modules/.bin:{os.environ['PATH']}",
-        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # otherwise it is downloaded, in three attempts
     }
     for seed in (3, 17, 45):
         picture = taught.picture(seed)

@@ -152,27 +152,6 @@ def test_tokens_that_an_earlier_attempt_appended_are_not_counted_as_prefilled_ag
     assert _with_appended(generated(), [again]).usage == generated().usage
 
 
-async def test_an_answer_to_messages_appended_in_pieces_can_be_continued_by_its_id(
-    served: Any, http: httpx2.AsyncClient
-) -> None:
-    said = [one | {"content": one["content"][:600]} for one in SAID]
-
-    async def ask(**more: Any) -> tuple[dict[str, Any], str]:
-        asked = {"max_output_tokens": 8, "logit_bias": LETTERS, "temperature": 0, **more}
-        answer = await http.post("/v1/responses", json=asked)
-        assert answer.status_code == 200, answer.text
-        return answer.json(), answer.headers["x-turnkeep-session"].split()[1]
-
-    first, how = await ask(input=said)
-    assert how == "begun"
-    for expected in ("continued", "forked"):
-        more, how = await ask(input=f"On, {expected}.", previous_response_id=first["id"])
-        assert how == expected, "the log has all that was appended"
-        assert more["usage"]["input_tokens_details"]["cached_tokens"] > first["usage"]["input_tokens"] - 40
-        _, how = await ask(input="And on.", previous_response_id=more["id"])
-        assert how == "continued"
-
-
 async def test_one_message_over_the_size_limit_is_refused_with_the_limit_and_opens_no_session(
     served: Any, http: httpx2.AsyncClient
 ) -> None:

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from anthropic.types import beta
 from crafted import user
 
 from gateway.dialects.anthropic import messages
@@ -112,3 +113,13 @@ def test_requests_are_read_as_recorded(name: str) -> None:
         FILE.write_text("\n".join(parts) + "\n")
     for request, told in cases()[name]:
         assert reading(request) == told, request
+
+
+def test_the_memory_tool_has_the_commands_and_arguments_of_anthropics_library() -> None:
+    kinds = ("View", "Create", "StrReplace", "Insert", "Delete", "Rename")
+    commands = [getattr(beta, f"BetaMemoryTool20250818{kind}Command") for kind in kinds]
+    (tool,) = read("message", tools=[{"type": "memory_20250818", "name": "memory"}]).options["tools"]
+    given = tool["function"]["parameters"]["properties"]
+    names = {one.model_fields["command"].annotation.__args__[0] for one in commands}
+    assert {*given["command"]["enum"]} == names
+    assert given.keys() == {name for one in commands for name in one.model_fields}

@@ -113,6 +113,7 @@ ANSWERS: dict[str, tuple[Generated, list[Chunk]]] = {
         [Chunk(number, (1,), one.token, logprobs=(one,)) for number, one in enumerate(TOKENS)],
     ),
     "no text": (generated("length", text=""), [Chunk(0, (1,), "")]),
+    "text before a stop sequence": (generated(stop="END"), [Chunk(0, (1,), "Yes.")]),
 }
 
 

@@ -106,18 +106,6 @@ async def test_a_header_keeps_a_conversations_kv_off_the_disk(worker: Any, serve
 
 
 @pytest.mark.serves("calling_model")
-async def test_only_the_header_keeps_the_kv_of_a_response_off_the_disk(worker: Any, served: Any) -> None:
-    """Agents send `store: false` with each request, and go on after a restart."""
-    create = served.openai.responses.with_raw_response.create
-    await create(model="m", input=[HELLO], max_output_tokens=8, store=False, extra_headers=UNSAVED)
-    await worker.app._store.queue.drained(9.0)
-    assert num_files(worker) == 0
-    await create(model="m", input=[HELLO], max_output_tokens=8, store=False)
-    await worker.stop()
-    assert num_files(worker) > 0
-
-
-@pytest.mark.serves("calling_model")
 async def test_another_value_of_the_header_is_refused(served: Any, http: Any) -> None:
     body = {"model": "m", "messages": [HELLO], "max_tokens": 2}
     refused = await http.post("/v1/chat/completions", json=body, headers={"x-turnkeep-snapshots": "off"})

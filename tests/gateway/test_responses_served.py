@@ -9,15 +9,11 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 from crafted import user
 
 from gateway.keys import Keys
-from turnkeep_client import connect
-from turnkeep_client.messages import Close, Failed
-from turnkeep_client.subjects import session_key
 
 pytestmark = pytest.mark.serves("calling_model")
 
@@ -46,29 +42,6 @@ async def ask(served: Any, said: Any, **more: Any) -> tuple[Any, str]:
 
 def prefilled(response: Any) -> int:
     return response.usage.input_tokens - response.usage.input_tokens_details.cached_tokens
-
-
-async def test_a_response_has_the_fields_of_its_request_and_can_be_retrieved(served: Any) -> None:
-    more = {"instructions": "Answer in rhymes.", "metadata": {"a": "bé"}, "tools": [TOOL]}
-    answer, how = await ask(served, "Hello.", **more)
-    assert how == "begun"
-    (item,) = answer.output
-    assert (item.type, item.role, item.status) == ("message", "assistant", "incomplete")
-    assert len(answer.output_text) == 8
-    assert (answer.status, answer.incomplete_details.reason) == ("incomplete", "max_output_tokens")
-    assert (answer.instructions, answer.metadata, answer.model) == (
-        "Answer in rhymes.",
-        {"a": "bé"},
-        "m",
-    )
-    assert (answer.usage.output_tokens, answer.usage.input_tokens_details.cached_tokens) == (8, 0)
-    assert answer.tools[0].name == "weather"
-    assert await served.openai.responses.retrieve(answer.id) == answer
-    # The log leaves out options that are equal to its defaults.
-    equal = {"temperature": 0, "top_p": 1, "parallel_tool_calls": True, "tool_choice": "auto"}
-    answer, _ = await ask(served, "Hello.", **equal, max_output_tokens=256)
-    assert answer.max_output_tokens == 256
-    assert await served.openai.responses.retrieve(answer.id) == answer
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -162,32 +135,6 @@ async def test_a_forked_conversation_continues_by_its_response_id_after_its_pare
         assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
 
 
-async def test_a_response_whose_session_is_to_be_forgotten_can_no_longer_be_retrieved(
-    worker: Any, served: Any
-) -> None:
-    """Even before the worker has removed the session."""
-    first, _ = await ask(served, "One?")
-    session = session_key("default", f"gw-{first.id.removeprefix('resp_')[:32]}")
-    await worker.stop()
-    async with connect(worker.settings.nats, prefix=worker.settings.prefix) as client:
-        await client.submit(session, Close(id="c", forget=True))
-    with pytest.raises(openai.NotFoundError):
-        await served.openai.responses.retrieve(first.id)
-
-
-async def test_a_refused_close_with_forget_leaves_the_session_and_its_responses(
-    worker: Any, served: Any
-) -> None:
-    """As of a gateway that does not know that another has used the session since."""
-    first, _ = await ask(served, "One?")
-    session = session_key("default", f"gw-{first.id.removeprefix('resp_')[:32]}")
-    refused = await (await worker.client.submit(session, Close(id="c", forget=True, expect_position=1)))
-    assert isinstance(refused, Failed)
-    assert await served.openai.responses.retrieve(first.id) == first
-    _, how = await ask(served, "Two?", previous_response_id=first.id)
-    assert how == "continued"
-
-
 async def test_a_response_whose_fork_was_refused_has_its_conversation_once(worker: Any, served: Any) -> None:
     first, _ = await ask(served, "One?")
     await worker.client.session(f"gw-{first.id.removeprefix('resp_')[:32]}").close()
@@ -210,17 +157,6 @@ async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
     with pytest.raises(openai.NotFoundError, match=r"Item with id 'msg_0+' not found") as refused:
         await ask(served, [user("One?"), gone, user("Two?")])
     assert refused.value.param == "input[1].id"
-
-
-async def test_an_answer_that_is_returned_twice_has_two_ids_and_can_be_retrieved_by_both(served: Any) -> None:
-    more = {"temperature": 0, "metadata": {"number": "1"}}
-    first, _ = await ask(served, "One?", **more)
-    again, how = await ask(served, "One?", **more | {"metadata": {"number": "2"}})
-    assert (how, again.output_text) == ("repeated", first.output_text)
-    assert again.id != first.id
-    for one in (first, again):
-        assert await served.openai.responses.retrieve(one.id) == one
-    await ask(served, "Two?", previous_response_id=again.id)
 
 
 @pytest.mark.serves("endless_model", max_batch=1)
@@ -314,15 +250,6 @@ async def test_compacting_a_conversation_by_its_answers_id_does_not_prefill_it_a
     cached = compacted.usage.input_tokens_details.cached_tokens
     assert cached >= answer.usage.total_tokens - 1
     assert len(await told(served, answer.id)) == 3, "the conversation itself is as it was"
-
-
-async def test_a_compaction_repeated_with_its_idempotency_key_returns_the_recorded_output(
-    served: Any,
-) -> None:
-    body = {"model": "m", "input": "Hello.", "max_output_tokens": 8}
-    async with httpx2.AsyncClient(base_url=served.url, timeout=60, headers={"idempotency-key": "a"}) as http:
-        first, second = [(await http.post("/v1/responses/compact", json=body)).json() for _ in "ab"]
-    assert first["output"] == second["output"]
 
 
 async def test_a_compaction_item_of_another_server_is_replaced_by_a_placeholder(served: Any) -> None:

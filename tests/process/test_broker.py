@@ -245,12 +245,6 @@ async def test_connecting_to_a_server_that_does_not_speak_nats_fails_and_says_so
             await connect(f"nats://127.0.0.1:{free_port}", name="test", timeout_s=0.5)
 
 
-async def test_connecting_to_a_server_without_jetstream_fails_and_says_so(foreign_server):
-    url = await foreign_server()
-    with pytest.raises(BrokerError, match=r"JetStream does not answer at .*nats-server -js"):
-        await connect(url, name="test")
-
-
 async def test_connecting_to_a_server_with_too_small_a_message_limit_fails_and_says_so(
     foreign_server, tmp_path
 ):

@@ -225,7 +225,10 @@ def place(worker: WorkerProcess) -> list[str]:
 
 
 @pytest.mark.process
-async def test_commands_read_the_nats_token_from_the_data_directory(worker: WorkerProcess) -> None:
+async def test_commands_read_the_nats_token_from_the_data_directory(
+    worker: WorkerProcess, tmp_path: Path
+) -> None:
+    """Or from a folder with a copy of it."""
     where = place(worker)
     async with await worker.client() as client:
         await client.session("s").append(text="x")
@@ -237,6 +240,9 @@ async def test_commands_read_the_nats_token_from_the_data_directory(worker: Work
     printed = await command("info", "--url", *where[:2])
     other = await nats.connect(printed.stdout.strip())  # as any program may
     await other.close()
+    shutil.copy(worker.data_dir / "nats-token", tmp_path)
+    done = await command("sessions", "--data-dir", str(tmp_path), "--nats-port", port_of(worker))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 async def first_word(port: int, **login: str) -> bytes:
@@ -292,16 +298,6 @@ async def test_a_command_without_the_right_token_fails_and_names_the_data_direct
         f"turnkeep: the NATS server at nats://127.0.0.1:{port} refuses the token in"
         f" {other}/nats-token; name its worker's data directory by --data-dir\n"
     )
-
-
-@pytest.mark.process
-async def test_a_command_takes_the_token_from_a_folder_with_a_copy_of_it(
-    worker: WorkerProcess, tmp_path: Path
-) -> None:
-    shutil.copy(worker.data_dir / "nats-token", tmp_path)
-    where = ["--data-dir", str(tmp_path), "--nats-port", port_of(worker)]
-    done = await command("sessions", *where)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.process

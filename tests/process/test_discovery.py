@@ -42,25 +42,22 @@ async def ask(nc: Client, subject: str, body: bytes = b"") -> dict[str, Any]:
 async def test_a_worker_answers_ping_info_and_stats_sent_to_all_services_to_turnkeep_or_to_its_id(
     nc: Client, worker: LocalWorker
 ) -> None:
+    """It does not answer what is for other services or ids, and nothing once it has stopped."""
     ping = await ask(nc, "$SRV.PING")
     assert ping["type"] == "io.nats.micro.v1.ping_response"
     assert (ping["name"], ping["version"]) == ("turnkeep", "0.1.0")
     prefix = worker.settings.prefix
-    features = ping["metadata"].pop("features").split()
-    assert {"paged", "forget"} <= set(features)
-    assert ping["metadata"] == {"worker": "test", "prefix": prefix, "model": "tiny", "protocol": "1"}
-    ping["metadata"]["features"] = " ".join(features)
-    for verb in ("PING", "INFO", "STATS"):
-        for subject in (f"$SRV.{verb}", f"$SRV.{verb}.turnkeep", f"$SRV.{verb}.turnkeep.{ping['id']}"):
-            found = await ask(nc, subject)
-            assert found["type"] == f"io.nats.micro.v1.{verb.lower()}_response"
-            assert {name: found[name] for name in ("name", "id", "version", "metadata")} == {
-                name: ping[name] for name in ("name", "id", "version", "metadata")
-            }
-
-
-async def test_service_info_lists_the_request_subjects_as_endpoints(nc: Client, worker: LocalWorker) -> None:
-    prefix = worker.settings.prefix
+    told = dict(ping["metadata"])
+    assert {"paged", "forget"} <= set(told.pop("features").split())
+    assert told == {"worker": "test", "prefix": prefix, "model": "tiny", "protocol": "1"}
+    same = {name: ping[name] for name in ("name", "id", "version", "metadata")}
+    own = [f"$SRV.{verb}.turnkeep.{ping['id']}" for verb in ("PING", "INFO", "STATS")]
+    for subject in own:
+        verb = subject.split(".")[1]
+        for to in (subject, f"$SRV.{verb}", f"$SRV.{verb}.turnkeep"):
+            found = await ask(nc, to)
+            assert found.pop("type") == f"io.nats.micro.v1.{verb.lower()}_response"
+            assert {name: found[name] for name in same} == same
     assert (await ask(nc, "$SRV.INFO"))["endpoints"] == [
         {
             "name": "in",
@@ -71,6 +68,14 @@ async def test_service_info_lists_the_request_subjects_as_endpoints(nc: Client, 
         {"name": "ctl", "subject": f"{prefix}.*.*.ctl", "queue_group": "worker", "metadata": {}},
         {"name": "ask", "subject": f"{prefix}.*.*.ask", "queue_group": "worker", "metadata": {}},
     ]
+    others = ("PING.other", "PING.turnkeep.other", f"PING.other.{ping['id']}", "PING.turnkeep.x.y", "BOGUS")
+    for subject in others:
+        with pytest.raises(nats.errors.NoRespondersError):
+            await ask(nc, f"$SRV.{subject}")
+    await worker.stop()
+    for subject in ("$SRV.PING", *own):
+        with pytest.raises(nats.errors.NoRespondersError):
+            await ask(nc, subject)
 
 
 async def test_service_statistics_count_requests_errors_and_processing_time(
@@ -143,21 +148,3 @@ async def test_a_worker_still_serves_after_malformed_discovery_requests(
     assert ping["metadata"]["worker"] == "test"
     assert (await worker.client.session("s").append(text="hello")).position == 5
     writer.close()
-
-
-async def test_a_worker_does_not_answer_discovery_of_other_services_or_ids(
-    nc: Client, worker: LocalWorker
-) -> None:
-    ping = await ask(nc, "$SRV.PING")
-    others = ("PING.other", "PING.turnkeep.other", f"PING.other.{ping['id']}", "PING.turnkeep.x.y", "BOGUS")
-    for subject in others:
-        with pytest.raises(nats.errors.NoRespondersError):
-            await ask(nc, f"$SRV.{subject}")
-
-
-async def test_a_stopped_worker_does_not_answer_discovery(nc: Client, worker: LocalWorker) -> None:
-    ping = await ask(nc, "$SRV.PING")
-    await worker.stop()
-    for subject in ("$SRV.PING", f"$SRV.INFO.turnkeep.{ping['id']}"):
-        with pytest.raises(nats.errors.NoRespondersError):
-            await ask(nc, subject)

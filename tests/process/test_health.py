@@ -25,8 +25,7 @@ from worker.models import model
 from worker.observe import health as health_module
 from worker.observe.health import HealthServer
 from worker.process.setting_kinds import Endpoint
-from worker.process.setting_sources import load
-from worker.process.settings import Settings, SettingsError
+from worker.process.settings import Settings
 from worker.supervisor import Supervisor
 from worker.wire.broker import find_server
 
@@ -260,31 +259,3 @@ async def test_serve_whose_health_port_is_in_use_fails_before_it_makes_a_data_di
         f"health: cannot listen on {endpoint} (Address already in use); choose another --health"
     )
     assert not (tmp_path / "new").exists()
-
-
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [
-        ("9424", "127.0.0.1", 9424),
-        (9424, "127.0.0.1", 9424),
-        ("0.0.0.0:80", "0.0.0.0", 80),
-        ("[::1]:9424", "::1", 9424),
-        ("box.example:9424", "box.example", 9424),
-    ],
-)
-def test_the_health_setting_takes_a_host_and_a_port_or_a_port_alone(
-    text: object, host: str, port: int, tmp_path: Path
-) -> None:
-    found = load({"health": text}, {}, None, tmp_path).health
-    assert found == (host, port)
-    assert load({"health": str(found)}, {}, None, tmp_path).health == found
-
-
-@pytest.mark.parametrize("text", ["", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80", True])
-def test_a_health_setting_that_is_not_host_and_port_is_refused(text: object, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"HOST:PORT, or a port of 127\.0\.0\.1"):
-        load({"health": text}, {}, None, tmp_path)
-
-
-def test_the_health_endpoint_is_off_unless_it_is_set(tmp_path: Path) -> None:
-    assert load({}, {}, None, tmp_path).health is None

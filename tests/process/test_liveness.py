@@ -66,6 +66,13 @@ async def members(nats_url):
         await connection.close()
 
 
+async def pair(members):
+    first, second = await members("first", "one"), await members("second", "two")
+    await first.join()
+    await second.join()
+    return first, second
+
+
 def kill(one):
     """End a worker as `kill -9` does: its record is neither renewed nor removed."""
     one.task.cancel()
@@ -179,9 +186,7 @@ async def test_a_worker_that_slept_for_longer_than_its_record_lives_is_recorded_
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
 async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(members, ending):
-    first, second = await members("first", "one"), await members("second", "two")
-    await first.join()
-    await second.join()
+    first, second = await pair(members)
     if ending == "killed":
         kill(second)
         await second._nc.close()
@@ -227,9 +232,7 @@ async def test_all_other_workers_miss_neighbours_that_die_together_within_a_seco
 
 async def test_a_worker_that_another_one_only_seems_to_miss_stays_known(members):
     """The other one's connection may go to another server of the cluster, with a cut between them."""
-    first, second = await members("first", "one"), await members("second", "two")
-    await first.join()
-    await second.join()
+    first, second = await pair(members)
     await second._nc.publish(first.common_address("gone"), msgspec.json.encode(second.me))
     await asyncio.sleep(0.5)
     assert list(first.others) == ["second"]
@@ -238,9 +241,7 @@ async def test_a_worker_that_another_one_only_seems_to_miss_stays_known(members)
 
 async def test_a_running_worker_is_found_although_it_is_not_among_the_known_workers(members):
     """While a worker runs, a request that it has attempted has not crashed it."""
-    first, second = await members("first", "one"), await members("second", "two")
-    await first.join()
-    await second.join()
+    first, second = await pair(members)
     first.others.clear()
     assert await first.runs(second.me.boot)
     assert not await first.runs(first.me.boot)
@@ -251,21 +252,19 @@ async def test_a_running_worker_is_found_although_it_is_not_among_the_known_work
 
 
 async def test_a_worker_that_stops_renewing_its_record_counts_as_present_while_it_answers_checks(members):
-    first, second = await members("first", "one"), await members("second", "two")
-    await first.join()
-    await second.join()
+    first, second = await pair(members)
     second.task.cancel()  # it renews no more
     second.task = None
     await asyncio.sleep(4)
     assert list(first.others) == ["second"]
 
 
-@pytest.mark.parametrize("garbage", [b"", b"{}", b"\xff", b'{"worker":1}'])
-async def test_garbage_in_the_membership_stream_is_ignored(members, garbage):
+async def test_garbage_in_the_membership_stream_is_ignored(members):
     one = await members("w", "d")
     await ensure_records(one._js, one._subjects, None)
-    await one._js.publish(one._subject, garbage)
-    await one._js.publish(record_subject(one._subjects, "other"), garbage)
+    for garbage in (b"", b"{}", b"\xff", b'{"worker":1}'):
+        await one._js.publish(one._subject, garbage)
+        await one._js.publish(record_subject(one._subjects, "other"), garbage)
     await one.join()
     await one._js.publish(one._subject, garbage)
     assert await one._renew() is None

@@ -276,17 +276,8 @@ def test_unusable_login_settings_fail_with_one_line_that_holds_no_secret(
 
 
 def test_an_encrypted_private_key_for_tls_is_refused(tmp_path: Path, keys: Path) -> None:
-    command = [
-        "openssl",
-        "pkey",
-        "-in",
-        keys / "user.key",
-        "-aes256",
-        "-passout",
-        "pass:x",
-        "-out",
-        "locked.key",
-    ]
+    command = ["openssl", "pkey", "-in", keys / "user.key", "-aes256"]
+    command += ["-passout", "pass:x", "-out", "locked.key"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
     given = context(tmp_path / "a.json", cert=str(keys / "user.pem"), key="locked.key")
     with pytest.raises(SettingsError, match="the key not encrypted"):

@@ -7,7 +7,6 @@ import itertools
 import json
 import time
 from collections import Counter
-from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from worker.cluster.liveness import Members
 from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
 from worker.process.settings import SettingsError
-from worker.wire.consistent_reads import StoredMessage
 from worker.wire.records import Member, address, recorded
 
 if TYPE_CHECKING:
@@ -287,32 +285,6 @@ async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_ow
     assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
-@pytest.mark.parametrize("stops", ["before", "meanwhile"])
-async def test_a_stopping_worker_leaves_a_delivery_that_is_passed_on_to_it_to_its_sender(stops: str) -> None:
-    stored, accepted = datetime.now(UTC), list[Any]()
-
-    async def entry(seq: int) -> StoredMessage:
-        return StoredMessage(seq, stored, b"", {})
-
-    async def deliver_late(message: Msg, *_: Any) -> None:
-        accepted.append(message)
-
-    async def note_returned(*_: Any) -> None:
-        router.close()
-
-    key = SessionKey("t", "s")
-    intake = SimpleNamespace(at_work=[key], deliver_late=deliver_late, expects=lambda *_: True)
-    router = routing_with(intake=intake, journal=SimpleNamespace(entry=entry, server="s"))
-    router._note_returned = note_returned
-    if stops == "before":
-        router.close()
-    ack = f"$JS.ACK.s.c.1.7.1.{int(stored.timestamp() * 1e6) * 1000}.0"
-    passed = json.dumps({"subject": "turnkeep.t.s.in", "seq": 7, "reply": ack})
-    answer = await router._delivered(SimpleNamespace(data=passed.encode()))
-    assert json.loads(answer) == {"verdict": "later"}
-    assert not accepted
-
-
 async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_more() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []
@@ -329,27 +301,6 @@ async def test_a_worker_that_stops_tells_others_at_once_that_it_answers_nothing_
         await hear(asked)
         assert answers == [b'"stops"'], "of the second one"
     assert answers == [b'"stops"', b'"stops"']
-
-
-@pytest.mark.parametrize("num_before", [1, 2])
-async def test_a_redelivery_during_a_look_up_counts_no_attempt_unless_another_worker_had_the_request(
-    num_before: int,
-) -> None:
-    def delivered(times: int) -> Any:
-        metadata = SimpleNamespace(num_delivered=times, sequence=SimpleNamespace(stream=7))
-        return SimpleNamespace(subject="turnkeep.t.s.in", metadata=metadata)
-
-    noted: list[Any] = []
-    router = routing_with(
-        intake=SimpleNamespace(note_unbegun=noted.append, returns_again=lambda *_: False),
-        owners=SimpleNamespace(is_here=lambda _: False),
-        tasks=SimpleNamespace(start_soon=lambda *_: None),
-        journal=SimpleNamespace(server="s"),
-    )
-    await router.receive(delivered(num_before))
-    assert noted == []
-    await router.receive(delivered(num_before + 1))
-    assert noted == ([{7: SessionKey("t", "s")}] if num_before == 1 else [])
 
 
 def routing_with(**parts: Any) -> Any:
@@ -441,94 +392,12 @@ async def test_other_workers_serve_the_sessions_of_a_worker_that_still_loads_its
     await starting
 
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-    from pathlib import Path
-
-    Start = Callable[..., Awaitable[Any]]
-TEXT = "x" * 300
-
-
-@pytest.fixture
-def sharing(local_worker: Start, tmp_path: Path, endless_model: Path) -> Start:
-    """Return a function that starts a worker of the prefix under a name."""
-
-    async def start(name: str, **settings: Any) -> Any:
-        settings = {"ack_wait_s": 60.0, "model": str(endless_model)} | settings
-        settings |= {"remote_tier": str(tmp_path / "tier"), "data_dir": tmp_path / name}
-        return await local_worker(worker=name, **settings)
-
-    return start
-
-
-def in_tier(tmp_path: Path) -> list[str]:
-    files = (tmp_path / "tier" / "snapshots").glob("*/*")
-    return [path.name for path in files if not path.name.startswith(("identities.", "erased."))]
-
-
-async def stored(worker: Any) -> None:
-    """Wait until all snapshots of the worker are on its disk and in the remote tier."""
-    assert await worker.app._store.queue.drained(PATIENCE_S)
-    uploading = worker.app._store.remote._uploading
-    await asyncio.to_thread(uploading.submit(lambda: None).result, PATIENCE_S)
-
-
-async def test_a_worker_that_takes_over_a_windowed_session_fetches_only_its_visible_blocks(
-    sharing: Start, tmp_path: Path
-) -> None:
-    first = await sharing("first")
-    cache = {"policy": "sink_window", "sink": 4, "window": 256}
-    session = first.client.session("s", cache=cache)
-    appended = await session.append(text=TEXT * 10, timeout_s=PATIENCE_S)
-    await stored(first)
-    second = await sharing("second")
-    await first.stop()
-    session = second.client.session("s", cache=cache)
-    usage = (await session.generate(text="eee", max_tokens=4, timeout_s=PATIENCE_S)).usage
-    assert usage.prefilled_tokens <= usage.prompt_tokens - appended.position + 1, usage
-    num_files = {name: len(list((tmp_path / name).rglob("*.safetensors"))) for name in ("first", "second")}
-    assert num_files["first"] >= len(TEXT) * 10 // 32
-    assert num_files["second"] <= 12, "sinks, 256 tokens, and what the answer adds"
-
-
-async def test_an_answer_continues_at_another_worker_with_the_same_tokens_and_restored_kv(
-    sharing: Start,
-) -> None:
-    first = await sharing("first")
-    asked = {"text": TEXT, "max_tokens": 600, "timeout_s": PATIENCE_S}
-    whole = await first.client.session("whole").generate(**asked)
-    generation = first.client.session("s").generate(**asked)
-    tokens: list[int] = []
-    async for chunk in generation:
-        tokens += chunk.tokens
-        if len(tokens) > 200 and not first.task.done():
-            await sharing("second")
-            first.app.stop()
-            await first.task
-    assert tuple(tokens) == whole.tokens == generation.result.tokens
-    assert generation.result.usage.prefilled_tokens < 40
-
-
-async def test_forgetting_all_sessions_at_one_worker_leaves_nothing_in_the_remote_tier(
-    sharing: Start, tmp_path: Path
-) -> None:
-    first, second = await sharing("first"), await sharing("second")
-    for name in ("one", "two"):
-        await first.client.session(name).append(text=TEXT, timeout_s=PATIENCE_S)
-    for worker in (first, second):
-        await stored(worker)
-    assert in_tier(tmp_path)
-    for name in ("one", "two"):
-        assert (await second.client.session(name).close(forget=True)).settled
-    assert not in_tier(tmp_path)
-
-
 async def test_an_unusable_remote_tier_fails_the_start_and_says_why(
-    sharing: Start, local_worker: Start, tmp_path: Path
+    local_worker: Start, tmp_path: Path
 ) -> None:
     (tmp_path / "tier").write_text("a file")
     with pytest.raises(SettingsError, match=r"remote_tier: .*tier cannot be used: .*; name a directory"):
-        await sharing("first")
+        await local_worker(remote_tier=str(tmp_path / "tier"))
     for place in ("data", "data/snapshots/tier"):
         with pytest.raises(SettingsError, match="is this worker's own directory; choose another"):
             await local_worker(remote_tier=str(tmp_path / place))

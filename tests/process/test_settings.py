@@ -57,55 +57,43 @@ def test_the_flag_and_the_variable_of_each_setting_are_derived_from_its_name(tmp
 
 
 @pytest.mark.parametrize(
-    ("text", "size_bytes"),
+    ("name", "given", "read"),
     [
-        ("8GiB", 8 * 2**30),
-        ("500MB", 500_000_000),
-        ("1.5 GiB", 3 * 2**29),
-        ("2000000", 2_000_000),
-        ("64m", 2**26),
+        ("device_memory", "8GiB", 8 * 2**30),
+        ("device_memory", "500MB", 500_000_000),
+        ("device_memory", "1.5 GiB", 3 * 2**29),
+        ("device_memory", "2000000", 2_000_000),
+        ("device_memory", "64m", 2**26),
+        ("unload_after_s", "5", 5.0),
+        ("unload_after_s", "2m", 120.0),
+        ("unload_after_s", "1750ms", 1.75),
+        ("unload_after_s", "1.5s", 1.5),
+        ("unload_after_s", "1h", 3600.0),
+        ("kv_bits", "8", 8),
+        ("kv_bits", "full", None),
+        ("cache_policy", "full", FULL),
+        ("cache_policy", "sink_window", Policy(4, 1024)),
+        ("cache_policy", "sink_window:2,64", Policy(2, 64)),
+        ("nats", "queue:4333, tls://b", "nats://queue:4333,tls://b"),
+        ("sync_interval", "2000ms", "2s"),
+        ("health", "9424", ("127.0.0.1", 9424)),
+        ("health", "0.0.0.0:80", ("0.0.0.0", 80)),
+        ("health", "[::1]:9424", ("::1", 9424)),
+        ("health", "box.example:9424", ("box.example", 9424)),
     ],
 )
-def test_sizes_can_be_written_in_common_units_such_as_gib_and_mb(tmp_path, text, size_bytes):
-    assert load({}, {"TURNKEEP_DEVICE_MEMORY": text}, None, tmp_path).device_memory == size_bytes
-    assert load({"device_memory": size_bytes}, {}, None, tmp_path).device_memory == size_bytes
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("5", 5.0), ("2m", 120.0), ("1750ms", 1.75), ("1.5s", 1.5), ("1h", 3600.0)]
-)
-def test_durations_can_be_written_in_hours_minutes_seconds_or_milliseconds(tmp_path, text, seconds):
-    assert load({"unload_after_s": text}, {}, None, tmp_path).unload_after_s == seconds
-
-
-def test_a_setting_in_the_toml_file_may_be_a_number_or_a_text(tmp_path):
-    write(
-        tmp_path, 'max_disk = "2GiB"\nmin_free_disk = 1048576\nunload_after_s = 2\nsync_interval = "2000ms"\n'
-    )
-    settings = load({}, {}, None, tmp_path)
-    assert (settings.max_disk, settings.min_free_disk, settings.unload_after_s) == (2**31, 2**20, 2.0)
-    assert (settings.sync_interval, settings.sync_s) == ("2s", 2.0)
+def test_a_value_may_be_written_in_common_ways_in_any_place(tmp_path, name, given, read):
+    assert getattr(load({name: given}, {}, None, tmp_path), name) == read
+    assert getattr(load({}, {f"TURNKEEP_{name.upper()}": given}, None, tmp_path), name) == read
+    for value in (given, read) if isinstance(read, int | float) else (given,):
+        write(tmp_path, f"{name} = {value!r}\n")
+        assert getattr(load({}, {}, None, tmp_path), name) == read
 
 
 def test_words_such_as_auto_and_packaged_reset_a_setting_of_the_file_to_its_default(tmp_path):
     write(tmp_path, 'nats = "nats://queue:4222"\ndevice_memory = "1GiB"\nmodel = "some/model"\n')
     settings = load({"nats": "embedded", "device_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
     assert (settings.nats, settings.device_memory, settings.model) == (None, None, None)
-
-
-def test_kv_bits_can_be_a_number_or_full(tmp_path):
-    assert load({}, {"TURNKEEP_KV_BITS": "8"}, None, tmp_path).kv_bits == 8
-    write(tmp_path, "kv_bits = 4\n")
-    assert load({}, {}, None, tmp_path).kv_bits == 4
-    assert load({"kv_bits": "full"}, {}, None, tmp_path).kv_bits is None
-
-
-def test_a_cache_policy_has_the_given_sizes_or_default_ones(tmp_path):
-    assert load({}, {}, None, tmp_path).cache_policy == FULL
-    write(tmp_path, 'cache_policy = "sink_window:2,64"\n')
-    assert load({}, {}, None, tmp_path).cache_policy == Policy(2, 64)
-    assert load({}, {"TURNKEEP_CACHE_POLICY": "sink_window"}, None, tmp_path).cache_policy == Policy(4, 1024)
-    assert load({"cache_policy": "full"}, {}, None, tmp_path).cache_policy == FULL
 
 
 def test_the_limits_of_tenants_are_a_table_of_the_file_or_one_text(tmp_path):
@@ -115,10 +103,6 @@ def test_the_limits_of_tenants_are_a_table_of_the_file_or_one_text(tmp_path):
     assert load_models({}, {}, None, tmp_path)["a"].tenants == expected
     told = {"TURNKEEP_TENANTS": "sessions=3, metrics=50,rows=off"}
     assert load({}, told, None, tmp_path).tenants == TenantLimits(sessions=3, metrics=50), "the whole table"
-
-
-def test_nats_urls_without_a_scheme_get_one(tmp_path):
-    assert load({"nats": "queue:4333, tls://b"}, {}, None, tmp_path).nats == "nats://queue:4333,tls://b"
 
 
 def test_a_relative_data_dir_is_resolved_from_the_settings_file_or_the_current_folder(tmp_path):
@@ -148,6 +132,9 @@ def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name
     assert "data-dir in " in message
     assert message.endswith("turnkeep.toml is not a setting; did you mean data_dir?")
     assert "turnkeep serve --help-all" in refusal(toml="colour = 'red'\n", cwd=tmp_path)
+
+
+HEALTHLESS = ("", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80", True)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +173,7 @@ def test_an_unknown_setting_is_refused_with_its_source_and_the_most_similar_name
         ("sync_interval", "never", "'always' or a duration"),
         ("data_dir", 7, "a path"),
         ("model", "  ", "text"),
+        *(("health", text, "HOST:PORT, or a port of 127.0.0.1") for text in HEALTHLESS),
         ("log_level", ["info"], "one of auto, debug, info, warning, error"),
     ],
 )
@@ -301,14 +289,11 @@ def test_an_invalid_model_table_is_refused_with_advice(tmp_path, toml, says):
 
 
 def test_a_model_without_a_table_is_refused_with_the_names_of_the_tables(tmp_path):
-    write(tmp_path, MODELS)
-    with pytest.raises(SettingsError, match=r"no table \[models.x\] in .*; it has small, coder:30b"):
-        load({}, {}, None, tmp_path, of="x")
-
-
-def test_a_model_without_a_table_is_refused_also_if_there_are_no_tables(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match=r"no table \[models.b\].*; without such tables, turnkeep"):
-        load({}, {}, cwd=tmp_path, of="b")
-    (tmp_path / "turnkeep.toml").write_text("[models.a]\nmodel = 'x'\n")
-    with pytest.raises(SettingsError, match=r"there is no table \[models.b\] in .*; it has a$"):
-        load({}, {}, cwd=tmp_path, of="b")
+    for toml, says in (
+        ("", r"no table \[models.x\].*; without such tables, turnkeep"),
+        ("[models.a]\nmodel = 'x'\n", r"there is no table \[models.x\] in .*; it has a$"),
+        (MODELS, r"no table \[models.x\] in .*; it has small, coder:30b"),
+    ):
+        write(tmp_path, toml)
+        with pytest.raises(SettingsError, match=says):
+            load({}, {}, None, tmp_path, of="x")

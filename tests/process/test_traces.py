@@ -130,38 +130,29 @@ async def test_spans_contain_no_text_of_the_conversation(
     assert not any(b"purple" in body for body in receiver.bodies)
 
 
-async def test_a_repeated_request_id_gets_its_own_span_that_names_the_first_request(
-    local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
-) -> None:
-    worker = await local_worker(otlp_endpoint=receiver.url)
-    garden = worker.client.session("garden")
-    first = await garden.append(text="abc", request_id="one", headers={"traceparent": PARENT})
-    again = await garden.append(
-        text="abc", request_id="one", headers={"traceparent": PARENT.replace("4bf9", "aaaa")}
-    )
-    await worker.stop()
-    one, two = receiver.turns()
-    assert (again.repeat_of, two.attributes["turnkeep.repeat_of"]) == (first.seq, first.seq)
-    assert (one.trace_id, two.trace_id) == (TRACE_ID, TRACE_ID.replace("4bf9", "aaaa"))
-    assert set(receiver.children(two)) == {"queue"}
-
-
 async def test_malformed_trace_headers_start_a_new_trace_and_unsampled_ones_make_no_span(
     local_worker: Callable[..., Awaitable[Any]], receiver: Receiver
 ) -> None:
+    """A repeated request has a span of its own, which names the first request."""
     worker = await local_worker(otlp_endpoint=receiver.url)
     garden = worker.client.session("garden")
     bad = ["", "00", "x" * 5000, PARENT[:-1], PARENT + "é", f"00-{'0' * 32}-{SPAN_ID}-01", "ff" + PARENT[2:]]
     for value in bad:
         await garden.append(text="a", headers={"traceparent": value, "tracestate": "=,=;é"})
     await garden.append(text="a", headers={"traceparent": PARENT[:-1] + "0"})
-    await garden.append(text="a", headers={"Traceparent": PARENT, "TraceState": "vendor=7"})
+    sent = {"Traceparent": PARENT, "TraceState": "vendor=7"}
+    first = await garden.append(text="a", request_id="one", headers=sent)
+    sent["Traceparent"] = PARENT.replace("4bf9", "aaaa")
+    again = await garden.append(text="a", request_id="one", headers=sent)
     await worker.stop()
-    turns = receiver.turns()
-    assert len(turns) == len(bad) + 1
-    assert {span.parent_id for span in turns[:-1]} == {""}
-    assert len({span.trace_id for span in turns}) == len(turns)
-    assert (turns[-1].trace_id, turns[-1].parent_id, turns[-1].state) == (TRACE_ID, SPAN_ID, "vendor=7")
+    *turns, one, two = receiver.turns()
+    assert len(turns) == len(bad)
+    assert {span.parent_id for span in turns} == {""}
+    assert len({span.trace_id for span in (*turns, one, two)}) == len(bad) + 2
+    assert (one.trace_id, one.parent_id, one.state) == (TRACE_ID, SPAN_ID, "vendor=7")
+    assert two.trace_id == TRACE_ID.replace("4bf9", "aaaa")
+    assert (again.repeat_of, two.attributes["turnkeep.repeat_of"]) == (first.seq, first.seq)
+    assert set(receiver.children(two)) == {"queue"}
 
 
 async def test_the_span_of_a_request_on_the_ask_subject_is_a_child_of_the_clients_span(

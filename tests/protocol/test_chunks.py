@@ -42,23 +42,6 @@ def test_overlapping_repeated_reordered_or_lost_chunks_join_to_the_recorded_answ
     assert [chunk.i for chunk in seen] == [sum(len(c.tokens) for c in seen[:n]) for n in range(len(seen))]
 
 
-@given(answers.filter(bool))
-def test_chunks_in_order_and_without_gaps_are_returned_unchanged(answer) -> None:
-    assembly = Assembly()
-    for i, (token, text) in enumerate(answer):
-        chunk = Chunk(i=i, tokens=(token,), text=text)
-        assert assembly.add(chunk) == chunk
-        assert not assembly.has_gap
-    assert (
-        assembly.finish(
-            generated(
-                1, Generate(id="g1"), text="".join(t for _, t in answer), tokens=tuple(t for t, _ in answer)
-            )
-        )
-        is None
-    )
-
-
 def test_a_gap_between_chunks_is_reported_until_it_is_filled() -> None:
     assembly = Assembly()
     assert assembly.add(Chunk(i=1, tokens=(12,), text="b")) is None

@@ -29,7 +29,7 @@ from scripted_worker import (
 import turnkeep_client.calls
 import turnkeep_client.generation
 import turnkeep_client.wire
-from tests.parts import NatsServer, until
+from tests.parts import NatsServer
 from turnkeep_client.calls import Call
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import (
@@ -49,6 +49,7 @@ from turnkeep_client.messages import (
     Chunk,
     Failed,
     Generate,
+    Open,
     Request,
     decode_control,
     decode_request,
@@ -87,37 +88,17 @@ def subscriptions(client: Client) -> int:
     return sum(not sub.subject.startswith("_INBOX.") for sub in client._wire._nats._subs.values())
 
 
-async def test_chunks_arrive_one_by_one_and_join_to_the_result(client: Client, worker: FakeWorker) -> None:
-    generation = client.session("s1").generate(text="hi", max_tokens=6)
-    chunks = await read_all(generation)
-    assert [chunk.text for chunk in chunks] == list(TEXTS)
-    assert generation.result.usage.completion_tokens == 6
-    assert generation.seq == worker.requests[0][0]
-
-
-async def test_a_generation_can_be_awaited_without_reading_its_chunks(
-    client: Client, worker: FakeWorker
-) -> None:
-    generation = client.session("s1").generate(text="hi")
-    assert (await generation).text == TEXT
-    assert generation.result.tokens == TOKENS
-    assert [chunk.text async for chunk in generation] == [TEXT]
-    assert len(worker.requests) == 1
-
-
 async def test_awaiting_and_iterating_a_generation_at_once_sends_one_request(
     client: Client, worker: FakeWorker
 ) -> None:
-    generation = client.session("s1").generate(text="hi")
-    results = await asyncio.gather(read_all(generation), generation.wait(), generation.wait())
-    assert results[1] == results[2] == generation.result
-    assert len(worker.requests) == 1
+    generation = client.session("s1").generate(text="hi", max_tokens=6)
+    readers, waiters = [read_all(generation) for _ in range(2)], [generation.wait() for _ in range(2)]
+    *both, first, second = await asyncio.gather(*readers, *waiters)
+    assert [[chunk.text for chunk in chunks] for chunks in both] == [list(TEXTS)] * 2
+    assert first == second == generation.result
+    assert [chunk.text async for chunk in generation] == [TEXT]
+    assert [seq for seq, _ in worker.requests] == [generation.seq]
     assert subscriptions(client) == 0
-
-
-async def test_two_readers_of_one_generation_both_get_all_chunks(client: Client, worker: FakeWorker) -> None:
-    generation = client.session("s1").generate(text="hi")
-    await asyncio.gather(read_all(generation), read_all(generation))
 
 
 async def test_reading_the_result_before_the_generation_has_ended_raises_an_error(
@@ -150,26 +131,6 @@ async def test_leaving_the_iteration_early_leaves_no_subscriptions_or_tasks_behi
     assert [task.get_coro().__name__ for task in asyncio.all_tasks() - before] == ["script"]
     go_on.set()
     assert (await generation).text == TEXT
-    assert subscriptions(client) == 0
-
-
-async def test_a_cancelled_reader_leaves_no_subscriptions_behind(client: Client, worker: FakeWorker) -> None:
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [11], "He")
-
-    worker.script = script
-    started = asyncio.Event()
-
-    async def read() -> None:
-        async for _ in client.session("s1").generate(text="hi"):
-            started.set()
-
-    task = asyncio.create_task(read())
-    await started.wait()
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    await asyncio.sleep(0.05)
     assert subscriptions(client) == 0
 
 
@@ -261,10 +222,11 @@ async def test_cancelling_a_task_cancels_the_answer_of_its_async_with_block(
     await asyncio.wait([task], timeout=10)
     assert task.cancelled()
     assert cancelling.cancelled.is_set()
+    assert subscriptions(client) == 0
 
 
-async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_cancels_nothing(
-    client: Client, worker: FakeWorker
+async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_asks_and_reads_nothing(
+    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancelling = Cancelling(worker)
     await cancelling.start()
@@ -274,7 +236,9 @@ async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_c
     worker.script = answer
     async with client.session("s1").generate(text="hi") as generation:
         assert (await generation).text == TEXT
-    assert cancelling.num_asked == 0
+        reads: list[Any] = []
+        monkeypatch.setattr(client._wire, "read", lambda *given: reads.append(given) or asyncio.sleep(0, []))
+    assert (cancelling.num_asked, reads) == (0, [])
 
 
 async def test_leaving_the_async_with_block_of_an_unsent_request_does_not_send_it_again(
@@ -322,31 +286,6 @@ async def test_leaving_the_async_with_block_before_the_acknowledgement_cancels_t
     assert len(ids) == 1
 
 
-async def test_leaving_the_async_with_block_after_the_answer_reads_nothing(
-    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with client.session("s1").generate(text="hi") as generation:
-        await generation
-        reads: list[Any] = []
-        monkeypatch.setattr(client._wire, "read", lambda *given: reads.append(given) or asyncio.sleep(0, []))
-    assert reads == []
-
-
-async def test_an_answer_that_keeps_sending_chunks_may_take_longer_than_its_timeout(
-    client: Client, worker: FakeWorker
-) -> None:
-    """The timeout limits the wait for each chunk, and not the whole answer."""
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        for i, (token, text) in enumerate(zip(TOKENS, TEXTS, strict=True)):
-            await asyncio.sleep(0.3)
-            await worker.chunk(request, i, [token], text)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    assert len(await read_all(client.session("s1").generate(text="hi", timeout_s=1.2))) == len(TOKENS)
-
-
 async def test_a_reader_s_pauses_do_not_count_as_waiting_for_the_next_chunk(
     client: Client, worker: FakeWorker
 ) -> None:
@@ -380,20 +319,6 @@ async def test_a_failed_generation_raises_an_error_after_its_chunks(
     assert caught.value.retryable
 
 
-async def test_a_repeated_generation_returns_its_recorded_answer_as_one_chunk(
-    client: Client, worker: FakeWorker
-) -> None:
-    """No chunk is published for a repeat: the whole answer comes as one piece."""
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.result(generated(seq, request, repeat_of=1))
-
-    worker.script = script
-    generation = client.session("s1").generate(text="hi", request_id="g1")
-    assert [chunk.text for chunk in await read_all(generation)] == [TEXT]
-    assert generation.result.repeat_of == 1
-
-
 async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
     client: Client, worker: FakeWorker
 ) -> None:
@@ -422,34 +347,6 @@ async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
         if chunk.i == 3:
             beginning_seen.set()
     assert [chunk.text for chunk in chunks] == ["Hello", ", ", "wör", "ld!"]
-
-
-async def test_following_a_running_answer_yields_its_earlier_chunks_before_any_new_one(
-    client: Client, worker: FakeWorker
-) -> None:
-    """The same holds for the sender if it reads the answer later than it sends the request."""
-    has_begun, beginning_seen = asyncio.Event(), asyncio.Event()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [11, 12], "Hello")
-        has_begun.set()
-        await asyncio.wait_for(beginning_seen.wait(), 5)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    sent = client.session("s1").generate(text="hi")
-    await sent.send()
-    await asyncio.wait_for(has_begun.wait(), 5)
-    assert sent.seq == worker.requests[0][0]
-    followed = client.session("s1").follow(Generate(id=sent.id, text="hi"), sent.seq)
-    read = asyncio.create_task(read_all(sent))
-    chunks = []
-    async for chunk in followed:
-        chunks.append(chunk)
-        beginning_seen.set()
-    assert [chunk.text for chunk in chunks] == ["Hello", TEXT[5:]]
-    assert "".join(chunk.text for chunk in await read) == TEXT
-    assert len(worker.requests) == 1
 
 
 async def test_an_answer_under_a_reused_request_id_has_no_chunks_of_the_earlier_answer(
@@ -487,44 +384,15 @@ async def test_an_answer_under_a_reused_request_id_has_no_chunks_of_the_earlier_
     assert texts == ["Hello", TEXT[5:]]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-async def test_chunks_of_another_request_under_the_same_id_do_not_mix_into_an_answer(
-    client: Client, worker: FakeWorker, *, is_first: bool
-) -> None:
-    """Whether the other request was sent before or after this one."""
-    both_there = asyncio.Event()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        is_asked = request.text == "hi"  # type: ignore[union-attr]
-        if len(worker.requests) == 2:
-            both_there.set()
-        await asyncio.wait_for(both_there.wait(), 5)
-        if not is_asked:
-            await worker.chunk(request, 0, [90], "other")
-            return
-        await asyncio.sleep(0.2)
-        await worker.chunk(request, 0, [11], "He")
-        await asyncio.sleep(0.1)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    other = Generate(id="g1", text="another")
-    if is_first:
-        await client.submit(KEY, other)
-    reading = asyncio.create_task(read_all(client.session("s1").generate(text="hi", request_id="g1")))
-    await until(lambda: "hi" in [getattr(one, "text", "") for _, one in worker.requests])
-    if not is_first:
-        await client.submit(KEY, other)
-    assert [chunk.text for chunk in await asyncio.wait_for(reading, 10)] == ["He", TEXT[2:]]
-
-
-@pytest.mark.parametrize("lost", [{0}, {2}, {5}, {1, 2, 4}, {0, 1, 2, 3, 4, 5}])
-async def test_the_content_of_lost_chunks_comes_with_the_result(
+@pytest.mark.parametrize("lost", [{1, 2, 4}, {0, 1, 2, 3, 4, 5}])
+async def test_the_content_of_lost_chunks_comes_with_the_result_and_junk_is_ignored(
     client: Client, worker: FakeWorker, lost: set[int]
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         for i in sorted(set(range(6)) - lost):
             await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
+        for junk in (b'{"seq":', b"null", b'{"seq": 1, "i": "x"}', b'{"seq": %d, "i": 1}' % seq):
+            await worker.nats.publish(SUBJECTS.tokens(KEY, request.id), junk)
         await asyncio.sleep(0.2)
         await worker.result(generated(seq, request))
 
@@ -534,26 +402,10 @@ async def test_the_content_of_lost_chunks_comes_with_the_result(
     assert generation.result.text == TEXT
 
 
-async def test_invalid_chunks_are_ignored(client: Client, worker: FakeWorker) -> None:
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [11], "He")
-        for body in (b'{"seq":', b"null", b'{"seq": 1, "i": "x"}', b'{"seq": %d, "i": 1}' % seq):
-            await worker.nats.publish(SUBJECTS.tokens(KEY, request.id), body)
-        await asyncio.sleep(0.1)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    chunks = await read_all(client.session("s1").generate(text="hi"))
-    assert [chunk.text for chunk in chunks] == ["He", TEXT[2:]]
-
-
-@pytest.mark.parametrize(("tokens", "text"), [([11, 99], "Hello"), ([11, 12], "Hullo")])
-async def test_chunks_that_contradict_each_other_raise_an_error(
-    client: Client, worker: FakeWorker, tokens: list[int], text: str
-) -> None:
+async def test_chunks_that_contradict_each_other_raise_an_error(client: Client, worker: FakeWorker) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [11, 12], "Hello")
-        await worker.chunk(request, 0, tokens, text)
+        await worker.chunk(request, 0, [11, 99], "Hello")
 
     worker.script = script
     with pytest.raises(StreamBrokenError, match="twice"):
@@ -581,25 +433,6 @@ async def test_a_slow_reader_gets_every_chunk(
         await asyncio.sleep(0.02)
         texts.append(chunk.text)
     assert texts == list(TEXTS)
-
-
-async def test_a_client_finds_its_result_in_the_log_behind_many_other_results(
-    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The log is read in several batches until the result is found."""
-    monkeypatch.setattr(turnkeep_client.wire, "READ_BATCH", 3)
-
-    async def deaf(subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        return lambda: asyncio.sleep(0)
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        for other in range(1000, 1010):
-            await worker.result(generated(other, request, text="another"))
-        await worker.result(generated(seq, request))
-
-    monkeypatch.setattr(client._wire, "listen", deaf)
-    worker.script = script
-    assert (await client.session("s1").generate(text="hi")).text == TEXT
 
 
 async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_instead_of_waiting(
@@ -810,63 +643,6 @@ async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
     await nc.close()
 
 
-async def test_an_answer_survives_kill_9_of_the_nats_server(
-    client: Client, worker: FakeWorker, server: NatsServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After two chunks the server is killed. Later chunks are read from the stream, and none comes twice.
-
-    The client reconnects after the last chunk, so it receives no later chunk directly. The worker records the
-    result only when the client has all chunks.
-    """
-    monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 60)
-    client._wire._nats.options["reconnect_time_wait"] = 1
-    two_seen, is_back, all_seen = asyncio.Event(), asyncio.Event(), asyncio.Event()
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        for i in range(2):
-            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
-
-        await is_back.wait()
-        for i in range(1, 6):
-            await worker.chunk(request, i, [TOKENS[i]], TEXTS[i])
-        await asyncio.wait_for(all_seen.wait(), 10)
-        await worker.result(generated(seq, request))
-
-    worker.script = script
-    generation = client.session("s1").generate(text="hi")
-
-    async def read() -> list[Chunk]:
-        chunks = []
-        async for chunk in generation:
-            chunks.append(chunk)
-            if chunk.i == 1:
-                two_seen.set()
-            if chunk.i == 5:
-                all_seen.set()
-        return chunks
-
-    reader = asyncio.create_task(read())
-    await asyncio.wait_for(two_seen.wait(), 5)
-    server.kill()
-    await asyncio.sleep(0.2)
-    server.start()
-    is_back.set()
-    chunks = await asyncio.wait_for(reader, 20)
-    assert "".join(chunk.text for chunk in chunks) == generation.result.text == TEXT
-    assert tuple(token for chunk in chunks for token in chunk.tokens) == TOKENS
-
-
-async def test_a_request_made_while_the_nats_server_is_down_is_answered_once_it_is_back(
-    client: Client, worker: FakeWorker, server: NatsServer
-) -> None:
-    server.kill()
-    task = asyncio.create_task(client.session("s1").generate(text="hi", request_id="g1").wait())
-    await asyncio.sleep(0.3)
-    server.start()
-    assert (await asyncio.wait_for(task, 20)).text == TEXT
-    assert {request.id for _, request in worker.requests} == {"g1"}
-
-
 async def test_a_timeout_error_names_the_request_and_a_repeat_under_its_id_gets_the_answer(
     client: Client, worker: FakeWorker
 ) -> None:
@@ -906,6 +682,7 @@ async def test_both_waiters_for_an_answer_get_the_error_of_the_session_s_refused
     for error in await asyncio.wait_for(asyncio.gather(*waiters, return_exceptions=True), 20):
         assert isinstance(error, RequestFailedError)
     assert subscriptions(client) == 0
+    assert {type(request) for _, request in worker.requests} == {Open}, "no turn under another policy"
 
 
 async def test_the_timeout_of_an_answer_counts_from_when_it_is_awaited(
@@ -947,18 +724,6 @@ async def test_two_waiters_that_wait_again_after_each_timeout_time_out_no_more_o
         async with asyncio.timeout(1.1):
             await asyncio.gather(keep_waiting(), keep_waiting())
     assert 0 < num_timeouts <= 12
-
-
-async def test_the_timeout_of_a_submitted_request_counts_from_the_submit_and_then_from_each_wait(
-    client: Client, worker: FakeWorker
-) -> None:
-    worker.script = silent
-    call = await client.submit(KEY, Generate(id="g1", text="hi"), timeout_s=0.3)
-    await asyncio.sleep(0.4)
-    with pytest.raises(ResultTimeoutError):
-        await call
-    await answer(worker, *worker.requests[-1])
-    assert (await call) == generated(1, worker.requests[-1][1])
 
 
 async def test_closing_the_client_ends_waiting_calls_with_an_error(
@@ -1022,32 +787,6 @@ async def test_a_result_that_arrives_before_its_request_s_acknowledgement_is_not
     await acknowledge_by_hand(worker, script)
     chunks = await read_all(client.session("s1").generate(text="hi", timeout_s=5))
     assert "".join(chunk.text for chunk in chunks) == TEXT
-
-
-async def test_a_client_repeats_a_request_under_the_same_id_if_its_acknowledgement_is_lost(
-    client: Client, worker: FakeWorker
-) -> None:
-    """The log then has two entries; the second one gets the recorded result of the first."""
-    ids = []
-
-    async def script(seq: int, request: Request, acknowledge: Acknowledge) -> None:
-        ids.append(request.id)
-        if len(ids) == 1:
-            for i, text in enumerate(TEXTS):
-                await worker.chunk(request, i, [TOKENS[i]], text, seq)
-            await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(seq, request)))
-        else:
-            await acknowledge()
-            await worker.nats.publish(SUBJECTS.of(KEY, "out"), encode(generated(seq, request, repeat_of=1)))
-
-    worker.script = silent
-    await acknowledge_by_hand(worker, script)
-    generation = client.session("s1").generate(text="hi")
-    chunks = await read_all(generation)
-    assert [chunk.text for chunk in chunks] == list(TEXTS)
-    assert len(ids) == 2
-    assert ids[0] == ids[1]
-    assert generation.result.repeat_of == 1
 
 
 async def test_a_call_ignores_the_result_of_another_request_at_its_sequence() -> None:

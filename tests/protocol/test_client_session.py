@@ -18,7 +18,6 @@ from nats.js.errors import APIError, NoStreamResponseError
 from scripted_worker import (
     KEY,
     SUBJECTS,
-    TEXTS,
     TOKENS,
     FakeWorker,
     answer,
@@ -52,15 +51,11 @@ from turnkeep_client.messages import (
     Close,
     Failed,
     Generate,
-    InfoRequest,
-    Message,
     Open,
     Request,
     Rewind,
     SessionCache,
     UnknownResult,
-    decode_ask,
-    decode_control,
     encode,
 )
 from turnkeep_client.nats_client import Nats
@@ -83,24 +78,6 @@ async def test_every_request_of_a_session_gets_its_own_result(client: Client, wo
     kinds = [type(request) for _, request in worker.requests]
     assert kinds == [Open, Append, Generate, Rewind, Close]
     assert len({request.id for _, request in worker.requests}) == 5
-
-
-async def test_each_of_many_concurrent_requests_gets_its_own_result(
-    client: Client, worker: FakeWorker
-) -> None:
-    """The worker answers in reverse order, and each caller still gets the result of its own request."""
-    waiting: list[tuple[int, Request]] = []
-
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        waiting.append((seq, request))
-        if len(waiting) == 20:
-            for each in reversed(waiting):
-                await worker.result(plain_result(*each))
-
-    worker.script = script
-    session = client.session("s1")
-    results = await asyncio.gather(*(session.append(text="a", request_id=f"a{n}") for n in range(20)))
-    assert [result.id for result in results] == [f"a{n}" for n in range(20)]
 
 
 async def test_a_client_returns_finish_reasons_and_raises_error_codes_that_it_does_not_know(
@@ -136,17 +113,6 @@ async def test_a_result_of_an_unknown_type_raises_an_error_that_asks_to_update_t
             await call
 
 
-async def test_messages_can_be_message_objects_or_dicts_in_openais_format(
-    client: Client, worker: FakeWorker
-) -> None:
-    messages = [Message(role="system", content="Be brief."), {"role": "user", "content": "Hi"}]
-    await client.session("s1").append(messages=messages, expect_position=7)
-    request = worker.requests[0][1]
-    assert isinstance(request, Append)
-    assert request.messages == (messages[0], Message(role="user", content="Hi"))
-    assert request.expect_position == 7
-
-
 def test_the_session_s_generate_method_takes_every_field_of_a_generate_request() -> None:
     own = {field.name for field in msgspec.structs.fields(Generate)}
     explicit = set(inspect.signature(Session.generate).parameters) - {
@@ -158,44 +124,33 @@ def test_the_session_s_generate_method_takes_every_field_of_a_generate_request()
     assert own == set(Sampling.__annotations__) | explicit - {"request_id"} | {"id"}
 
 
-@pytest.mark.parametrize(
-    ("call", "sentence"),
-    [
-        (lambda session: session.generate(max_token=5), "did you mean 'max_tokens'"),
-        (lambda session: session.generate(max_tokens=-1), "max_tokens must be a whole number"),
-        (lambda session: session.generate(temperature=float("nan")), "temperature must be `float`"),
-        (lambda session: session.generate(text="a", tokens=[1]), "at most one of messages, text, tokens"),
-        (lambda session: session.generate(request_id="a b"), "id must be 1 to 64 of the characters"),
-        (lambda session: session.append(), "exactly one of messages, text, tokens"),
-        (lambda session: session.append(messages=[{"role": "user", "contents": ""}]), "mean 'content'"),
-        (lambda session: session.append(text="\ud800"), "whole Unicode characters"),
-        (lambda session: session.append(tokens=[object()]), "cannot be written as JSON"),
-        (lambda session: session.open({"policy": "lru"}), "cache.policy must be full, paged or sink_window"),
-        (lambda session: session.open({"sink": 4}), "cache takes sink with the policy sink_window only"),
-        (
-            lambda session: session.rewind(-1),
-            "position must be a whole number, at least 0 and at most 9007199254740992",
-        ),
-        (lambda session: session.cancel("*"), "request id .* must be 1 to 64"),
-    ],
-)
+INVALID: list[tuple[Callable[[Any], Any], str]] = [
+    (lambda session: session.generate(max_token=5), "did you mean 'max_tokens'"),
+    (lambda session: session.generate(max_tokens=-1), "max_tokens must be a whole number"),
+    (lambda session: session.generate(temperature=float("nan")), "temperature must be `float`"),
+    (lambda session: session.generate(text="a", tokens=[1]), "at most one of messages, text, tokens"),
+    (lambda session: session.generate(request_id="a b"), "id must be 1 to 64 of the characters"),
+    (lambda session: session.append(), "exactly one of messages, text, tokens"),
+    (lambda session: session.append(messages=[{"role": "user", "contents": ""}]), "mean 'content'"),
+    (lambda session: session.append(text="\ud800"), "whole Unicode characters"),
+    (lambda session: session.append(text="a", request_id=""), "id must be"),
+    (lambda session: run_tools(session, {}, most=1, request_id=""), "id must be"),
+    (lambda session: session.append(tokens=[object()]), "cannot be written as JSON"),
+    (lambda session: session.open({"policy": "lru"}), "cache.policy must be full, paged or sink_window"),
+    (lambda session: session.open({"sink": 4}), "cache takes sink with the policy sink_window only"),
+    (lambda session: session.rewind(-1), "position must be a whole number, at least 0 and at most 9007"),
+    (lambda session: session.cancel("*"), "request id .* must be 1 to 64"),
+]
+
+
 async def test_a_client_refuses_an_invalid_request_without_sending_it(
-    client: Client, worker: FakeWorker, call: object, sentence: str
-) -> None:
-    with pytest.raises(InvalidMessageError, match=sentence):
-        await call(client.session("s1"))
-    assert worker.requests == []
-
-
-async def test_an_empty_id_or_tenant_is_refused_as_any_invalid_one(
     client: Client, worker: FakeWorker
 ) -> None:
-    session = client.session("s1")
-    for call in (session.append(text="a", request_id=""), run_tools(session, {}, most=1, request_id="")):
-        with pytest.raises(InvalidMessageError, match="id"):
-            await call
-    with pytest.raises(InvalidMessageError, match="tenant '' is not valid"):
-        client.session("s1", tenant="")
+    for call, sentence in INVALID:
+        with pytest.raises(InvalidMessageError, match=sentence):
+            await call(client.session("s1"))
+    with pytest.raises(InvalidMessageError, match="id must be"):
+        await client.submit(KEY, Append(id="a b", text="a"))
     assert worker.requests == []
 
 
@@ -242,91 +197,19 @@ async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_mad
         client.session("s1", cache=words)
 
 
-async def test_a_client_sends_no_turn_if_the_worker_refuses_the_cache_policy(
-    client: Client, worker: FakeWorker
-) -> None:
-    """A turn would start the session under the worker's default policy."""
-    worker.script = refuse
-    session = client.session("s1", cache=CachePolicy(policy="sink_window"))
-    for _ in range(2):
-        with pytest.raises(RequestFailedError, match="4 requests wait"):
-            await session.append(text="a")
-    assert {type(request) for _, request in worker.requests} == {Open}
-
-
 async def test_invalid_session_tenant_prefix_and_worker_names_are_refused_by_the_client(
     client: Client, server: NatsServer
 ) -> None:
     with pytest.raises(InvalidMessageError, match=r"session 'a\.b' is not valid"):
         client.session("a.b")
+    with pytest.raises(InvalidMessageError, match="tenant '' is not valid"):
+        client.session("s1", tenant="")
     with pytest.raises(InvalidMessageError, match="tenant"):
         await connect(server.url, tenant="*")
     with pytest.raises(InvalidMessageError, match="prefix"):
         await connect(server.url, prefix="a..b")
     with pytest.raises(InvalidMessageError, match="worker"):
         await anext(client.metrics("a.b"))
-
-
-async def test_submit_stores_a_request_in_the_log_and_returns_a_failure_as_a_value(
-    client: Client, worker: FakeWorker
-) -> None:
-    worker.script = refuse
-    pending = await client.submit(KEY, Append(id="a1", text="a"))
-    stored = await worker.js.get_msg(SUBJECTS.log_stream, pending.seq, direct=True)
-    assert stored.data == encode(pending.request)
-    result = await pending
-    assert isinstance(result, Failed)
-    assert result.code == "overloaded"
-    assert await pending == result
-
-
-async def test_submit_refuses_an_invalid_request(client: Client, worker: FakeWorker) -> None:
-    with pytest.raises(InvalidMessageError, match="id must be"):
-        await client.submit(KEY, Append(id="a b", text="a"))
-
-
-async def test_a_client_ignores_junk_on_the_subject_of_results(client: Client, worker: FakeWorker) -> None:
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        for junk in (b"", b"\xff", b"[]", b'{"seq": "x"}', b"[" * 100_000):
-            await worker.js.publish(SUBJECTS.of(KEY, "out"), junk)
-        await worker.result(plain_result(seq, request))
-
-    worker.script = script
-    assert (await client.session("s1").append(text="a")).tokens == 3
-
-
-async def test_info_and_cancel_return_the_workers_answer_or_raise_its_refusal(
-    client: Client, worker: FakeWorker
-) -> None:
-    async def on_control(message: Msg) -> None:
-        request = decode_control(message.data)
-        if isinstance(request, InfoRequest):
-            await message.respond(encode(session_info()))
-        elif request.id == "g1":
-            await message.respond(encode(Cancelled(id="g1", was="waiting")))
-        else:
-            failed = Failed(id=request.id, code="invalid_request", message="it is not here", retryable=False)
-            await message.respond(encode(failed))
-
-    await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
-    await heard(worker.nats)
-    session = client.session("s1")
-    assert (await session.info()).position == 9
-    assert (await session.cancel("g1")).was == "waiting"
-    with pytest.raises(RequestFailedError, match="it is not here"):
-        await session.cancel("g2")
-
-
-async def test_the_client_s_ask_method_returns_an_answer_and_stores_no_request_in_the_log(
-    client: Client, worker: FakeWorker
-) -> None:
-    async def on_ask(message: Msg) -> None:
-        await message.respond(encode(generated(5, decode_ask(message.data, "made-up"))))
-
-    await worker.nats.subscribe(SUBJECTS.of(KEY, "ask"), cb=on_ask)
-    await heard(worker.nats)
-    assert (await client.ask("s1", text="hi", max_tokens=6)).text == "".join(TEXTS)
-    assert worker.requests == []
 
 
 async def test_info_and_ask_raise_an_error_if_no_worker_serves_the_session(
@@ -376,33 +259,21 @@ async def test_a_control_request_that_a_killed_worker_got_is_sent_again(
                 await client.session("s1").cancel("g1")
 
 
-async def test_iterating_over_metrics_yields_the_messages_of_workers_and_skips_invalid_ones(
+async def test_iterating_over_metrics_skips_invalid_messages_and_ends_when_the_client_is_closed(
     client: Client, worker: FakeWorker
 ) -> None:
-    seen = []
+    seen = asyncio.Event()
 
     async def watch() -> None:
         async for each in client.metrics():
-            seen.append(each.worker)
-            if len(seen) == 2:
-                break
+            assert each.worker == "w1"
+            seen.set()
 
     watching = asyncio.create_task(watch())
-    while not watching.done():
-        await worker.nats.publish(SUBJECTS.metrics("w1"), encode(metrics("w1")))
+    while not seen.is_set():
         await worker.nats.publish(SUBJECTS.metrics("w1"), b"junk")
+        await worker.nats.publish(SUBJECTS.metrics("w1"), encode(metrics("w1")))
         await asyncio.sleep(0.02)
-    await watching
-    assert seen == ["w1", "w1"]
-
-
-async def test_closing_the_client_ends_the_iteration_over_metrics(client: Client) -> None:
-    async def watch() -> None:
-        async for _ in client.metrics("w1"):
-            pass
-
-    watching = asyncio.create_task(watch())
-    await asyncio.sleep(0.05)
     await client.close()
     await asyncio.wait_for(watching, 5)
 
@@ -497,7 +368,7 @@ async def answers_late(worker: FakeWorker, seq: int, request: Request) -> None:
     await worker.result(plain_result(seq, request))
 
 
-async def test_a_call_uses_the_timeout_of_its_client_unless_it_has_its_own(
+async def test_a_call_and_its_sessions_open_use_the_timeout_of_the_client_unless_the_call_has_its_own(
     server: NatsServer, worker: FakeWorker
 ) -> None:
     worker.script = answers_late
@@ -507,13 +378,6 @@ async def test_a_call_uses_the_timeout_of_its_client_unless_it_has_its_own(
             await session.append(text="a")
         assert (await session.append(text="a", timeout_s=60)).tokens == 3
         assert (await session.append(text="a", timeout_s=math.inf)).tokens == 3
-
-
-async def test_the_open_before_a_session_s_first_turn_may_take_as_long_as_the_turn(
-    server: NatsServer, worker: FakeWorker
-) -> None:
-    worker.script = answers_late
-    async with connect(server.url, timeout_s=0.3) as client:
         for timeout_s in (10.0, math.inf):
             cached = client.session("s1", cache={"policy": "full"})
             assert (await cached.append(text="a", timeout_s=timeout_s)).tokens == 3
@@ -605,19 +469,17 @@ async def test_a_client_connects_if_one_of_two_servers_answers(server: NatsServe
         await connect(f"{nobody},{none}", connect_timeout_s=3600)
 
 
-async def test_a_request_on_a_server_where_no_worker_ever_ran_raises_an_error_that_says_so(
-    client: Client,
-) -> None:
-    with pytest.raises(NoWorkerError, match="no worker was ever started on this NATS server"):
-        await client.session("s1").append(text="a")
+def leaderless(folder: Path) -> NatsServer:
+    """Start one of a cluster's servers, which has no leader without the others."""
+    own, other = (f"nats://127.0.0.1:{free_port()}" for _ in range(2))
+    server = NatsServer(folder, ("--cluster", own, "--cluster_name", "c", "--routes", other, "-n", "n"))
+    server.start()
+    return server
 
 
 async def test_a_request_waits_while_the_nats_servers_elect_a_leader(tmp_path: Path) -> None:
     """Until there is a leader no server answers for the log's stream, as if there were no stream."""
-    routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
-    options = ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
-    server = NatsServer(tmp_path, options)
-    server.start()
+    server = leaderless(tmp_path)
     async with connect(server.url) as client:
         sending = asyncio.create_task(client.submit(KEY, Append(id="a", text="a")))
         await asyncio.sleep(1.5)
@@ -634,11 +496,7 @@ async def test_a_request_to_a_cluster_with_too_few_servers_raises_an_error_that_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnkeep_client.wire.NUM_TRIES_OF_SEVERAL", 2)
-    routes = [f"nats://127.0.0.1:{free_port()}" for _ in range(2)]
-    server = NatsServer(
-        tmp_path, ("--cluster", routes[0], "--cluster_name", "c", "--routes", routes[1], "-n", "n")
-    )
-    server.start()
+    server = leaderless(tmp_path)
     async with connect(server.url) as client:
         with pytest.raises(NoAnswerError, match="too few servers of the NATS cluster run, or no worker"):
             await client.session("s1").append(text="a")
@@ -734,17 +592,6 @@ async def test_a_request_above_the_size_limit_of_the_server_or_the_log_is_refuse
     with pytest.raises(InvalidMessageError, match="larger than the log accepts"):
         await client.session("s1").append(text="x" * 1000)
     assert (await client.session("s1").append(text="a")).tokens == 3
-
-
-async def test_a_request_that_a_full_log_refuses_raises_a_retryable_error(
-    client: Client, worker: FakeWorker
-) -> None:
-    config = (await worker.js.stream_info(SUBJECTS.log_stream)).config
-    config.max_bytes, config.discard = 1000, nats.js.api.DiscardPolicy.NEW
-    await worker.js.update_stream(config)
-    with pytest.raises(RequestFailedError, match="the log refused the request: maximum bytes") as caught:
-        await client.session("s1").append(text="x" * 2000)
-    assert caught.value.retryable
 
 
 async def test_publishing_for_another_tenant_or_with_wrong_credentials_raises_not_permitted(

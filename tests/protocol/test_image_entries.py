@@ -12,7 +12,7 @@ from scripted_worker import SUBJECTS, FakeWorker
 from tests.parts import NatsServer
 from turnkeep_client import image
 from turnkeep_client.client import Client
-from turnkeep_client.errors import InvalidMessageError, NoServerError
+from turnkeep_client.errors import NoServerError
 from turnkeep_client.images import PIECE_BYTES, assembled, entries
 from turnkeep_client.subjects import SessionKey
 from turnkeep_client.wire import READ_S
@@ -22,26 +22,6 @@ KEY = SessionKey("default", "s")
 
 def picture(num_bytes: int) -> bytes:
     return b"\x89PNG" + os.urandom(num_bytes - 4)
-
-
-async def test_a_session_stores_the_files_of_images_before_the_request_and_reads_them_back(
-    client: Client, worker: FakeWorker
-) -> None:
-    session, small, large = client.session("s"), picture(99), picture(3 * PIECE_BYTES + 1)
-    names = [hashlib.sha256(one).hexdigest() for one in (small, large)]
-    for _ in range(2):
-        parts = [{"type": "text", "text": "which?"}, image(small), image(large)]
-        generation = session.generate(messages=[{"role": "user", "content": parts}], timeout_s=0.3)
-        with pytest.raises(TimeoutError):
-            await generation
-    stored = [one for one in await client.stored.subjects() if one == KEY]
-    assert [(await client.stored.subjects())[key] for key in stored] == [{"in": 2, "image": 6}]
-    request = (await client.log("s"))[0]
-    assert request.seq == 7
-    assert len(request.body) < 500
-    assert [await session.image(name) for name in names] == [small, large]
-    with pytest.raises(InvalidMessageError, match=f"the log has no image {'0' * 64}"):
-        await session.image("0" * 64)
 
 
 async def test_an_image_from_before_a_close_is_stored_again(client: Client, worker: FakeWorker) -> None:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from refusals import NAMES, refused
-from scripted_worker import generated, metrics, session_info
+from scripted_worker import generated, session_info
 
 from turnkeep_client.errors import ERROR_CODES, InvalidMessageError
 from turnkeep_client.images import files_of, image
@@ -20,17 +20,13 @@ from turnkeep_client.messages import (
     Append,
     Appended,
     CachePolicy,
-    Cancelled,
-    CancelRequest,
     Chunk,
     Close,
     Closed,
     Failed,
     Function,
     Generate,
-    InfoRequest,
     Message,
-    MetricsRequest,
     Open,
     Opened,
     Rewind,
@@ -47,7 +43,7 @@ from turnkeep_client.messages import (
     encode,
 )
 from turnkeep_client.session import build
-from turnkeep_client.subjects import Subjects, check_id, session_key
+from turnkeep_client.subjects import Subjects, session_key
 
 UNTIMED = settings(deadline=None)
 DECODERS = (
@@ -98,8 +94,20 @@ sampling = {
     "stop": st.lists(texts.filter(bool), max_size=3).map(tuple),
     "raw": st.booleans(),
 }
+policies = st.sampled_from(
+    [
+        CachePolicy(),
+        CachePolicy(policy="sink_window"),
+        CachePolicy(policy="sink_window", sink=1, window=32),
+        CachePolicy(policy="paged"),
+        CachePolicy(policy="paged", resident=2048, pin=((0, 200),)),
+    ]
+)
+found = st.none() | st.sampled_from(
+    [SessionCache(policy="lru"), SessionCache(policy="sink_window", sink=4, window=64)]
+)
 requests = st.one_of(
-    st.builds(Open, cache=st.just(CachePolicy()), **base),
+    st.builds(Open, cache=policies, **base),
     st.builds(lambda given, **fields: Append(**given, **fields), inputs, **base),
     st.builds(lambda given, **fields: Generate(**given, **fields), inputs | st.just({}), **base, **sampling),
     st.builds(Rewind, position=positions, **base),
@@ -107,7 +115,7 @@ requests = st.one_of(
 )
 done = {"id": ids, "seq": counts, "position": positions, "repeat_of": st.none() | counts}
 results = st.one_of(
-    st.builds(Opened, **done),
+    st.builds(Opened, cache=found, visible_from=st.none() | counts, **done),
     st.builds(Rewound, **done),
     st.builds(Closed, **done),
     st.builds(
@@ -148,14 +156,6 @@ def test_any_request_result_or_chunk_survives_encoding_and_decoding(request, res
     assert decode_chunk(encode(chunk)) == chunk
 
 
-def test_control_messages_and_metrics_survive_encoding_and_decoding() -> None:
-    for control in (InfoRequest(), MetricsRequest(), CancelRequest(id="g1")):
-        assert decode_control(encode(control)) == control
-    for reply in (session_info(), metrics("w1"), Cancelled(id="g1", was="running")):
-        assert decode_control_reply(encode(reply)) == reply
-    assert decode_metrics(encode(metrics("w1"))) == metrics("w1")
-
-
 @UNTIMED
 @given(requests, st.integers(0, 10_000), st.binary(max_size=4))
 def test_a_damaged_request_is_decoded_or_refused_but_never_crashes_the_decoder(
@@ -191,22 +191,6 @@ def read_or_refuse(body: bytes) -> None:
         assert len(refusal) < 700
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b"[" * 100_000,
-        b'{"type":' * 100_000,
-        b'{"x":' * 100_000 + b"1" + b"}" * 100_000,
-        b'{"type": "generate", "id": "a", "stop": ' + b"[" * 100_000,
-        b'{"type": "opened", "id": "a", "seq": 1, "position": 1, "x": ' + b"[" * 100_000,
-    ],
-)
-def test_deeply_nested_json_is_refused(body: bytes) -> None:
-    for decode in DECODERS:
-        with pytest.raises(InvalidMessageError):
-            decode(body)
-
-
 @pytest.mark.parametrize("kind", ["in", "ctl", "ask"])
 def test_a_refusal_says_in_one_line_what_is_wrong_and_what_is_allowed(kind: str) -> None:
     decode: Any = {"in": decode_request, "ctl": decode_control, "ask": lambda body: decode_ask(body, "a1")}[
@@ -240,32 +224,10 @@ def test_refusing_many_requests_inspects_each_message_type_only_once(monkeypatch
     assert len(inspected) <= 2
 
 
-def test_the_refusal_of_a_very_long_field_name_stays_short() -> None:
-    with pytest.raises(InvalidMessageError) as caught:
-        decode_control(b'{"type": "info", "%s": 1}' % (b"x" * 10_000))
-    assert len(str(caught.value)) < 200
-
-
-def test_decoding_an_ask_fills_in_a_missing_type_and_id() -> None:
-    assert decode_ask(b'{"text": "hi"}', "a1") == Generate(id="a1", text="hi")
-    assert decode_ask(b'{"type": "generate", "id": "own"}', "a1") == Generate(id="own")
-
-
 def test_a_client_reads_a_result_of_a_newer_worker_that_has_an_unknown_field() -> None:
     """Clients ignore unknown fields of results; workers refuse unknown fields of requests."""
     body = b'{"type": "opened", "id": "a", "seq": 1, "position": 0, "new": {"x": [1]}}'
     assert decode_result(body) == Opened(id="a", seq=1, position=0)
-
-
-def test_encoding_text_or_objects_that_json_cannot_hold_is_refused() -> None:
-    with pytest.raises(InvalidMessageError, match="whole Unicode characters"):
-        encode(Append(id="a", text="\ud83d"))
-    with pytest.raises(InvalidMessageError, match="cannot be written as JSON"):
-        encode({"x": object()})
-
-
-def test_fields_with_default_values_are_left_out_when_encoding() -> None:
-    assert encode(Generate(id="g1", text="hi")) == b'{"type":"generate","text":"hi","id":"g1"}'
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
@@ -278,34 +240,6 @@ def test_a_copy_of_a_decoded_request_encodes_the_keys_of_its_tools_in_the_sent_o
             b'{"type":"%s","id":"a","text":"x","tools":%s}'
             % (kind.encode(), tools.replace(b"}]", b"}," + tools[1:]))
         )
-
-
-def opening(cache: bytes) -> CachePolicy:
-    request = decode_request(b'{"type":"open","id":"a","cache":%s}' % cache)
-    assert isinstance(request, Open)
-    assert decode_request(encode(request)) == request
-    return request.cache
-
-
-@pytest.mark.parametrize(
-    ("cache", "meant"),
-    [
-        (b"{}", CachePolicy()),
-        (b'{"policy":"full"}', CachePolicy(policy="full")),
-        (b'{"policy":"sink_window"}', CachePolicy(policy="sink_window")),
-        (
-            b'{"policy":"sink_window","sink":1,"window":32}',
-            CachePolicy(policy="sink_window", sink=1, window=32),
-        ),
-        (b'{"policy":"paged"}', CachePolicy(policy="paged")),
-        (
-            b'{"policy":"paged","resident":2048,"pin":[[0,200]]}',
-            CachePolicy(policy="paged", resident=2048, pin=((0, 200),)),
-        ),
-    ],
-)
-def test_an_open_request_can_choose_a_cache_policy_and_its_sizes(cache: bytes, meant: CachePolicy) -> None:
-    assert opening(cache) == meant
 
 
 def test_messages_of_sessions_under_the_policy_full_are_encoded_without_cache_fields() -> None:
@@ -321,16 +255,6 @@ def test_messages_of_sessions_under_the_policy_full_are_encoded_without_cache_fi
     info = encode(session_info())
     assert b'"kv_live_bytes":1024,"policy":"full","model":"tiny","worker":' in info
     assert decode_control_reply(info) == session_info()
-
-
-def test_an_opened_result_has_the_policy_sink_window_and_the_first_visible_position() -> None:
-    cache = SessionCache(policy="sink_window", sink=4, window=64)
-    body = encode(Opened(id="a", seq=1, position=0, cache=cache, visible_from=0))
-    assert body == (
-        b'{"type":"opened","id":"a","seq":1,"position":0,'
-        b'"cache":{"policy":"sink_window","sink":4,"window":64},"visible_from":0}'
-    )
-    assert decode_result(body) == Opened(id="a", seq=1, position=0, cache=cache, visible_from=0)
 
 
 def test_decoding_a_result_keeps_a_cache_policy_that_the_client_does_not_know() -> None:
@@ -349,16 +273,6 @@ def test_every_subject_that_is_built_is_parsed_back_to_its_parts(
     assert subjects.parse(subjects.of(key, kind)) == (key, kind, None)
     assert subjects.parse(subjects.tokens(key, request_id)) == (key, "tok", request_id)
     assert subjects.parse(subjects.tokens(key, request_id, "chunk")) == (key, "chunk", request_id)
-
-
-@given(st.text())
-def test_a_valid_id_has_at_most_64_characters_and_none_that_is_special_in_nats_subjects(text: str) -> None:
-    try:
-        check_id("session", text)
-    except InvalidMessageError:
-        return
-    assert len(text) <= 64
-    assert not set(text) & set(". *>\n\t\0/\\")
 
 
 @pytest.mark.parametrize("bad", NAMES)
@@ -396,15 +310,6 @@ def test_a_prefix_that_cannot_start_a_subject_is_refused(prefix: str) -> None:
         Subjects(prefix)
 
 
-def test_wildcard_subjects_and_stream_names_are_derived_from_the_prefix() -> None:
-    subjects = Subjects("a.b")
-    assert subjects.every("in") == "a.b.*.*.in"
-    assert subjects.every_token() == "a.b.*.*.tok.*"
-    assert subjects.every_token("chunk") == "a.b.*.*.chunk.*"
-    assert subjects.metrics("*") == "a.b._metrics.*"
-    assert (subjects.log_stream, subjects.token_stream) == ("a_b_log", "a_b_tok")
-
-
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"at": "Rome"}'}}
 
 
@@ -429,12 +334,6 @@ def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> N
     assert (called.content, called.tool_calls[0].function.name) == (None, "weather")
     assert (told.tool_call_id, told.content) == ("c1", "sunny")
     assert said.tool_calls == ()
-
-
-def test_content_given_as_text_parts_equals_their_joined_text() -> None:
-    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
-    assert append({"role": "user", "content": parts}) == append({"role": "user", "content": "one two"})
-    assert append({"role": "user", "content": []}) == append({"role": "user", "content": ""})
 
 
 @pytest.mark.parametrize(
@@ -485,11 +384,6 @@ def test_an_image_is_named_by_its_digest_however_its_file_was_sent(part: dict[st
     assert files_of(again) == {DIGEST: PNG}
 
 
-def test_an_image_of_more_than_20_mb_is_refused() -> None:
-    with pytest.raises(InvalidMessageError, match="the image has 20000001 bytes; the most are"):
-        append({"role": "user", "content": [{"type": "image", "data": "/9j/" * 6_666_667}]})
-
-
 def test_messages_and_tool_calls_are_sent_with_their_keys_in_the_clients_order() -> None:
     call = {"function": {"arguments": "{}", "name": "f"}, "type": "function", "id": "c1"}
     messages = [
@@ -516,42 +410,15 @@ def test_a_single_stop_string_equals_a_list_of_one() -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b'{"type":"append","id":"mine"}',
         b'{"type":"append","id":"mine","text":7}',
-        b'{"id":"mine"}',
         b'{"type":"frob","id":"mine","x":{"id":"other"}}',
         b'{"x":[1,{"id":"other"}],"id":"mine","type":"cancel"}',
-    ],
-)
-def test_the_refusal_of_an_invalid_body_carries_its_request_id_if_that_is_valid(body: bytes) -> None:
-    decoders = [decode_request, decode_control]
-    if b"type" in body:  # an ask needs none
-        decoders.append(lambda body: decode_ask(body, "made-up"))
-    for decode in decoders:
-        with pytest.raises(InvalidMessageError) as caught:
-            decode(body)
-        assert caught.value.request_id == "mine"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        *(
-            b"",
-            b"[]",
-            b"{",
-            b"\xff",
-            b'{"id":"a"',
-            b'{"id":7}',
-            b'{"id":"a b"}',
-            b'{"id":null}',
-            b'[{"id":"a"}]',
-        ),
+        *(b"", b"[]", b"{", b"\xff", b'{"id":"a"', b'{"id":7}', b'{"id":"a b"}', b'[{"id":"a"}]'),
         b'{"id":' + b"[" * 100_000,
     ],
 )
-def test_the_refusal_of_a_body_without_a_valid_id_carries_no_request_id(body: bytes) -> None:
-    for decode in (decode_request, lambda body: decode_ask(body, "made-up")):
+def test_the_refusal_of_an_invalid_body_carries_its_request_id_only_if_that_is_valid(body: bytes) -> None:
+    for decode in (decode_request, decode_control, lambda body: decode_ask(body, "made-up")):
         with pytest.raises(InvalidMessageError) as caught:
             decode(body)
-        assert caught.value.request_id is None
+        assert caught.value.request_id == ("mine" if b'"mine"' in body else None)
