@@ -85,11 +85,12 @@ class DurableRead(Response):
 
     async def _page(self, feed: AnswerFeed, send: Send) -> None:
         found: list[bytes] = []
-        with contextlib.suppress(TimeoutError):
-            async for batch in self._batches(feed):
-                found += batch
-                if self._is_closed or (found and self._live):
-                    break
+        if self._live or not self._skips:
+            with contextlib.suppress(TimeoutError):
+                async for batch in self._batches(feed):
+                    found += batch
+                    if self._is_closed or (found and self._live):
+                        break
         body = b"[%s]" % b",".join(found)
         status = 200 if found or not self._live or self._is_closed else 204
         headers = {"stream-next-offset": self._offset, "stream-up-to-date": "true", "stream-cursor": "0"}
@@ -115,7 +116,7 @@ class DurableRead(Response):
         Raises TimeoutError after `_COLLECT_S` for a read without `live`, and after `_POLL_S` for a long poll.
         """
         written, clock = self._begun, asyncio.get_running_loop().time
-        until_s = clock() + (_POLL_S if self._live else 0.0 if self._skips else _COLLECT_S)
+        until_s = clock() + (_POLL_S if self._live else _COLLECT_S)
         is_endless = self._live == "sse"
         while not (self._is_closed or self._is_cut):
             if written or (is_endless and clock() >= until_s):
