@@ -112,21 +112,6 @@ def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
     assert says in done.output
 
 
-async def test_a_worker_with_snapshots_off_writes_none_and_prefills_everything_after_a_restart(
-    local_worker: Callable[..., Any],
-) -> None:
-    tokens = list(range(100, 228))
-    worker = await local_worker(snapshots="off")
-    assert (await worker.client.session("s").append(tokens=tokens)).prefilled_tokens == 127
-    counts = (await worker.client.session("s").info()).worker.snapshots
-    assert (counts.accepted, counts.written_bytes, counts.stored) == (0, 0, 0)
-    assert list(worker.settings.data_dir.glob("snapshots/**/*.safetensors")) == []
-    await worker.stop()
-    worker = await local_worker(snapshots="off")
-    appended = await worker.client.session("s").append(tokens=[100])
-    assert (appended.position, appended.cached_tokens, appended.prefilled_tokens) == (129, 0, 128)
-
-
 @pytest.mark.process
 async def test_a_disk_that_is_too_small_for_the_snapshots_does_not_change_the_answers(
     mounted: Callable[[str], Path], local_worker: Callable[..., Any]

@@ -134,7 +134,8 @@ async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_un
     options: dict[str, Any] = {
         "greedy": {"temperature": 0.0},
         "hot": {"temperature": 0.8},
-        "seeded": {"temperature": 0.8, "seed": 5},
+        "seeded": {"temperature": 0.8, "seed": 5, "presence_penalty": 0.7, "logprobs": True}
+        | {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "logit_bias": {70: 2.5}},
     }
     answers = {
         name: Followed(client.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given))
@@ -151,6 +152,7 @@ async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_un
 
     for name, result in results.items():
         assert len(result.tokens) == 600
+        assert [one.id for one in result.logprobs] == (list(result.tokens) if name == "seeded" else [])
         ((request, recorded),) = await answered(client, name)
         assert recorded == result
         await assert_stream_is_record(client, name, result)

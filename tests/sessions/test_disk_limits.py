@@ -19,8 +19,7 @@ from raw_wire import Start, Wire, append, generate
 
 from cache.disk import format as snapshot_format
 from cache.disk.header import read_name
-from cache.names import blocks
-from cache.names.tokens import TOKEN_BYTES, as_tokens, unpack
+from cache.names.tokens import as_tokens, unpack
 from cache.store import Store
 from tests.parts import BLOCK, WorkerProcess
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
@@ -38,25 +37,6 @@ def snapshots(w: Wire) -> int:
 
 async def settled(w: Wire) -> None:
     assert await w.worker.app._store.queue.drained(10)
-
-
-async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding, holding, copying and saving blocks share the hashes."""
-    w = await wire()
-    hashed, link = [], blocks.link
-
-    def counting(parent: bytes, packed: bytes) -> bytes:
-        hashed.append(packed)
-        return link(parent, packed)
-
-    monkeypatch.setattr(blocks, "link", counting)
-    await w.send("s", append("a", text("x", 20 * BLOCK)))
-    await settled(w)
-    assert snapshots(w) == 20
-    assert sum(len(packed) == BLOCK * TOKEN_BYTES for packed in hashed) == 20
-    assert len(hashed) <= 20 + 1, "and a tail was looked for"
-    await w.send("s", generate("g", max_tokens=BLOCK))
-    assert len(hashed) <= 2 * 20 + 2
 
 
 async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wire: Start) -> None:

@@ -14,7 +14,6 @@ from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import ForkPoint, Metrics, Open, Opened, Parent, SessionCache
 from turnkeep_client.session import Session, build
 from turnkeep_client.subjects import SessionKey
-from worker.wire.consistent_reads import ConsistentReads
 
 pytestmark = pytest.mark.simulated
 
@@ -122,34 +121,6 @@ async def test_a_fork_survives_the_close_of_its_ancestors_and_a_restart(
     assert info.tags == ("third",)
 
 
-@pytest.mark.parametrize("shown", [0, 1])
-async def test_a_fork_has_the_parents_last_turn_even_if_a_replica_lags_behind(
-    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, shown: int
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client, turns=1)
-    position = (await parent.info()).position
-    await worker.stop()
-    batch, left = ConsistentReads._direct_batch, {"in": 2, "out": 2}
-
-    async def lagging(self: ConsistentReads, subject: str, after: int) -> Any:
-        entries, num_more = await batch(self, subject, after)
-        *_, session, kind = subject.split(".")
-        if session == "parent" and left.get(kind) and not after:
-            left[kind] -= 1
-            return entries[:shown], 0
-        return entries, num_more
-
-    async def replicated(*_: Any) -> bool:
-        return True
-
-    monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
-    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
-    worker = await local_worker(model=str(endless_model))
-    fork = await worker.client.session("parent").fork("fork", position)
-    assert (await fork.info()).position == position
-
-
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
 async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(
@@ -173,22 +144,6 @@ async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_resta
     assert await tokens_after(fork) == await tokens_after(parent)
     await fork.rewind(40)
     assert await tokens_after(fork) == await tokens_after(await parent.fork("early-again", 40))
-
-
-async def test_a_closed_session_may_be_opened_again_as_a_fork(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client)
-    fork = await conversation(worker.client, "fork", turns=1)
-    await fork.close()
-    await parent.fork("fork", 20)
-    wanted = await tokens_after(fork)
-    await fork.rewind(20)
-    await worker.stop()
-    fork = (await local_worker(model=str(endless_model))).client.session("fork")
-    assert (await fork.info()).parent == Parent(session="parent", position=20)
-    assert await tokens_after(fork) == wanted
 
 
 @pytest.mark.real

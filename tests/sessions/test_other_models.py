@@ -18,7 +18,6 @@ from cache.names.tokens import from_compact
 from tests.commands.command_runs import command, where
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
 from turnkeep_client.client import Client, connect
-from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import (
     Append,
     Chunk,
@@ -197,19 +196,6 @@ def published(world: World, text: str, model: Model) -> None:
     world.log.chunks.read = read  # type: ignore[method-assign]
 
 
-async def test_an_answer_that_other_weights_began_ends_with_the_text_already_streamed(
-    world: World, tokenizer: Tokenizer
-) -> None:
-    await world.ask(asks(0))
-    published(world, "I was", world.model)
-    world.serve(tokenizer, Model(name="other", weights="2", tokenizer=tokenizer.fingerprint.hex()))
-    result = await world.ask(asks(1, max_tokens=9))
-    assert (result.text, result.finish_reason) == ("I was", "model_changed")
-    assert result.tokens == tuple(tokenizer.encode("I was", at_start=False))
-    assert text_of(world).endswith("<|im_start|>assistant\nI was")
-    await world.assert_fold_is_life()
-
-
 @pytest.mark.parametrize(
     "request_",
     [asks(1), Generate(id="q1", max_tokens=9), Generate(id="q1", text="Then ", max_tokens=9)],
@@ -350,47 +336,3 @@ async def test_forks_and_endless_sessions_continue_with_another_model_as_if_it_h
         assert (again.model, again.previous_model, again.rewritten_from) == (result.model, None, None)
     verified = await command("sessions", "--verify", *where(worker))
     assert verified.returncode == 0, verified.stdout
-
-
-async def test_a_session_of_two_models_can_be_copied_and_a_refused_one_read_and_continued_elsewhere(
-    local_worker: Callable[..., Any], endless_model: Path, retokenised: Path, tmp_path: Path
-) -> None:
-    """The other model has another tokenizer, so it refuses a session some of which was given as token ids."""
-    worker = await local_worker(model=str(endless_model))
-    first = await ask(worker.client.session("spoken"), "One")
-    await worker.client.session("ids").append(tokens=[40, 41, 42])
-    told = await ask(worker.client.session("ids"), "One")
-    await worker.stop()
-    worker = await local_worker(model=str(retokenised))
-    spoken, ids = (worker.client.session(name) for name in ("spoken", "ids"))
-    await ask(spoken, "Two")
-    with pytest.raises(RequestFailedError, match="whose tokenizer is another one"):
-        await ask(ids, "Two")
-    history = await ids.history()
-    assert (await said(ids), history.position) == ([("user", "One"), ("assistant", told.text)], told.position)
-    shown = (await command("show", "ids", *where(worker))).stdout
-    for part in (
-        "3 tokens by their ids",
-        told.text,
-        "history_diverged: the session was begun with endless, ",
-    ):
-        assert part in shown
-    files = {name: tmp_path / f"{name}.turnkeep" for name in ("spoken", "ids")}
-    for name, file in files.items():
-        assert (await command("export", name, file, *where(worker))).returncode == 0
-    for original, model in ((spoken, retokenised), (ids, endless_model)):
-        name = original.key.session
-        place = await local_worker(
-            prefix=f"{name}{tmp_path.name}", data_dir=tmp_path / name, model=str(model)
-        )
-        done = await command("import", files[name], *where(place))
-        assert done.returncode == 0, done.stderr
-        copy = place.client.session(name)
-        before = await copy.history()
-        assert before.messages == (await original.history()).messages
-        answer = await ask(copy, "Three")
-        assert (answer.previous_model, answer.rewritten_from) == (None, None)
-        models = [turn.answer.model for turn in before.turns if turn.answer]
-        assert models == ([first.model, answer.model] if original is spoken else [answer.model])
-        if original is spoken:
-            assert (await ask(spoken, "Three")).tokens == answer.tokens

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_wire import heard_over_a_kill
 
 from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
@@ -91,35 +90,6 @@ async def test_a_logit_bias_on_a_token_outside_of_the_vocabulary_is_refused(clie
     ):
         await session.generate(text="x", logit_bias={258: 1.0, 9999: 1.0})
     assert (await session.info()).position == len("before")
-
-
-@pytest.mark.process
-async def test_an_answer_interrupted_by_a_crash_has_the_same_tokens_and_all_logprobs(
-    worker_process: Any, endless_model: Path, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
-) -> None:
-    """With penalties, the answer has the tokens of one without a crash, and each token has its logprob."""
-    options = {
-        "text": "Once upon a time",
-        "max_tokens": 400,
-        "temperature": 0.9,
-        "seed": 5,
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.1,
-        "logit_bias": {70: 2.5},
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    undisturbed = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
-    _, expected = await answered(undisturbed.client.session("s"), **options)
-    process = worker_process(model=endless_model)
-    chunks, result = await heard_over_a_kill(process, options, behind=25)
-    assert result.tokens == expected.tokens
-    assert [one.id for one in result.logprobs] == list(result.tokens)
-    assert [one for chunk in chunks for one in chunk.logprobs] == list(result.logprobs)
-    for mine, theirs in zip(result.logprobs, expected.logprobs, strict=True):
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-        assert len(mine.top) == 2
 
 
 @pytest.mark.simulated

@@ -9,30 +9,25 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from session_world import PAGE, STORED, World
+from session_world import STORED, World
 from structlog.testing import capture_logs
 
-from cache.names.policy import FULL
 from turnkeep_client.messages import (
     Append,
     Appended,
-    Cancelled,
     Chunk,
     Close,
     Closed,
     Failed,
-    ForkPoint,
     Generate,
     Generated,
     Message,
-    Open,
-    decode_result,
     encode,
 )
 from worker.engine.port import DeviceFaultError
 from worker.models.vision.image_file import ImageError
 from worker.process.concurrency import SharedLock
-from worker.sessions import answered_ids, cancelling
+from worker.sessions import answered_ids
 from worker.sessions.cancelling import cancel
 from worker.sessions.dead_letters import AttemptNote, excuse
 from worker.sessions.pending import PendingRequest
@@ -156,80 +151,6 @@ async def test_after_info_or_cancel_has_read_another_workers_result_the_session_
     await world.assert_fold_is_life()
 
 
-async def test_a_request_that_another_worker_answers_while_the_log_is_read_is_not_answered_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its result is stored after the results were read, so it seems to wait until the fence says no."""
-    for name in "ab":
-        await world.ask(Append(id=name, text="one"))
-    whole, world.log.entries = world.log.entries, world.log.entries[:2]
-    world.crash()
-    page = world.log.page
-
-    async def grows(*asked: Any) -> Any:
-        found = await page(*asked)
-        world.log.entries = whole
-        return found
-
-    monkeypatch.setattr(world.log, "page", grows)
-    await world.session.refresh()
-    world.ring(3)
-    await world.session.run()
-    assert world.session.history.position == 6
-    assert len(world.results) == 2
-
-
-async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cancel finds the request in the log, and the session answers it before the cancel commits."""
-    there, go_on = held_up(world, monkeypatch)
-    seqs = [world.publish(Append(id=f"r{n}", text="a")) for n in range(PAGE + 1)]
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-    commit = world.session.commit
-
-    async def late(pending: Any, *args: Any, **more: Any) -> Any:
-        if pending.cancelled:
-            go_on.set()
-            await running
-        return await commit(pending, *args, **more)
-
-    monkeypatch.setattr(world.session, "commit", late)
-    answer = await cancel(world.session, f"r{PAGE}")
-    assert world.result(seqs[-1]).position == PAGE + 1
-    assert "it was answered already" in answer.message
-
-
-async def test_a_cancel_as_an_earlier_request_completes_states_the_position_after_that_one(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there, go_on = held_up(world, monkeypatch)
-    commit, begun, commits = world.log.commit, cancelling._is_begun, asyncio.Event()
-
-    async def slow(*args: Any, **more: Any) -> Any:
-        commits.set()
-        await asyncio.sleep(0.01)
-        return await commit(*args, **more)
-
-    async def late(session: Any, pending: Any) -> bool:
-        is_begun = await begun(session, pending)
-        go_on.set()
-        await commits.wait()
-        return is_begun
-
-    monkeypatch.setattr(world.log, "commit", slow)
-    monkeypatch.setattr(cancelling, "_is_begun", late)
-    for request in (*(Append(id=name, text="one") for name in "ab"), Generate(id="c", text="two")):
-        world.publish(request)
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-    assert isinstance(await cancel(world.session, "c"), Cancelled)
-    await running
-    assert [(one.id, one.position) for one in world.results] == [("a", 3), ("c", 3), ("b", 6)]
-    await world.assert_fold_is_life()
-
-
 @pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
 async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answered_already(
     world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
@@ -250,48 +171,6 @@ async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answ
     result = await world.ask(request_)
     assert getattr(result, "finish_reason", "appended") != "cancelled"
     assert "it was answered already" in getattr(await told[0], "message", "")
-
-
-async def test_cancelling_a_waiting_request_with_forged_tokens_stops_no_other_request(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there, go_on = held_up(world, monkeypatch)
-    seqs = [world.publish(Generate(id=f"r{n}", text="a", max_tokens=2)) for n in range(PAGE + 2)]
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-    stopped: list[Any] = []
-    monkeypatch.setattr(world.engine, "cancel", stopped.append, raising=False)
-    world.log.chunks.stored = [Chunk(0, (97,), "a", seqs[-1])]
-    async with asyncio.timeout(5):
-        answer = await cancel(world.session, f"r{PAGE + 1}")
-    assert answer.was == "waiting"
-    assert not stopped
-    world.log.chunks.stored = []
-    go_on.set()
-    await running
-
-
-async def test_a_cancelled_request_keeps_its_tokens_if_the_server_lost_the_result_before_them(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chunk names the digest of the session, as a worker's do: the request was the first one then."""
-    there, go_on = held_up(world, monkeypatch)
-    for n in range(2):
-        world.publish(Generate(id=f"r{n}", text="a", max_tokens=2))
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-
-    async def read(_: Any, request_id: str, seq: int, __: Any) -> PublishedChunks:
-        known = [Chunk(0, (97,), "a", seq)] if request_id == "r1" else []
-        return PublishedChunks(known, seq, base=world.session.history.digest())
-
-    monkeypatch.setattr(world.log.chunks, "read", read)
-    cancelling = asyncio.create_task(cancel(world.session, "r1"))
-    await asyncio.sleep(0.01)
-    go_on.set()
-    await running
-    assert isinstance(await cancelling, Cancelled)
-    assert [(one.finish_reason, one.tokens) for one in world.results][1] == ("cancelled", (97,))
 
 
 async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
@@ -510,30 +389,6 @@ async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_already_str
     await world.assert_fold_is_life()
 
 
-async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during_the_search(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of two copies of a request it cancels the first, since the second is only a repeat of that."""
-    await world.ask(Append(id="a", text="one"))
-    page, calls = world.log.page, []
-
-    async def restarted(key: Any, kind: str, after: int) -> Any:
-        calls.append(kind)
-        if calls.count("in") == 2 and world.log.server == "one":  # after the cancel's first read of the log
-            monkeypatch.setattr(world.log, "server", "two")
-            world.log.entries.clear()
-            for _ in range(2):
-                world.log.add("in", encode(Generate(id="g", text="x", max_tokens=4)))
-            world.session.forget()  # as the session's task does
-        return await page(key, kind, after)
-
-    monkeypatch.setattr(world.log, "page", restarted)
-    cancelled = await cancel(world.session, "g")
-    assert (cancelled.id, cancelled.was) == ("g", "waiting")
-    (result,) = [decode_result(entry.body) for entry in world.log.entries if entry.kind == "out"]
-    assert result.seq == 1
-
-
 @pytest.mark.parametrize("late", ["page", "read"])
 async def test_a_cancel_ends_the_request_if_the_session_begins_it_while_the_cancel_looks_for_it(
     world: World, monkeypatch: pytest.MonkeyPatch, late: str
@@ -602,31 +457,6 @@ async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     assert (result.text, result.finish_reason) == ("ab", "given_up")
     assert "it burns" in result.warnings[-1]
     await world.assert_fold_is_life()
-
-
-async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_device_lock(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs nothing on the device, so it cannot be the cause of a crash."""
-    there, go_on = asyncio.Event(), asyncio.Event()
-
-    async def parent(*_: Any) -> Any:
-        there.set()
-        await go_on.wait()
-        return world.fold.opened(world.session.history, FULL, {})
-
-    monkeypatch.setattr(world.session, "_parent", parent)
-    seq = world.log.add("in", encode(Open(id="o", from_=ForkPoint(session="p"))))
-    world.log.notes.append(b'{"seq":%d,"attempts":2}' % seq)
-    world.ring(seq, again=True)
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-    assert len(world.log.notes) == 1
-    async with asyncio.timeout(5), world.session.services.device_lock.enter(lambda: False):
-        pass
-    go_on.set()
-    await running
-    assert world.result(seq).parent.session == "p"
 
 
 async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(

@@ -75,34 +75,6 @@ async def random(
     return client
 
 
-async def test_a_model_calls_the_tool_named_in_tool_choice_and_answers_after_its_result(
-    random: Client,
-) -> None:
-    session = random.session("s")
-    chunks, first = await heard(
-        session,
-        messages=user("What is the weather in Rome?"),
-        tools=[WEATHER, CLOCK],
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        parallel_tool_calls=False,
-        max_tokens=200,
-    )
-    (call,) = first.tool_calls
-    arguments = json.loads(call.function.arguments)
-    assert call.function.name == "get_weather"
-    assert arguments.keys() == {"city", "days"}
-    assert 1 <= arguments["days"] <= 9
-    assert (first.text, first.finish_reason) == ("", "tool_calls")
-    assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
-    assert len([part for chunk in chunks for part in chunk.tool_calls]) == 1, "told when it is complete"
-    told = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    _, second = await heard(session, messages=told, tool_choice="none", max_tokens=20)
-    told_tokens = len(">.<user.<tool_response>sunny>.<assistant.")  # a token for each byte and mark
-    assert second.usage.prefilled_tokens == 1 + told_tokens
-    assert second.text
-    assert not second.tool_calls
-
-
 async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_strict_one_is_refused(
     random: Client,
 ) -> None:
@@ -336,15 +308,14 @@ async def test_a_tool_with_an_unenforceable_schema_leaves_the_other_tools_held_t
     more = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
     picked: list[dict[str, Any]] = []
     for seed in range(30):
-        told = await served.send(f"s{seed}", asked("a", seed=seed, max_tokens=200, **more))
+        told = await served.send(f"s{seed}", asked("a", seed=seed, max_tokens=100, **more))
         (warning,) = told["warnings"]
         assert warning.startswith("arguments are not held to the schemas of deep: ")
         calls = [call["function"] for call in told.get("tool_calls", [])]
         picked += [json.loads(call["arguments"]) for call in calls if call["name"] == "pick"]
-        if len(picked) == 3:
+        if picked:
             break
-    assert len(picked) == 3
-    assert {one["x"] for one in picked} <= {1, 2}
+    assert {one["x"] for one in picked} in ({1}, {2})
 
 
 async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_devices_thread(
