@@ -22,9 +22,7 @@ from worker.cluster import endpoints
 from worker.process.setting_kinds import TenantLimits
 from worker.sessions.fold import Fold
 from worker.sessions.history import TokenHistory
-from worker.sessions.record import Record
 from worker.sessions.session import ServedSession
-from worker.sessions.session_log import FencedLog
 from worker.wire import consistent_reads, intake
 
 pytestmark = pytest.mark.simulated
@@ -120,35 +118,6 @@ async def test_control_requests_of_one_tenant_leave_capacity_for_other_tenants(
     assert (await one.control("s", info, tenant="quiet"))["code"] == "unknown_session"
     go_on.set()
     assert {answer["code"] for answer in await asyncio.gather(*asked)} == {"unknown_session"}
-
-
-async def test_a_tenants_questions_about_many_sessions_do_not_delay_another_tenants_request(
-    wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a restart the worker reads the log of each of these sessions, a few at a time."""
-    one, fold, num_answered = await wire(), FencedLog._read_log, 0
-    for n in range(NUM_FLOOD):
-        await one.send(f"s{n}", append("r"), tenant="loud")
-    await one.send("s", append("warm"), tenant="quiet")
-    await one.worker.stop()
-
-    async def slow(log: FencedLog, record: Record) -> None:
-        await asyncio.sleep(0.5)
-        await fold(log, record)
-
-    async def ask(number: int) -> None:
-        nonlocal num_answered
-        assert (await two.control(f"s{number}", {"type": "info"}, tenant="loud"))["position"] == 5
-        num_answered += 1
-
-    monkeypatch.setattr(FencedLog, "_read_log", slow)
-    two = await wire()
-    asked = [asyncio.create_task(ask(n)) for n in range(NUM_FLOOD)]
-    await asyncio.sleep(0.1)
-    assert (await two.send("s", append("mine"), tenant="quiet"))["type"] == "appended"
-    num_before = num_answered
-    await asyncio.gather(*asked)
-    assert num_before < 20
 
 
 @pytest.mark.real

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_wire import LONG, Start, Wire, generate, heard_over_a_kill
+from raw_wire import LONG, Start, Wire, generate
 from test_tools import WITH_TOOLS
 
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
@@ -170,8 +170,8 @@ async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
     assert one.text in ("yes", "no")
 
 
-async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill(
-    local_worker: Callable[..., Awaitable[Any]], worker_process: Any, harmony_model: Path, tmp_path: Path
+async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_restart_in_between(
+    local_worker: Callable[..., Awaitable[Any]], harmony_model: Path
 ) -> None:
     asked: dict[str, Any] = {
         "messages": user("Hi"),
@@ -183,10 +183,17 @@ async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill
         "seed": 6,
         "logit_bias": dict.fromkeys([2, *range(259, 266)], -100) | {262: -50},  # its reasoning lasts
     }
-    alone = await local_worker(model=str(harmony_model), data_dir=tmp_path / "alone")
-    expected = await alone.client.session("s").generate(**asked)
-    process = worker_process(model=harmony_model)
-    chunks, result = await heard_over_a_kill(process, asked, behind=180)
+    worker = await local_worker(model=str(harmony_model))
+    expected = await worker.client.session("alone").generate(**asked)
+    generation, chunks = worker.client.session("s").generate(**asked), list[Chunk]()
+    async for chunk in generation:
+        chunks.append(chunk)
+        if sum(len(one.tokens) for one in chunks) > 180 and not worker.task.done():
+            worker.app.stop()
+            await worker.task
+            await local_worker(model=str(harmony_model))
+    result = generation.result
+    assert result.resumed_tokens > 180
     assert (result.tokens, result.finish_reason) == (expected.tokens, "tool_calls")
     assert result.usage.reasoning_tokens == 301
     (call,) = result.tool_calls
