@@ -383,6 +383,20 @@ async def test_of_a_close_that_is_noted_again_after_a_crash_the_first_note_count
     assert (w.subject("s", "closed") in subjects) == (closed_ttl_s is None)
 
 
+async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened_session(
+    quiet_wire: Start,
+) -> None:
+    w = await quiet_wire(closed_ttl_s=None)
+    await w.send("s", append("a", "hello"))
+    await w.send("s", FORGET)
+    await w.send("s", {"type": "open", "id": "o"})
+    await w.send("s", append("b", "second life"))
+    await w.js.publish(w.subject("s", "closed"), b"forget")
+    assert (await w.send("s", FORGET))["repeat_of"]
+    await asyncio.sleep(0.5)
+    assert b"second life" in b"".join((await bodies(w, "s"))["in"])
+
+
 async def test_a_session_continues_after_the_removal_of_a_close_result_between_two_other_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:

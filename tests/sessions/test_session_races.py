@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from turnkeep_client.messages import (
     Append,
     Appended,
+    Cancelled,
     Chunk,
     Close,
     Closed,
@@ -171,6 +172,31 @@ async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answ
     result = await world.ask(request_)
     assert getattr(result, "finish_reason", "appended") != "cancelled"
     assert "it was answered already" in getattr(await told[0], "message", "")
+
+
+@pytest.mark.parametrize("is_forged", [True, False])
+async def test_a_cancelled_waiting_request_keeps_published_tokens_only_if_they_name_the_sessions_digest(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_forged: bool
+) -> None:
+    """Those of a worker do, if the server has lost a result since: the request was the first one then."""
+    there, go_on = held_up(world, monkeypatch)
+    seqs = [world.publish(Generate(id=f"r{n}", text="a", max_tokens=2)) for n in range(2)]
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+
+    async def read(_: Any, request_id: str, seq: int, __: Any) -> PublishedChunks:
+        known = [Chunk(0, (97,), "a", seq)] if request_id == "r1" else []
+        return PublishedChunks(known, seq, base="" if is_forged else world.session.history.digest())
+
+    monkeypatch.setattr(world.log.chunks, "read", read)
+    cancelling = asyncio.create_task(cancel(world.session, "r1"))
+    await asyncio.sleep(0.01)
+    assert cancelling.done() == is_forged
+    go_on.set()
+    await running
+    assert isinstance(await cancelling, Cancelled)
+    result = world.result(seqs[1])
+    assert (result.finish_reason, result.tokens) == ("cancelled", () if is_forged else (97,))
 
 
 async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
