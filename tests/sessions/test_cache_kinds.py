@@ -101,27 +101,6 @@ async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new
     assert await cached("d") == 0
 
 
-async def test_a_worker_uses_only_snapshots_of_its_own_kv_bits(local_worker, make_folder) -> None:
-    """At full precision, 8 and 4 bits, the first worker prefills everything, and a later one restores it."""
-    folder, text = str(make_folder("llama")), "Once upon a time " * 8
-    answers = {}
-    for kv_bits in (None, 8, 4, 8, None):
-        worker = await local_worker(model=folder, kv_bits=kv_bits)
-        session = worker.client.session(f"s{len(answers)}-{kv_bits}")
-        appended = await session.append(text=text)
-        answer = await session.generate(max_tokens=12)
-        if kv_bits in answers:
-            assert (appended.cached_tokens, appended.prefilled_tokens) == (len(text) - 1, 0)
-            assert answer.tokens == answers[kv_bits].tokens
-        else:
-            assert (appended.cached_tokens, appended.prefilled_tokens) == (0, len(text) - 1)
-            answers[kv_bits] = answer
-        held = answer.kv_live_bytes
-        # 2 layers, 2 heads, keys and values: 32 numbers, or their codes with a scale and a bias.
-        assert held == (len(text) + 11) * 8 * {None: 128, 8: 40, 4: 24}[kv_bits]
-        await worker.stop()
-
-
 async def test_a_worker_does_not_start_with_kv_bits_and_a_model_whose_kv_cannot_be_quantised(
     local_worker,
 ) -> None:

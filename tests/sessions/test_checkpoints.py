@@ -32,12 +32,15 @@ from worker.wire.written import answers
 WINDOW = Policy(2, 40)
 
 
-@pytest.fixture(params=[FULL, WINDOW], ids=["full", "window"])
+@pytest.fixture
 def world(request: pytest.FixtureRequest, tokenizer: Tokenizer, often: None) -> World:
-    """A session under the policy full or sink_window."""
+    """A session under the policy full; with a parameter, under that policy."""
     world = World(tokenizer)
-    world.crash(request.param)
+    world.crash(getattr(request, "param", FULL))
     return world
+
+
+both = pytest.mark.parametrize("world", [FULL, WINDOW], ids=["full", "window"], indirect=True)
 
 
 def question(number: int, **more: Any) -> Generate:
@@ -89,6 +92,7 @@ async def whole(world: World) -> ServedSession:
     return await without_checkpoints(world).refolded()
 
 
+@both
 async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,7 +133,7 @@ async def test_the_memory_of_an_open_session_is_at_most_what_it_says_of_itself(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, counted = [], []
-    for turns in (range(60), range(60, 210)):
+    for turns in (range(60), range(60, 150)):
         await converse(world, turns)
         await opened(world)  # fills caches that later openings share
         found = []
@@ -320,6 +324,7 @@ async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
     assert_same(session.history, world.session.history)
 
 
+@both
 async def test_a_checkpoint_does_not_hide_that_the_log_lost_its_result(world: World) -> None:
     await converse(world, range(22))
     request = resumed_at(await opened(world))

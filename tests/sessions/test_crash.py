@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import signal
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -16,7 +14,6 @@ import pytest
 
 from turnkeep_client.client import Client
 from turnkeep_client.messages import (
-    Append,
     Chunk,
     Generate,
     Generated,
@@ -156,24 +153,3 @@ async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_un
         given = {**options[name], "seed": seed_of(name, request, result.seq)}
         whole = await alone.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given)
         assert (whole.tokens, whole.text) == (result.tokens, result.text)
-
-
-async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, alone: Client) -> None:
-    """The worker restarts its server, completes the running answer, and answers the waiting requests."""
-    process, client = await started()
-    answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000))
-    task = asyncio.create_task(answer.follow())
-    await until(lambda: len(answer.tokens) >= 20)
-    waiting = [
-        await client.submit(SessionKey("default", "s"), Append(id=f"a{i}", text="more. ")) for i in range(3)
-    ]
-    killed = process.server_pid
-    os.kill(killed, signal.SIGKILL)
-    result = await asyncio.wait_for(task, 90)
-    assert len(result.tokens) == 1000
-    appended = [await asyncio.wait_for(pending.wait(), 90) for pending in waiting]
-    assert [result.position for result in appended] == [result.position + 6 * n for n in (1, 2, 3)]
-    assert len(await answered(client, "s")) == 4
-    assert process.server_pid != killed
-    whole = await alone.session("s").generate(text="Begin: ", max_tokens=1000)
-    assert whole.tokens == result.tokens

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import BLOCK
-from test_forks import conversation, said, settled
+from test_forks import said, settled
 
 from cache.disk.tier import SharedDirectory
 from cache.names.tokens import as_tokens, pack
@@ -55,29 +54,6 @@ async def forget(*sessions: Session) -> list[Closed]:
     closed = await asyncio.gather(*(one.close(forget=True) for one in sessions))
     assert all(one.settled for one in closed)
     return list(closed)
-
-
-async def test_forgetting_a_fork_keeps_its_parents_snapshots(
-    local_worker: Start, endless_model: Path
-) -> None:
-    """Also if the parent is not in the worker's memory, since the fork's log names the parent."""
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client, turns=3)
-    position = (await parent.info()).position
-    before = (await settled(parent)).snapshots.stored
-    fork = await parent.fork("fork")
-    await fork.append(text="on and on" * 20)
-    assert (await settled(parent)).snapshots.stored > before
-    await worker.stop()
-    worker = await local_worker(model=str(endless_model))
-    (closed,) = await forget(worker.client.session("fork"))
-    assert closed.forgotten
-    await worker.stop()
-    worker = await local_worker(model=str(endless_model))
-    # The fork has stored the block that begins with the parent's last tokens, perhaps in place of the
-    # parent's own, shorter one.
-    least = position - position % BLOCK
-    assert least <= await cached(worker.client.session("parent")) <= position - 1
 
 
 @pytest.mark.parametrize("order", ["fork first", "parent first"])

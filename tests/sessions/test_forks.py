@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import BLOCK
 
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
@@ -144,28 +143,6 @@ async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_resta
     assert await tokens_after(fork) == await tokens_after(parent)
     await fork.rewind(40)
     assert await tokens_after(fork) == await tokens_after(await parent.fork("early-again", 40))
-
-
-@pytest.mark.real
-async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, endless_model: Path) -> None:
-    """Of 16 concurrent forks of 2,000 tokens, these are prefilled and stored once."""
-    worker = await local_worker(model=str(endless_model), max_batch=16)
-    parent = worker.client.session("parent")
-    await parent.append(tokens=[7 + i * i % 200 for i in range(2000)])
-    before = await settled(parent)
-    stored = before.snapshots.stored_bytes
-    forks = await asyncio.gather(*(parent.fork(f"fork-{i}") for i in range(16)))
-    results = await asyncio.gather(
-        *(fork.generate(text=chr(97 + i) * 2, max_tokens=4) for i, fork in enumerate(forks))
-    )
-    spent = [one.usage.prefilled_tokens for one in results]
-    assert max(spent) == 3, "the prefix's last token, and two of its own"
-    assert (await parent.info()).worker.prefilled_tokens - before.prefilled_tokens == sum(spent)
-    assert {(await fork.info()).kv_live_bytes for fork in forks} == {results[0].kv_live_bytes}
-    found = (await settled(parent)).snapshots
-    token_bytes = results[0].kv_live_bytes // (2000 + 2 + 3)
-    most = 16 * (2000 % BLOCK + 6) * token_bytes + 32 * 4096
-    assert found.stored_bytes - stored < most, "each fork stores only the tokens behind the last whole block"
 
 
 @pytest.mark.parametrize("has_worker", [True, False])

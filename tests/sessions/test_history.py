@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from contextlib import suppress
 
 import pytest
 from raw_wire import Start, generate
@@ -150,27 +149,6 @@ async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(c
     assert (idle.name, idle.is_closed, idle.is_waiting, idle.position) == ("three", False, False, 2)
     await client.session("two").cancel("g")
     await pending
-
-
-@pytest.mark.simulated
-async def test_a_closed_session_stays_listed_as_closed_whatever_is_sent_to_it(client: Client) -> None:
-    session = client.session("s")
-    answer = await session.generate(text="ab", max_tokens=3, request_id="g")
-    opened = client.session("opened")
-    await opened.append(text="ab")
-    await opened.close(request_id="c")
-    await opened.open()
-    assert (await opened.close(request_id="c")).repeat_of, "a repeat of a close closes nothing"
-    await session.close()
-    for late in (session.append(text="late"), session.generate(text="ab", max_tokens=3, request_id="g")):
-        with suppress(RequestFailedError):
-            await late
-        found = {one.name: one for one in await client.sessions()}
-        assert (found["s"].is_closed, found["s"].position) == (True, answer.position)
-        assert not found["opened"].is_closed
-    with pytest.raises(RequestFailedError, match="unknown_session"):
-        await client.session("never").rewind(3)
-    assert (await client.sessions())[0].is_closed is False
 
 
 TURNS = 100

@@ -88,22 +88,6 @@ def test_one_tenants_many_policies_leave_some_for_another_tenant() -> None:
     limits.note(Policy(5, 40), "loud")
 
 
-async def test_a_session_can_change_its_cache_policy_only_by_a_close_and_a_new_open(
-    world: World,
-) -> None:
-    await world.ask(Open(id="o1", cache=SINK_WINDOW))
-    for number, cache in enumerate((SINK_WINDOW, CachePolicy(policy="full"))):
-        refused = await world.ask(Open(id=f"again{number}", cache=cache))
-        assert refused.message.startswith("the session is open already, at position 0;")
-    assert world.session.history.policy == Policy(4, 40)
-    await world.ask(Close(id="c"))
-    again = await world.ask(Open(id="o2", cache=CachePolicy(policy="sink_window", sink=1, window=32)))
-    assert again.cache == SessionCache(policy="sink_window", sink=1, window=32)
-    await world.ask(Close(id="c2"))
-    assert (await world.ask(Open(id="o3"))).cache is None
-    await world.assert_fold_is_life()
-
-
 async def test_an_open_without_sink_and_window_gets_the_default_sizes(world: World) -> None:
     result = await world.ask(Open(id="o", cache=CachePolicy(policy="sink_window")))
     assert result.cache == SessionCache(policy="sink_window", sink=4, window=1024)

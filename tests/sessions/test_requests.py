@@ -18,7 +18,7 @@ from tests.parts import BLOCK, TINY_KV_BYTES
 from tests.simulation.world import Server
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Appended, Generated, Metrics, decode_result
+from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import cancelling
 from worker.sessions.pending import PendingRequest
@@ -120,13 +120,12 @@ async def test_cancelling_waiting_requests_does_not_affect_the_running_request(w
     assert last["usage"]["prompt_tokens"] == answer["position"] == 1903
 
 
-@pytest.mark.parametrize("text", ["eee", "\x01\x02\x03"])
 async def test_an_answer_ends_with_finish_reason_length_before_its_result_exceeds_the_message_limit(
-    wire: Start, text: str
+    wire: Start,
 ) -> None:
     """The session keeps the streamed tokens and can continue."""
     w = await wire(max_message_bytes=8 * 1024)
-    result = await w.send("s", generate("a", text=text, max_tokens=1900))
+    result = await w.send("s", generate("a", text="\x01\x02\x03", max_tokens=1900))
     assert (result["type"], result["finish_reason"]) == ("generated", "length")
     assert 400 < len(result["tokens"]) < 1900
     assert len(json.dumps(result)) < 8 * 1024
@@ -167,38 +166,6 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
 
 
 # Counts
-
-
-@pytest.mark.real
-async def test_the_token_counts_and_kv_bytes_of_every_turn_add_up(client: Client) -> None:
-    """`tokens = cached + prefilled`, and the KV in memory is that of all tokens but the last."""
-    session = client.session("s")
-    position, token_bytes = 0, TINY_KV_BYTES
-    for turn in range(6):
-        text = "word " * (1 + 7 * turn)
-        if turn % 2:
-            result: Appended | Generated = await session.append(text=text)
-            assert isinstance(result, Appended)
-            assert result.tokens == result.cached_tokens + result.prefilled_tokens == result.position - 1
-            new = len(text)
-            assert result.kv_live_bytes == result.tokens * token_bytes
-            assert result.prefilled_tokens <= new
-        else:
-            result = await session.generate(text=text, max_tokens=6 + turn)
-            usage = result.usage
-            assert usage.prompt_tokens == usage.cached_tokens + usage.prefilled_tokens == position + len(text)
-            assert usage.completion_tokens == len(result.tokens)
-            assert usage.prefilled_tokens <= len(text) + 1
-            new = len(text) + usage.completion_tokens
-            assert result.kv_live_bytes % token_bytes == 0
-            assert result.position - 1 <= result.kv_live_bytes // token_bytes <= result.position
-            seconds = result.seconds
-            assert 0 <= seconds.queued <= seconds.first_token <= seconds.total
-            assert seconds.prefill <= seconds.total
-        assert result.position == position + new
-        position = result.position
-        info = await session.info()
-        assert (info.position, info.kv_live_bytes) == (position, result.kv_live_bytes)
 
 
 @pytest.mark.real

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -29,7 +28,6 @@ from worker.process.concurrency import background
 from worker.wire import consistent_reads, streams
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
-from worker.wire.intake import Delivery
 from worker.wire.journal import Journal
 from worker.wire.undelivered import UndeliveredRequests
 
@@ -52,33 +50,6 @@ def lose(world: World, kept: int) -> None:
         consumer._next_seq, consumer._again = kept + 1, []
         consumer.pending = {seq: one for seq, one in pending.items() if seq <= kept}
     world.start()
-
-
-async def overlooks(_: UndeliveredRequests, server: str) -> str:
-    """Replace the search for requests whose result the server lost, so that nothing is found."""
-    return server
-
-
-@pytest.mark.simulated
-async def test_a_running_worker_answers_from_the_entries_that_are_left_after_the_server_lost_some(
-    quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """New requests get sequences that the worker has read before; lost requests can be sent again."""
-    monkeypatch.setattr(UndeliveredRequests, "_look", overlooks)
-    w = await quiet_wire(ack_wait_s=1.0)
-    first = await w.send("s", append("kept"))
-    kept = server.jetstream.streams["turnkeep_log"].last_seq
-    for number in range(5):
-        lost = await w.send("s", append(f"lost-{number}"))
-    assert lost["position"] > first["position"]
-    await asyncio.sleep(1.0)  # until all requests are acknowledged
-    lose(server, kept)
-    session = w.worker.client.session("s")
-    again = await session.append(text="new", request_id="new", timeout_s=30)
-    assert again.position == first["position"] + len("new")
-    repeated = await session.append(text="hello", request_id="lost-1", timeout_s=30)
-    assert repeated.repeat_of is None
-    assert (await session.info()).position == repeated.position == again.position + len("hello")
 
 
 async def with_a_request(quiet_wire: Start) -> int:
@@ -177,26 +148,6 @@ async def test_a_note_of_what_to_erase_is_carried_out_that_has_the_sequence_of_a
         await (quiet_wire() if when == "before it starts" else look(lambda _: set()))
     assert server.life == 1
     assert key not in disk
-
-
-async def test_a_search_for_undelivered_requests_wakes_only_what_it_finds_twice_in_the_same_place() -> None:
-    """Other requests were on their way when it began."""
-    key, rung, found = SessionKey("t", "s"), list[int](), iter((4, 5, 5, 5))
-
-    async def unanswered() -> list[SessionKey]:
-        return [key]
-
-    async def last(*_: Any) -> StoredMessage:
-        return StoredMessage(next(found), datetime.now(UTC), b"", {})
-
-    async def wake(delivery: Delivery) -> None:
-        rung.append(delivery.seq)
-
-    log, intake = SimpleNamespace(unanswered=unanswered, last=last), SimpleNamespace(expects=lambda *_: False)
-    looks = UndeliveredRequests(log, intake, wake, lambda: True, ack_wait_s=-1.0)  # type: ignore[arg-type]
-    for expected in ([], [5]):
-        await looks._look("S")
-        assert rung == expected
 
 
 async def test_undelivered_requests_are_searched_until_it_succeeds_after_each_start_of_the_server(

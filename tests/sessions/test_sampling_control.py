@@ -123,21 +123,6 @@ async def test_a_count_request_returns_the_tokens_that_a_generate_would_add_and_
         await session.count(tokens=[1_000_000])
 
 
-async def test_an_answers_prefix_counts_as_prompt_and_belongs_to_the_answer_in_the_next_turn(
-    client: Client,
-) -> None:
-    asked = {"messages": [{"role": "user", "content": "Say."}], "max_tokens": 6}
-    _, given = await answered(client.session("s"), **asked, prefix="As <|im_end|> you")
-    rendered = await client.session("t").append(messages=asked["messages"])
-    header = await client.session("t").count(text="")
-    assert given.prefix_tokens == len("As <|im_end|> you")
-    assert header.tokens == given.usage.prompt_tokens - rendered.position - len("As <|im_end|> you")
-    _, more = await answered(client.session("s"), messages=asked["messages"], max_tokens=6)
-    shown = client.session("u")
-    await shown.append(tokens=[*given.tokens])
-    assert more.usage.cached_tokens == given.position - 1, "the answer with its prefix was not rendered anew"
-
-
 @pytest.mark.simulated
 async def test_raw_text_with_an_answer_prefix_is_answered_as_both_are_in_one_text(
     client: Client,

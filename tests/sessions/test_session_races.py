@@ -23,6 +23,7 @@ from turnkeep_client.messages import (
     Generate,
     Generated,
     Message,
+    decode_result,
     encode,
 )
 from worker.engine.port import DeviceFaultError
@@ -413,6 +414,30 @@ async def test_an_answer_given_up_after_crashes_ends_with_the_tokens_already_str
     assert (result.tokens, result.text, result.finish_reason) == (chunk.tokens, "ab", "given_up")
     assert "it has ended every worker" in result.warnings[-1]
     await world.assert_fold_is_life()
+
+
+async def test_a_cancel_searches_the_log_again_if_the_server_lost_entries_during_the_search(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two copies of a request it cancels the first, since the second is only a repeat of that."""
+    await world.ask(Append(id="a", text="one"))
+    page, calls = world.log.page, []
+
+    async def restarted(key: Any, kind: str, after: int) -> Any:
+        calls.append(kind)
+        if calls.count("in") == 2 and world.log.server == "one":  # after the cancel's first read of the log
+            monkeypatch.setattr(world.log, "server", "two")
+            world.log.entries.clear()
+            for _ in range(2):
+                world.log.add("in", encode(Generate(id="g", text="x", max_tokens=4)))
+            world.session.forget()  # as the session's task does
+        return await page(key, kind, after)
+
+    monkeypatch.setattr(world.log, "page", restarted)
+    cancelled = await cancel(world.session, "g")
+    assert (cancelled.id, cancelled.was) == ("g", "waiting")
+    (result,) = [decode_result(entry.body) for entry in world.log.entries if entry.kind == "out"]
+    assert result.seq == 1
 
 
 @pytest.mark.parametrize("late", ["page", "read"])

@@ -21,7 +21,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
 from worker.process.setting_kinds import TenantLimits
-from worker.wire import intake, retention
+from worker.wire import intake
 from worker.wire.records import Member
 
 pytestmark = pytest.mark.simulated
@@ -89,7 +89,7 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
     """A worker at its limit returns further requests, and no attempt is noted for them."""
     first = await cluster("first", max_attempts=1)
     loud = Flood(first)
-    await loud.begin(200)
+    await loud.begin(100)
     await returned(first, 20)
     second = await cluster("second", max_attempts=1)
     most = Counter[str]()
@@ -127,26 +127,6 @@ async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_
     await asyncio.sleep(2.0)
     is_over.set()
     await loud.end()
-
-
-async def test_only_one_of_two_workers_runs_retention_and_the_other_one_does_once_it_stops(
-    cluster: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swept: list[retention.Retention] = []
-    sweep = retention.Retention.sweep
-
-    async def noted(self: retention.Retention) -> None:
-        swept.append(self)
-        await sweep(self)
-
-    monkeypatch.setattr(retention.Retention, "sweep", noted)
-    monkeypatch.setattr(retention, "_PERIOD_S", 0.05)
-    first, second = await cluster("first"), await cluster("second")
-    swept.clear()
-    await asyncio.sleep(0.5)
-    assert set(swept) == {first.worker.app._parts.retention}
-    await first.worker.stop()
-    await until(lambda: second.worker.app._parts.retention in swept)
 
 
 async def makers(wire: Wire, session: str) -> list[str]:

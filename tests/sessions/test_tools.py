@@ -346,7 +346,6 @@ async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony:
 
 
 OTHER = CALL.replace("Rome", "Oslo")
-UNKNOWN = CALL.replace("weather", "whether")
 
 
 async def test_a_tool_named_in_tool_choice_is_called_once(with_tools: Tokenizer) -> None:
@@ -379,18 +378,6 @@ async def test_an_answer_under_tool_choice_required_ends_when_it_repeats_a_call(
         arguments = [call.function.arguments for call in one.tool_calls]
         assert arguments == [f'{{"city": "{city}"}}' for city in cities]
         assert (one.text, one.finish_reason) == ("", "tool_calls")
-
-
-async def test_an_answer_with_a_valid_call_beside_an_invalid_one_is_not_malformed(
-    with_tools: Tokenizer,
-) -> None:
-    world = world_of(with_tools, f"{CALL}\n{UNKNOWN}\n{OTHER}", UNKNOWN)
-    first = await generated(world, ask(1, user("a"), tools=(WEATHER,)))
-    assert [call.function.name for call in first.tool_calls] == ["weather", "weather"]
-    assert (first.text, first.finish_reason) == (UNKNOWN, "tool_calls")
-    second = await generated(world, ask(2, user("b")))
-    assert (second.text, second.tool_calls) == (UNKNOWN, ())
-    assert second.finish_reason == "tool_calls_malformed"
 
 
 CALLS = "\n".join(
