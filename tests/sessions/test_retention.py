@@ -26,7 +26,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.dead_letters import Doubt
 from worker.sessions.session import ServedSession
-from worker.wire import chunks, erasures, journal, overwriting, retention
+from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
 from worker.wire.consistent_reads import StoredMessage
 from worker.wire.fence import FencedError
@@ -479,6 +479,35 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     assert list(held._sessions) == [SessionKey("default", "s")]
     go_on.set()
     assert (await asked)["position"] == 5
+
+
+async def test_a_session_is_not_removed_while_its_log_is_being_read(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its first results would be read without its close."""
+    w = await quiet_wire(closed_ttl_s=None)
+    await w.send("s", append("a"))
+    await w.send("s", CLOSE)
+    await w.worker.stop()
+    sweep, page, tasks = Retention.sweep, Journal.page, list[asyncio.Task[None]]()
+
+    async def nothing(_: Retention) -> None:
+        pass
+
+    async def removes(journal: Journal, key: SessionKey, kind: Any, *args: Any, **more: Any) -> Any:
+        found = await page(journal, key, kind, *args, **more)
+        if kind == "out" and not tasks:
+            tasks.append(asyncio.create_task(sweep(w.worker.app._parts.retention)))
+            await asyncio.wait(tasks, timeout=0.5)
+        return found
+
+    monkeypatch.setattr(Retention, "sweep", nothing)
+    w = await quiet_wire(closed_ttl_s=0)
+    monkeypatch.setattr(Journal, "page", removes)
+    monkeypatch.setattr(consistent_reads, "_BATCH", 1)
+    assert "was closed" in (await w.control("s", {"type": "info"}))["message"]
+    await asyncio.gather(*tasks)
+    assert await bodies(w, "s") == {}
 
 
 async def test_an_answer_under_a_reused_id_has_no_chunks_of_the_removed_sessions_answer(

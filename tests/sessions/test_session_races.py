@@ -220,6 +220,22 @@ async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
     assert len(world.results) == 4
 
 
+async def test_the_result_of_a_close_is_stored_under_the_lock_that_removals_take(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
+    commit, held = world.log.commit, list[bool]()
+
+    async def noting(key: Any, *args: Any, **more: Any) -> int:
+        held.append(world.session.services.retention.lock(key).locked())
+        return await commit(key, *args, **more)
+
+    monkeypatch.setattr(world.log, "commit", noting)
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Close(id="c"))
+    assert held == [False, True]
+
+
 async def test_checkpoints_are_still_stored_after_a_refused_close(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
