@@ -182,6 +182,19 @@ async def test_under_the_setting_other_model_refuse_sessions_answered_by_other_w
     assert (await world.ask(asks(2))).text
 
 
+async def test_an_answer_that_other_weights_began_ends_with_the_text_already_streamed(
+    world: World, tokenizer: Tokenizer
+) -> None:
+    await world.ask(asks(0))
+    published(world, "I was", world.model)
+    world.serve(tokenizer, Model(name="other", weights="2", tokenizer=tokenizer.fingerprint.hex()))
+    result = await world.ask(asks(1, max_tokens=9))
+    assert (result.text, result.finish_reason) == ("I was", "model_changed")
+    assert result.tokens == tuple(tokenizer.encode("I was", at_start=False))
+    assert text_of(world).endswith("<|im_start|>assistant\nI was")
+    await world.assert_fold_is_life()
+
+
 def published(world: World, text: str, model: Model) -> None:
     """Let the token stream have `text` as the beginning of the next answer, published by `model`'s worker."""
     tokens = tuple(world._tokenizer.encode(text, at_start=False))

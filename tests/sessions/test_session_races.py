@@ -526,11 +526,13 @@ async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     await world.assert_fold_is_life()
 
 
+@pytest.mark.parametrize(("deadline_s", "reason"), [(None, "cancelled"), (1.0, "expired")])
 async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, deadline_s: float | None, reason: str
 ) -> None:
     """The other worker may have crashed after that, and clients must get no chunks after the seal."""
-    seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
+    request = Generate(id="g", text="x", max_tokens=9, deadline_s=deadline_s)
+    seq = world.log.add("in", encode(request))
     chunk = streamed(world, monkeypatch, seq)
 
     async def sealed(*_: Any) -> PublishedChunks:
@@ -539,7 +541,7 @@ async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_
     monkeypatch.setattr(world.log.chunks, "read", sealed)
     world.ring(seq)
     await world.session.run()
-    assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, "cancelled")
+    assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, reason)
 
 
 def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
