@@ -251,25 +251,6 @@ def test_a_command_on_a_nats_server_without_a_worker_exits_with_one_line_that_sa
     check_one_line(turnkeep("cancel", "s", "r", *options), 1, "no worker serves nobody-here.default.s.ctl")
 
 
-async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_time(
-    local_worker: Callable[..., Any],
-) -> None:
-    worker = await local_worker()
-    options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix, "--max-tokens", 5)
-    done = await asyncio.to_thread(turnkeep, "chat", *options, text="hello\n\n  \nonce more\n", fresh=True)
-    cut = "Ended at max_tokens (5): the answer is cut\n"
-    assert (done.returncode, done.stderr) == (0, 2 * cut)
-    info = await worker.client.session("chat").info()
-    assert info.requests == 3, "it was opened, too"
-    assert len(done.stdout.splitlines()) >= 2
-    again = await asyncio.to_thread(turnkeep, "chat", *options, text="and a last line without a line feed")
-    assert again.returncode == 0
-    assert again.stderr == f"Continuing session 'chat' at position {info.position}.\n{cut}"
-    nothing = await asyncio.to_thread(turnkeep, "chat", *options)
-    assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert (await worker.client.session("chat").info()).requests == 4
-
-
 async def until(client: Client, reached: Callable[[SnapshotCounters], bool]) -> None:
     """Wait until `reached` is true of the snapshot counters, and no snapshot is being written."""
     async with asyncio.timeout(20):

@@ -99,27 +99,6 @@ async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_pos
     assert opened.position == 3
 
 
-@pytest.mark.parametrize("forget", [False, True])
-async def test_a_fork_survives_the_close_of_its_ancestors_and_a_restart(
-    local_worker: Start, endless_model: Path, *, forget: bool
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client)
-    fork = await parent.fork("fork")
-    wanted = await tokens_after(await parent.fork("wanted"))
-    grandchild = await fork.fork("grandchild", tags=["third"])
-    position = (await grandchild.info()).position
-    await parent.close(forget=forget)
-    await fork.close(forget=forget)
-    await worker.stop()
-    client = (await local_worker(model=str(endless_model))).client
-    again = client.session("grandchild")
-    assert await tokens_after(again) == wanted
-    info = await again.info()
-    assert info.parent == Parent(session="fork", position=position)
-    assert info.tags == ("third",)
-
-
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
 async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(

@@ -12,6 +12,7 @@ import pytest
 from session_world import STORED, World
 from structlog.testing import capture_logs
 
+from cache.names.policy import FULL
 from turnkeep_client.messages import (
     Append,
     Appended,
@@ -20,9 +21,11 @@ from turnkeep_client.messages import (
     Close,
     Closed,
     Failed,
+    ForkPoint,
     Generate,
     Generated,
     Message,
+    Open,
     decode_result,
     encode,
 )
@@ -524,6 +527,31 @@ async def test_an_answer_ends_with_the_tokens_streamed_before_the_device_failed(
     assert (result.text, result.finish_reason) == ("ab", "given_up")
     assert "it burns" in result.warnings[-1]
     await world.assert_fold_is_life()
+
+
+async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_device_lock(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs nothing on the device, so it cannot be the cause of a crash."""
+    there, go_on = asyncio.Event(), asyncio.Event()
+
+    async def parent(*_: Any) -> Any:
+        there.set()
+        await go_on.wait()
+        return world.fold.opened(world.session.history, FULL, {})
+
+    monkeypatch.setattr(world.session, "_parent", parent)
+    seq = world.log.add("in", encode(Open(id="o", from_=ForkPoint(session="p"))))
+    world.log.notes.append(b'{"seq":%d,"attempts":2}' % seq)
+    world.ring(seq, again=True)
+    running = asyncio.create_task(world.session.run())
+    await there.wait()
+    assert len(world.log.notes) == 1
+    async with asyncio.timeout(5), world.session.services.device_lock.enter(lambda: False):
+        pass
+    go_on.set()
+    await running
+    assert world.result(seq).parent.session == "p"
 
 
 @pytest.mark.parametrize(("deadline_s", "reason"), [(None, "cancelled"), (1.0, "expired")])
