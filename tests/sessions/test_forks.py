@@ -1,4 +1,4 @@
-"""Forks: a session begins with a parent's tokens, does not prefill them again, and outlives the parent."""
+"""Forks: a session begins with a parent's tokens, and does not prefill them again."""
 
 from __future__ import annotations
 

@@ -153,9 +153,6 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
     assert (await w.result(seq))["finish_reason"] == "cancelled"
 
 
-# Many at once
-
-
 # How answers end
 
 
@@ -163,9 +160,6 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
     for most in (1, 2, 31, 32, 33):
         result = await client.session(f"s{most}").generate(text="eee", max_tokens=most)
         assert (result.finish_reason, len(result.tokens)) == ("length", most)
-
-
-# Counts
 
 
 @pytest.mark.real

@@ -1,4 +1,4 @@
-"""Sampling options (penalties, logit biases, min_tokens, logprobs) apply, also after a crash."""
+"""Sampling options (logit biases, min_tokens, logprobs, prefixes, recommended values) apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several workers serve one prefix: limits of sessions by tenant, taking over, draining, and retention."""
+"""Several workers serve one prefix: limits of sessions by tenant, taking over, and draining."""
 
 from __future__ import annotations
 

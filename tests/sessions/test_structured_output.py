@@ -1,4 +1,4 @@
-"""Answers follow a `response_format`: a schema, a regex, a grammar or a choice; also after a crash."""
+"""Answers follow a `response_format`: a schema, a regex, a grammar or a choice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tools and reasoning with a real worker: forced calls, budgets, excessive tools, a kill in an answer."""
+"""Tools and reasoning with a real worker: forced calls, budgets, excessive tools, a restart in an answer."""
 
 from __future__ import annotations
 
