@@ -68,28 +68,23 @@ async def test_an_embedding_or_scoring_request_at_a_worker_that_stops_is_told_so
     assert refusal.value.code == "overloaded"
 
 
-@pytest.mark.parametrize(
-    ("inputs", "more", "why"),
-    [
-        ([[]], {}, "has 0 tokens"),
-        ([[258], [259]], {}, r"inputs\[1\] has a token id outside of the model's vocabulary of 259"),
-        (["a " * 50_000], {}, "it must have 1 to"),
-        (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
-    ],
-)
+REFUSED: list[tuple[list[Any], dict[str, int], str]] = [
+    ([[]], {}, "has 0 tokens"),
+    ([[258], [259]], {}, r"inputs\[1\] has a token id outside of the model's vocabulary of 259"),
+    (["a " * 50_000], {}, "it must have 1 to"),
+    (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
+]
+
+
 async def test_an_input_that_cannot_be_embedded_is_refused_with_the_reason(
-    local_worker: Start, embedding_model: Path, inputs: Any, more: Any, why: str
-) -> None:
-    worker = await local_worker(model=str(embedding_model))
-    with pytest.raises(RequestFailedError, match=why) as refusal:
-        await worker.client.embed(inputs, **more)
-    assert refusal.value.code == "invalid_request"
-
-
-async def test_a_text_as_long_as_the_context_is_embedded_and_one_beyond_the_memory_is_refused(
     local_worker: Start, embedding_model: Path
 ) -> None:
+    """A text as long as the context can, unless the worker has no memory for it."""
     worker = await local_worker(model=str(embedding_model))
+    for inputs, more, why in REFUSED:
+        with pytest.raises(RequestFailedError, match=why) as refusal:
+            await worker.client.embed(inputs, **more)
+        assert refusal.value.code == "invalid_request"
     assert (await worker.client.embed([[40] * TINY_CONTEXT])).tokens == (TINY_CONTEXT,)
     await worker.stop()
     small = await local_worker(model=str(embedding_model), kv_bytes=2**20)

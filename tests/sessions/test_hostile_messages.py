@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import product
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -271,14 +272,14 @@ async def test_a_request_with_an_unreadable_header_block_is_answered(wire: Start
     assert (await w.send("s", append("a0")))["type"] == "appended", "the first result is found in the log"
 
 
-@pytest.mark.parametrize("reply", [b"\xff", b"a\x0bb", b"r" * 4000, b"a\x00b", b"a..b", b"*", b">"])
 async def test_a_request_with_an_unusable_reply_subject_does_not_disturb_the_worker(
-    wire: Start, raw: Socket, reply: bytes
+    wire: Start, raw: Socket
 ) -> None:
     w = await wire()
-    await raw.publish(w.subject("s", "ctl").encode(), b'{"type":"info"}', None, reply)
-    await raw.publish(w.subject("s", "ask").encode(), b'{"text":"a","max_tokens":1}', None, reply)
-    assert (await w.send("other", append("a")))["position"] == 5
+    for number, reply in enumerate((b"\xff", b"a\x0bb", b"r" * 4000, b"a\x00b", b"a..b", b"*", b">")):
+        await raw.publish(w.subject("s", "ctl").encode(), b'{"type":"info"}', None, reply)
+        await raw.publish(w.subject("s", "ask").encode(), b'{"text":"a","max_tokens":1}', None, reply)
+        assert (await w.send("other", append(f"a{number}")))["position"] == 5 * (number + 1), reply
     await w.until("s", "idle")
 
 
@@ -307,18 +308,17 @@ async def test_requests_under_malformed_names_are_terminated_and_counted_and_one
     assert not worker.task.done()
 
 
-@pytest.mark.parametrize("kind", ["ctl", "ask", "tok.a", "out", "commit", "chunk.a"])
 async def test_a_malformed_session_name_on_any_other_subject_does_not_disturb_the_worker(
-    wire: Start, raw: Socket, kind: str
+    wire: Start, raw: Socket
 ) -> None:
     w = await wire()
-    for bad in NAMELESS:
-        name = b"%s.default.%s.%s" % (w.prefix.encode(), bad, kind.encode())
-        for header in (None, b"NATS/1.0"):
+    for number, kind in enumerate((b"ctl", b"ask", b"tok.a", b"out", b"commit", b"chunk.a")):
+        for bad, header in product(NAMELESS, (None, b"NATS/1.0")):
+            name = b"%s.default.%s.%s" % (w.prefix.encode(), bad, kind)
             await raw.publish(name, b'{"type":"info"}', header)
-    assert (await w.send("s", generate("a", text="hello")))["type"] == "generated"
-    if kind == "commit":
-        w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
+        answer = await w.send("s", generate(f"a{number}", text="hello"))
+        assert answer["type"] == "generated", kind
+    w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
 
 
 async def test_a_nats_connection_whose_read_loop_raises_an_exception_reconnects_at_once(

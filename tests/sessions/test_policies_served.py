@@ -127,29 +127,23 @@ async def test_a_paged_session_reports_its_policy_and_restores_its_kv_after_a_re
     assert metrics.recalled_tokens > 0, "slots are empty after a restart"
 
 
-@pytest.mark.parametrize(
-    ("cache", "refusal"),
-    [
-        (
-            {"policy": "paged", "resident": 200},
-            "0 pinned tokens .* leave 196 of 200 resident tokens; 256 or more",
-        ),
-        ({"policy": "paged", "resident": 600, "pin": [[0, 400]]}, "448 pinned tokens .* leave 148 of 600"),
-        ({"policy": "paged", "resident": 900, "pin": [[0, 90], [80, 200]]}, "pins overlap; make one"),
-        ({"policy": "paged", "resident": 4096}, "4096 resident tokens exceed the context: there may be 2048"),
-        (
-            {"policy": "paged", "resident": 900, "pin": [[3000, 3010]]},
-            "pins end at 3010; the context ends at 2048",
-        ),
-    ],
-)
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"resident": 200}, "0 pinned tokens .* leave 196 of 200 resident tokens; 256 or more"),
+    ({"resident": 600, "pin": [[0, 400]]}, "448 pinned tokens .* leave 148 of 600"),
+    ({"resident": 900, "pin": [[0, 90], [80, 200]]}, "pins overlap; make one"),
+    ({"resident": 4096}, "4096 resident tokens exceed the context: there may be 2048"),
+    ({"resident": 900, "pin": [[3000, 3010]]}, "pins end at 3010; the context ends at 2048"),
+]
+
+
 async def test_an_open_with_an_invalid_paged_policy_is_refused_and_the_name_can_still_be_opened(
-    local_worker: Callable, wide_model: Path, cache: dict[str, object], refusal: str
+    local_worker: Callable, wide_model: Path
 ) -> None:
     worker = await local_worker(model=str(wide_model))
-    with pytest.raises(RequestFailedError, match=refusal) as caught:
-        await worker.client.session("s").open(cache)
-    assert caught.value.code == "invalid_request"
+    for cache, refusal in MISFITS:
+        with pytest.raises(RequestFailedError, match=refusal) as caught:
+            await worker.client.session("s").open({"policy": "paged"} | cache)
+        assert caught.value.code == "invalid_request"
     assert (await worker.client.session("s").open(PAGED_CACHE)).cache == PAGED_SAID
     with pytest.raises(RequestFailedError, match="is open under paged"):
         await worker.client.session("s", cache={"policy": "paged", "resident": 700}).append(tokens=[5])

@@ -137,42 +137,36 @@ async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_th
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"type": "xml"}, "type of response_format must be json_schema, json_object.*not 'xml'"),
-        ({"type": "regex"}, "response_format needs the field 'regex'"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema needs the field 'schema'"),
-        ({"type": "json_object", "x": 1}, "response_format has no field 'x'"),
-        ({"type": "choice", "choices": []}, "choices"),
-        (type, "type has no JSON schema"),
-    ],
-)
-async def test_the_client_refuses_an_unknown_or_incomplete_format(
-    client: Client, asked: Any, says: str
-) -> None:
-    with pytest.raises(InvalidMessageError, match=says):
-        client.session("s").generate(text="x", response_format=asked)
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": "xml"}, "type of response_format must be json_schema, json_object.*not 'xml'"),
+    ({"type": "regex"}, "response_format needs the field 'regex'"),
+    ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema needs the field 'schema'"),
+    ({"type": "json_object", "x": 1}, "response_format has no field 'x'"),
+    ({"type": "choice", "choices": []}, "choices"),
+    (type, "type has no JSON schema"),
+]
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),  # tests/model/test_grammar.py has all kinds
-    [
+async def test_the_client_refuses_an_unknown_or_incomplete_format(client: Client) -> None:
+    for asked, says in REFUSED:
+        with pytest.raises(InvalidMessageError, match=says):
+            client.session("s").generate(text="x", response_format=asked)
+
+
+async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(client: Client) -> None:
+    """`tests/model/test_grammar.py` has all kinds."""
+    session = client.session("s")
+    await session.append(text="before")
+    for asked, says in (
         (by_schema({"type": "objekt"}), "Invalid type: objekt"),
         ({"type": "regex", "regex": "a("}, "unclosed group"),
         ({"type": "lark", "grammar": 'root: "a"'}, "no start rule"),
-    ],
-)
-async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(
-    client: Client, asked: Any, says: str
-) -> None:
-    session = client.session("s")
-    await session.append(text="before")
-    with pytest.raises(RequestFailedError, match=says) as refused:
-        await session.generate(text="x", response_format=asked)
-    assert refused.value.code == "invalid_request"
-    assert "backtrace" not in refused.value.message
-    assert (await session.info()).position == len("before")
+    ):
+        with pytest.raises(RequestFailedError, match=says) as refused:
+            await session.generate(text="x", response_format=asked)
+        assert refused.value.code == "invalid_request"
+        assert "backtrace" not in refused.value.message
+        assert (await session.info()).position == len("before")
 
 
 async def test_ignore_eos_with_a_format_is_refused(client: Client) -> None:
