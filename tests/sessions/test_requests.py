@@ -281,20 +281,18 @@ async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -
     assert last.process_bytes > 0
 
 
-@pytest.mark.parametrize("body", [{"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "x"}, {}])
-async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(
-    wire: Start, body: dict[str, str]
-) -> None:
-    w = await wire()
-    question = body | {"messages": chat("hi"), "max_tokens": 5}
-    reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
-    answer = json.loads(reply.data)
-    assert (answer["type"], len(answer["tokens"])) == ("generated", 5)
-    assert await w.result(answer["seq"]) == answer | {"asked": ANY}
-    assert answer["id"] == body.get("id", answer["id"])
-    assert await w.position("s") == answer["position"]
-    asked = next(body for seq, _, body in await w.entries() if seq == answer["seq"])
-    assert json.loads(asked)["id"] == answer["id"]
+async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(wire: Start) -> None:
+    w, bodies = await wire(), ({"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "y"}, {})
+    for body in bodies:
+        question = body | {"messages": chat("hi"), "max_tokens": 5}
+        reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
+        answer = json.loads(reply.data)
+        assert (answer["type"], len(answer["tokens"])) == ("generated", 5)
+        assert await w.result(answer["seq"]) == answer | {"asked": ANY}
+        assert answer["id"] == body.get("id", answer["id"])
+        assert await w.position("s") == answer["position"]
+        asked = next(body for seq, _, body in await w.entries() if seq == answer["seq"])
+        assert json.loads(asked)["id"] == answer["id"]
 
 
 async def test_an_ask_at_a_worker_that_stops_is_told_so_and_its_result_is_stored_after_the_next_start(
