@@ -24,6 +24,7 @@ from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encode_answer, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
+from worker.sessions.dead_letters import Doubt
 from worker.sessions.session import ServedSession
 from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
@@ -431,6 +432,28 @@ async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_mem
         assert (await w.control(f"u{n}", {"type": "cancel", "id": "a"}))["code"] == "invalid_request"
         assert (await w.control(f"v{n}", {"type": "info"}))["code"] == "unknown_session"
     assert (await w.control("s", {"type": "info"}))["worker"]["sessions"] == 1
+
+
+async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await quiet_wire()
+    await w.send("s", append("a", "hello"))
+    await w.send("s", CLOSE)
+    there, go_on, attempt = asyncio.Event(), asyncio.Event(), Doubt.attempt
+
+    async def waits(doubt: Doubt, *given: Any) -> Any:
+        there.set()
+        await go_on.wait()
+        return await attempt(doubt, *given)
+
+    monkeypatch.setattr(Doubt, "attempt", waits)
+    waiting = await w.publish("s", {"type": "open", "id": "o"})
+    await there.wait()
+    info = await w.control("s", {"type": "info"})
+    assert (info["position"], info["active"]) == (0, "o")
+    go_on.set()
+    assert (await w.result(waiting))["type"] == "opened"
 
 
 async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
