@@ -36,9 +36,11 @@ def uncollected() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("program", "rules"),
     [
-        ("G", CRASH._replace(num_faults=2, num_losses=1)),
+        ("G", CRASH._replace(num_losses=1)),
+        pytest.param("G", CRASH._replace(num_faults=2, num_losses=1), marks=pytest.mark.soak),
         ("G", CRASH._replace(num_drains=1, num_ends=1)),
-        ("AA", CRASH._replace(num_drains=1)),
+        ("AA", CRASH),
+        pytest.param("AA", CRASH._replace(num_drains=1), marks=pytest.mark.soak),
         ("GF", POWER_CUT),
         ("GR", CRASH._replace(num_workers=3, reads_at_once=True)),
         ("AF", POWER_CUT._replace(queue_first=False)),

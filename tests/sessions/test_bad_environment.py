@@ -112,21 +112,6 @@ def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
     assert says in done.output
 
 
-async def test_a_worker_with_snapshots_off_writes_none_and_prefills_everything_after_a_restart(
-    local_worker: Callable[..., Any],
-) -> None:
-    tokens = list(range(100, 228))
-    worker = await local_worker(snapshots="off")
-    assert (await worker.client.session("s").append(tokens=tokens)).prefilled_tokens == 127
-    counts = (await worker.client.session("s").info()).worker.snapshots
-    assert (counts.accepted, counts.written_bytes, counts.stored) == (0, 0, 0)
-    assert list(worker.settings.data_dir.glob("snapshots/**/*.safetensors")) == []
-    await worker.stop()
-    worker = await local_worker(snapshots="off")
-    appended = await worker.client.session("s").append(tokens=[100])
-    assert (appended.position, appended.cached_tokens, appended.prefilled_tokens) == (129, 0, 128)
-
-
 @pytest.mark.process
 async def test_a_disk_that_is_too_small_for_the_snapshots_does_not_change_the_answers(
     mounted: Callable[[str], Path], local_worker: Callable[..., Any]
@@ -264,25 +249,6 @@ def test_a_command_on_a_nats_server_without_a_worker_exits_with_one_line_that_sa
     check_one_line(turnkeep("info", *options), 1, "no worker serves nobody-here", serve)
     check_one_line(turnkeep("info", "s", *options), 1, "no worker serves nobody-here.default.s.ctl")
     check_one_line(turnkeep("cancel", "s", "r", *options), 1, "no worker serves nobody-here.default.s.ctl")
-
-
-async def test_chat_reads_lines_from_a_pipe_and_continues_its_session_the_next_time(
-    local_worker: Callable[..., Any],
-) -> None:
-    worker = await local_worker()
-    options = ("--nats", worker.settings.nats, "--prefix", worker.settings.prefix, "--max-tokens", 5)
-    done = await asyncio.to_thread(turnkeep, "chat", *options, text="hello\n\n  \nonce more\n", fresh=True)
-    cut = "Ended at max_tokens (5): the answer is cut\n"
-    assert (done.returncode, done.stderr) == (0, 2 * cut)
-    info = await worker.client.session("chat").info()
-    assert info.requests == 3, "it was opened, too"
-    assert len(done.stdout.splitlines()) >= 2
-    again = await asyncio.to_thread(turnkeep, "chat", *options, text="and a last line without a line feed")
-    assert again.returncode == 0
-    assert again.stderr == f"Continuing session 'chat' at position {info.position}.\n{cut}"
-    nothing = await asyncio.to_thread(turnkeep, "chat", *options)
-    assert (nothing.returncode, nothing.stdout) == (0, "")
-    assert (await worker.client.session("chat").info()).requests == 4
 
 
 async def until(client: Client, reached: Callable[[SnapshotCounters], bool]) -> None:

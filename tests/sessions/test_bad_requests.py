@@ -110,28 +110,20 @@ async def test_a_generate_with_values_at_the_limits_of_their_ranges_is_answered(
     await check_goes_on(w)
 
 
-@pytest.mark.parametrize(
-    ("tenant", "session"),
-    [
-        ("de$fault", "s"),
-        ("ü", "s"),
-        ("_metrics", "s"),
-        ("default", "a$b"),
-        ("default", "-s"),
-        ("default", "s" * 65),
-        ("default", "日本"),
-        ("default", "{s}"),
-    ],
-)
+BAD_TENANTS, BAD_SESSIONS = ("de$fault", "ü", "_metrics"), ("a$b", "-s", "s" * 65, "日本", "{s}")
+
+
 async def test_a_request_under_an_invalid_tenant_or_session_name_is_refused_with_the_rule_for_names(
-    wire: Start, tenant: str, session: str
+    wire: Start,
 ) -> None:
     w = await wire()
-    result = await w.send(session, append("a"), tenant=tenant)
-    assert (result["type"], result["code"], result["id"]) == ("failed", "invalid_request", "a")
-    assert "is not valid: it must be 1 to 64 of the characters" in result["message"]
-    reply = await w.control(session, {"type": "info"}, tenant=tenant)
-    assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
+    keys = [(tenant, "s") for tenant in BAD_TENANTS] + [("default", session) for session in BAD_SESSIONS]
+    for tenant, session in keys:
+        result = await w.send(session, append("a"), tenant=tenant)
+        assert (result["type"], result["code"], result["id"]) == ("failed", "invalid_request", "a")
+        assert "is not valid: it must be 1 to 64 of the characters" in result["message"]
+        reply = await w.control(session, {"type": "info"}, tenant=tenant)
+        assert (reply["type"], reply["code"]) == ("failed", "invalid_request")
     await check_goes_on(w)
 
 
@@ -154,18 +146,6 @@ async def test_a_request_under_a_wildcard_or_overlong_session_name_is_refused_on
     ]
     assert answered == [(seq, w.subject("_refused", "out")) for seq in seqs]
     await check_goes_on(w, "s")
-
-
-async def test_an_empty_append_is_answered_and_adds_nothing(wire: Start) -> None:
-    w = await wire()
-    for session in ("fresh", "old"):
-        if session == "old":
-            await w.send(session, append("first"))
-        for request_id, empty in (("a", {"messages": []}), ("b", {"text": ""}), ("c", {"tokens": []})):
-            result = await w.send(session, {"type": "append", "id": request_id, **empty})
-            assert (result["type"], result["tokens"]) == ("appended", 0)
-            assert result["position"] == (5 if session == "old" else 0)
-    await check_goes_on(w, "fresh", "old")
 
 
 @pytest.mark.real
@@ -214,17 +194,6 @@ async def test_an_answer_that_reaches_the_context_limit_ends_with_the_finish_rea
     assert (result["finish_reason"], len(result["tokens"]), result["position"]) == ("length", 4, 64)
 
 
-async def test_a_prompt_that_fills_the_context_is_refused_unless_max_tokens_is_0(
-    wire: Start,
-) -> None:
-    w = await wire(max_context=64)
-    await check_refused(
-        w, "s", generate("a", text="x" * 64, max_tokens=1), "64 tokens and 1 new", "context_exceeded"
-    )
-    result = await w.send("s", generate("b", text="x" * 64, max_tokens=0))
-    assert (result["finish_reason"], result["position"]) == ("length", 64)
-
-
 @pytest.mark.real
 async def test_a_prompt_that_can_never_fit_into_memory_is_refused_and_adds_nothing(wire: Start) -> None:
     w = await wire(kv_bytes=40 * 512)
@@ -244,43 +213,6 @@ async def test_an_answer_that_fills_the_kv_memory_ends_with_the_finish_reason_le
     await check_refused(w, "s", generate("b"), "40 tokens and room for 1 more", "memory_exceeded")
     assert (await w.send("s", {"type": "rewind", "id": "c", "position": 20}))["position"] == 20
     assert (await w.send("s", generate("d", max_tokens=10)))["finish_reason"] == "length"
-
-
-@pytest.mark.real
-async def test_a_short_answer_with_a_huge_max_tokens_evicts_no_idle_session(wire: Start) -> None:
-    w = await wire(kv_bytes=800 * 512)
-    await w.send("idle", append("a", "y" * 200))
-    short = await w.send("s", generate("b", text="x" * 30, max_tokens=3))
-    body = generate("c", text="x" * 30, max_tokens=2**31 - 1, stop=[short["text"]])
-    assert (await w.send("t", body))["finish_reason"] == "stop"
-    info = await w.control("idle", {"type": "info"})
-    assert info["kv_live_bytes"] == 199 * 512, "its KV is still on the device"
-
-
-async def test_a_rewind_close_info_or_cancel_of_an_unknown_session_is_refused(wire: Start) -> None:
-    w = await wire()
-    await check_refused(
-        w, "s", {"type": "rewind", "id": "a", "position": 0}, "no such session", "unknown_session"
-    )
-    await check_refused(w, "s", {"type": "close", "id": "b"}, "no such session", "unknown_session")
-    info = await w.control("s", {"type": "info"})
-    assert (info["type"], info["code"]) == ("failed", "unknown_session")
-    cancel = await w.control("s", {"type": "cancel", "id": "x"})
-    assert (cancel["type"], cancel["code"]) == ("failed", "invalid_request")
-    assert "the session has no request with this id" in cancel["message"]
-    await check_goes_on(w, "s")
-
-
-async def test_a_rewind_beyond_the_end_of_the_session_is_refused(wire: Start) -> None:
-    w = await wire()
-    await w.send("s", append("a"))
-    for request_id, position in (("b", 6), ("c", 2**53)):
-        body = {"type": "rewind", "id": request_id, "position": position}
-        await check_refused(w, "s", body, f"cannot rewind to {position}: the session is at position 5")
-    await check_refused(w, "s", {"type": "rewind", "id": "d", "position": 2**53 + 1}, "position must be")
-    assert (await w.send("s", {"type": "rewind", "id": "e", "position": 5}))["type"] == "rewound"
-    assert (await w.send("s", {"type": "rewind", "id": "f", "position": 0}))["position"] == 0
-    await check_goes_on(w, "s")
 
 
 @pytest.mark.parametrize("restart", [False, True])
@@ -342,6 +274,40 @@ async def test_a_request_whose_expect_position_is_not_the_sessions_position_is_r
     await check_goes_on(w, "s")
 
 
+REWIND, CLOSE, OPEN = ({"type": kind} for kind in ("rewind", "close", "open"))
+AFTER_A_CLOSE = "an open starts a new one"
+
+
+#: What a session gets before, then a request, and why that is refused.
+DISALLOWED: list[tuple[list[Any], dict[str, Any], str, str]] = [
+    ([], REWIND | {"position": 0}, "no such session", "unknown_session"),
+    ([], CLOSE, "no such session", "unknown_session"),
+    (["hello"], REWIND | {"position": 6}, "cannot rewind to 6: the session is at", "invalid_request"),
+    (["hello"], REWIND | {"position": 2**53 + 1}, "position must be", "invalid_request"),
+    ([OPEN], OPEN, "the session is open already, at position 0", "invalid_request"),
+    (["hello"], OPEN, "the session is open already, at position 5", "invalid_request"),
+    (["hello", CLOSE], append("r"), AFTER_A_CLOSE, "unknown_session"),
+    (["hello", CLOSE], generate("r", text="x"), AFTER_A_CLOSE, "unknown_session"),
+    (["hello", CLOSE], REWIND | {"position": 0}, AFTER_A_CLOSE, "unknown_session"),
+    (["hello", CLOSE], CLOSE, AFTER_A_CLOSE, "unknown_session"),
+]
+
+
+async def test_a_request_that_the_sessions_state_does_not_allow_is_refused_with_the_reason(
+    wire: Start,
+) -> None:
+    w = await wire()
+    for at, (before, request, says, code) in enumerate(DISALLOWED):
+        session = f"s{at}"
+        for number, one in enumerate(before):
+            await w.send(session, append("a") if one == "hello" else one | {"id": f"b{number}"})
+        await check_refused(w, session, request | {"id": "r"}, says, code)
+        if CLOSE in before:
+            assert (await w.control(session, {"type": "info"}))["code"] == "unknown_session"
+            assert (await w.send(session, OPEN | {"id": "o"}))["position"] == 0
+        await check_goes_on(w, session)
+
+
 async def test_cancelling_an_answered_or_unknown_request_fails_and_says_why(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a"))
@@ -356,39 +322,6 @@ async def test_cancelling_an_answered_or_unknown_request_fails_and_says_why(wire
     await check_goes_on(w, "s")
 
 
-async def test_a_closed_session_refuses_every_request_except_an_open(wire: Start) -> None:
-    w = await wire()
-    await w.send("s", append("a"))
-    closing = [await w.publish("s", body) for body in ({"type": "close", "id": "b"}, append("c"))]
-    assert (await w.result(closing[0]))["type"] == "closed"
-    assert (await w.result(closing[1]))["code"] == "unknown_session"
-    for request in (
-        append("d"),
-        generate("e", text="x"),
-        {"type": "rewind", "id": "f", "position": 0},
-        {"type": "close", "id": "g"},
-    ):
-        result = await w.send("s", request)
-        assert (result["type"], result["code"]) == ("failed", "unknown_session")
-        assert "an open starts a new one" in result["message"]
-    info = await w.control("s", {"type": "info"})
-    assert (info["type"], info["code"]) == ("failed", "unknown_session")
-    assert (await w.send("s", {"type": "open", "id": "h"}))["position"] == 0
-    assert (await w.send("s", append("i")))["position"] == 5
-    await check_goes_on(w, "s")
-
-
-async def test_opening_a_session_that_is_already_open_is_refused(wire: Start) -> None:
-    w = await wire()
-    assert (await w.send("s", {"type": "open", "id": "a"}))["type"] == "opened"
-    await check_refused(w, "s", {"type": "open", "id": "b"}, "the session is open already, at position 0")
-    await w.send("implicit", append("a"))
-    await check_refused(
-        w, "implicit", {"type": "open", "id": "b"}, "the session is open already, at position 5"
-    )
-    await check_goes_on(w, "s", "implicit")
-
-
 @pytest.mark.real
 async def test_messages_that_the_chat_template_refuses_fail_with_the_templates_own_error(
     wire: Start, strict_model: Any
@@ -400,16 +333,6 @@ async def test_messages_that_the_chat_template_refuses_fail_with_the_templates_o
     await check_refused(w, "s", generate("c", **bad), "only user and assistant may speak")
     good = await w.send("s", generate("d", messages=[{"role": "user", "content": "hi"}]))
     assert good["type"] == "generated"
-
-
-async def test_a_request_as_large_as_the_message_limit_is_answered(wire: Start) -> None:
-    w = await wire(max_message_bytes=64 * 1024)
-    request = json.dumps(append("a")).encode()
-    result = await w.send("s", request + b" " * (64 * 1024 - len(request)))
-    assert (result["type"], result["position"]) == ("appended", 5)
-    long = {"type": "append", "id": "b", "tokens": [7] * 20_000}
-    await check_refused(w, "s", long, "the context is 2048", "context_exceeded")
-    await check_goes_on(w, "s")
 
 
 async def test_a_request_beyond_the_message_limit_raises_an_error_in_the_client_and_is_not_stored(
@@ -486,30 +409,28 @@ async def test_subscribers_of_out_get_exactly_the_results_that_the_log_stored(wi
     assert w.results[seq] == stored
 
 
-@pytest.mark.parametrize(
-    "garbage",
-    [
-        b"garbage",
-        b'{"i":0,"tokens":[100000],"text":"x"}',
-        b'{"i":0,"tokens":[-1],"text":"x"}',
-        b'{"i":0,"tokens":[5,259,6],"text":"x"}',
-        b'{"i":-3,"tokens":[1,2,3],"text":"x"}',
-        b'{"i":7,"tokens":[5],"text":"x"}',
-    ],
-)
-async def test_invalid_messages_among_the_token_chunks_do_not_become_part_of_an_answer(
-    wire: Start, garbage: bytes
-) -> None:
+NO_CHUNKS = [
+    b"garbage",
+    b'{"i":0,"tokens":[100000],"text":"x"}',
+    b'{"i":0,"tokens":[-1],"text":"x"}',
+    b'{"i":0,"tokens":[5,259,6],"text":"x"}',
+    b'{"i":-3,"tokens":[1,2,3],"text":"x"}',
+    b'{"i":7,"tokens":[5],"text":"x"}',
+]
+
+
+async def test_invalid_messages_among_the_token_chunks_do_not_become_part_of_an_answer(wire: Start) -> None:
     """A worker that resumes an answer from the token stream accepts only tokens of the model's vocabulary."""
     w = await wire()
     expected = await w.send("clean", generate("g", text="abc", max_tokens=8))
-    await w.js.publish(f"{w.prefix}.default.s.chunk.g", garbage)
-    result = await w.send("s", generate("g", text="abc", max_tokens=8))
-    assert result["type"] == "generated"
-    assert all(0 <= token < 259 for token in result["tokens"])
-    if garbage[:12] != b'{"i":0,"toke':
-        assert result["tokens"] == expected["tokens"]
-    await check_goes_on(w, "s")
+    for number, garbage in enumerate(NO_CHUNKS):
+        await w.js.publish(f"{w.prefix}.default.s{number}.chunk.g", garbage)
+        result = await w.send(f"s{number}", generate("g", text="abc", max_tokens=8))
+        assert result["type"] == "generated"
+        assert all(0 <= token < 259 for token in result["tokens"])
+        if garbage[:12] != b'{"i":0,"toke':
+            assert result["tokens"] == expected["tokens"]
+        await check_goes_on(w, f"s{number}")
 
 
 async def test_an_ask_beyond_the_message_limit_of_the_log_is_refused_and_not_stored(wire: Start) -> None:

@@ -101,61 +101,11 @@ async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new
     assert await cached("d") == 0
 
 
-async def test_a_worker_uses_only_snapshots_of_its_own_kv_bits(local_worker, make_folder) -> None:
-    """At full precision, 8 and 4 bits, the first worker prefills everything, and a later one restores it."""
-    folder, text = str(make_folder("llama")), "Once upon a time " * 8
-    answers = {}
-    for kv_bits in (None, 8, 4, 8, None):
-        worker = await local_worker(model=folder, kv_bits=kv_bits)
-        session = worker.client.session(f"s{len(answers)}-{kv_bits}")
-        appended = await session.append(text=text)
-        answer = await session.generate(max_tokens=12)
-        if kv_bits in answers:
-            assert (appended.cached_tokens, appended.prefilled_tokens) == (len(text) - 1, 0)
-            assert answer.tokens == answers[kv_bits].tokens
-        else:
-            assert (appended.cached_tokens, appended.prefilled_tokens) == (0, len(text) - 1)
-            answers[kv_bits] = answer
-        held = answer.kv_live_bytes
-        # 2 layers, 2 heads, keys and values: 32 numbers, or their codes with a scale and a bias.
-        assert held == (len(text) + 11) * 8 * {None: 128, 8: 40, 4: 24}[kv_bits]
-        await worker.stop()
-
-
-async def test_a_session_continues_under_other_kv_bits_and_forget_removes_its_kv_of_both_kinds(
-    local_worker, make_folder
-) -> None:
-    folder = str(make_folder("llama"))
-    worker = await local_worker(model=folder)
-    await worker.client.session("s").append(text="Once upon a time " * 8)
-    first = await worker.client.session("s").generate(max_tokens=5)
-    await worker.stop()
-    worker = await local_worker(model=folder, kv_bits=8)
-    second = await worker.client.session("s").generate(text=" and", max_tokens=5)
-    assert (second.usage.cached_tokens, second.usage.prefilled_tokens) == (0, first.position + len(" and"))
-    await worker.client.session("other").append(text="Something else " * 8)
-    closed = await worker.client.session("s").close(forget=True)
-    assert closed.settled
-    folder_of_files = worker.settings.data_dir / "snapshots" / "snapshots"
-    assert closed.forgotten is not None
-    assert 0 < len(list(folder_of_files.iterdir())) < closed.forgotten, "the other session's are left"
-
-
 async def test_a_worker_does_not_start_with_kv_bits_and_a_model_whose_kv_cannot_be_quantised(
     local_worker,
 ) -> None:
     with pytest.raises(ModelError, match=r"size of 16, and kv_bits needs a multiple of 32; leave .* full$"):
         await local_worker(kv_bits=8)
-
-
-async def test_the_log_line_of_a_loaded_model_names_kv_bits_bytes_per_token_and_cache_classes(
-    local_worker, make_folder
-) -> None:
-    with structlog.testing.capture_logs() as lines:
-        await local_worker(model=str(make_folder("llama")), kv_bits=8)
-    said = next(line for line in lines if line["event"] == "loaded the model")
-    assert (said["kv_bits"], said["kv_bytes_per_token"]) == (8, 320)
-    assert said["caches"] == "2*QuantizedKVCache(32,8)"
 
 
 OF_WINDOW = "RingCache(sink_window(0,24))"

@@ -1,43 +1,31 @@
-"""Workers and NATS servers are killed with `kill -9`: no request is lost, or answered twice."""
+"""A worker is killed with `kill -9`: its answers continue, and no request is answered twice."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import os
-import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
-from nats.aio.client import Client as Nats
 
 from turnkeep_client.client import Client
-from turnkeep_client.messages import (
-    Append,
-    Chunk,
-    Generate,
-    Generated,
-    Request,
-    Result,
-    decode_chunk,
-    decode_request,
-    decode_result,
-)
+from turnkeep_client.messages import Chunk, Generate, Generated, decode_chunk, decode_request, decode_result
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.constants import CONSTANTS
 from worker.sessions.execution import _sampling
 
 pytestmark = pytest.mark.process
 
-
-BLOCK = CONSTANTS.block_tokens
-SUBJECTS = Subjects()
+OPTIONS: dict[str, Any] = {
+    "greedy": {"temperature": 0.0},
+    "hot": {"temperature": 0.8},
+    "seeded": {"temperature": 0.8, "seed": 5, "presence_penalty": 0.7, "logprobs": True}
+    | {"frequency_penalty": 0.4, "repetition_penalty": 1.1, "logit_bias": {70: 2.5}},
+}
 
 
 async def until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
@@ -45,36 +33,6 @@ async def until(condition: Callable[[], Any], timeout_s: float = 30) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never came to that"
         await asyncio.sleep(0.002)
-
-
-@pytest.fixture
-async def started(worker_process: Any, endless_model: Path) -> Any:
-    """Start a worker process, and connect to it once it serves."""
-    clients = []
-
-    async def start(*options: str) -> tuple[Any, Client]:
-        process = worker_process(*options, model=endless_model)
-        process.start()
-        clients.append(await process.client())
-        await until(lambda: '"event": "ready"' in process.log)
-        return process, clients[-1]
-
-    yield start
-    for client in clients:
-        await client.close()
-
-
-@pytest.fixture
-async def alone(local_worker: Callable[..., Awaitable[Any]], endless_model: Path, tmp_path: Path) -> Client:
-    """A client of a worker that is never interrupted."""
-    worker = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone", block_tokens=BLOCK)
-    client: Client = worker.client
-    return client
-
-
-def restart(process: Any) -> None:
-    process.kill()
-    process.start()
 
 
 @dataclass
@@ -88,32 +46,30 @@ class Followed:
     def tokens(self) -> tuple[int, ...]:
         return tuple(token for chunk in self.chunks for token in chunk.tokens)
 
-    @property
-    def text(self) -> str:
-        return "".join(chunk.text for chunk in self.chunks)
-
     async def follow(self) -> Generated:
         async for chunk in self.generation:
             self.chunks.append(chunk)
         result: Generated = self.generation.result
         assert self.tokens == result.tokens
-        assert self.text == result.text
+        assert "".join(chunk.text for chunk in self.chunks) == result.text
         return result
 
 
-async def answered(client: Client, name: str) -> list[tuple[Request, Result]]:
-    """Read a session's log; return each request with its result, after a check that it has exactly one."""
-    entries = await client.log(name)
-    requests = {entry.seq: decode_request(entry.body) for entry in entries if entry.kind == "in"}
-    results = [decode_result(entry.body) for entry in entries if entry.kind == "out"]
-    assert sorted(result.seq for result in results) == sorted(requests), "one result for each request"
-    return [(requests[result.seq], result) for result in sorted(results, key=lambda result: result.seq)]
+async def recorded(client: Client, name: str) -> tuple[Generate, Generated]:
+    """Read the only request of a session and its only result from the log."""
+    asked, told = await client.log(name)
+    request, result = decode_request(asked.body), decode_result(told.body)
+    assert isinstance(request, Generate)
+    assert isinstance(result, Generated)
+    assert (asked.kind, told.kind, result.seq) == ("in", "out", asked.seq)
+    return request, result
 
 
 async def assert_stream_is_record(client: Client, name: str, result: Generated) -> None:
     """Assert that the chunks in the token stream are contiguous and join to the recorded result."""
-    subject = SUBJECTS.tokens(SessionKey("default", name), result.id)
-    *stored, last = await client._wire.read(SUBJECTS.token_stream, subject, 1)
+    subjects = Subjects()
+    subject = subjects.tokens(SessionKey("default", name), result.id)
+    *stored, last = await client._wire.read(subjects.token_stream, subject, 1)
     assert last.body == b""
     chunks = [decode_chunk(one.body) for one in stored]
     assert [chunk.i for chunk in chunks] == [0, *itertools.accumulate(len(c.tokens) for c in chunks[:-1])]
@@ -121,156 +77,44 @@ async def assert_stream_is_record(client: Client, name: str, result: Generated) 
     assert "".join(chunk.text for chunk in chunks) == result.text
 
 
-def seed_of(name: str, request: Generate, seq: int) -> int:
-    """Return the seed with which a worker samples a request: the request's own, or the derived one."""
-    return _sampling(SessionKey("default", name), request, seq, {}, None).seed
-
-
 async def test_answers_of_a_worker_that_is_killed_twice_have_the_tokens_of_an_uninterrupted_worker(
-    started: Any, alone: Client
+    worker_process: Any,
+    local_worker: Callable[..., Awaitable[Any]],
+    endless_model: Path,
+    tmp_path: Path,
 ) -> None:
     """Clients, the token stream, the log, and an uninterrupted worker have the same tokens."""
-    process, client = await started()
-    options: dict[str, Any] = {
-        "greedy": {"temperature": 0.0},
-        "hot": {"temperature": 0.8},
-        "seeded": {"temperature": 0.8, "seed": 5},
-    }
-    answers = {
-        name: Followed(client.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given))
-        for name, given in options.items()
-    }
-    tasks = {name: asyncio.create_task(answer.follow()) for name, answer in answers.items()}
-    for life, num_tokens in enumerate((20, 60)):  # the second worker is killed too
-        await until(lambda: all(len(answer.tokens) >= num_tokens for answer in answers.values()))  # noqa: B023
-        await until(lambda: process.log.count("resuming an interrupted answer") == 3 * life)  # noqa: B023
-        assert not any(task.done() for task in tasks.values())
-        restart(process)
-    results = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
-    assert process.log.count("resuming an interrupted answer") == 6
+    process = worker_process(model=endless_model)
+    process.start()
+    async with await process.client() as client:
+        await until(lambda: '"event": "ready"' in process.log)
+        answers = {
+            name: Followed(client.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given))
+            for name, given in OPTIONS.items()
+        }
+        tasks = {name: asyncio.create_task(answer.follow()) for name, answer in answers.items()}
+        for life, num_tokens in enumerate((20, 60)):  # the second worker is killed too
+            await until(lambda: all(len(answer.tokens) >= num_tokens for answer in answers.values()))  # noqa: B023
+            await until(lambda: process.log.count("resuming an interrupted answer") == 3 * life)  # noqa: B023
+            assert not any(task.done() for task in tasks.values())
+            process.kill()
+            process.start()
+        results = dict(zip(tasks, await asyncio.gather(*tasks.values()), strict=True))
+        assert process.log.count("resuming an interrupted answer") == 6
 
-    for name, result in results.items():
-        assert len(result.tokens) == 600
-        ((request, recorded),) = await answered(client, name)
-        assert recorded == result
-        await assert_stream_is_record(client, name, result)
-        given = {**options[name], "seed": seed_of(name, request, result.seq)}
-        whole = await alone.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given)
-        assert (whole.tokens, whole.text) == (result.tokens, result.text)
-
-
-async def test_a_killed_nats_server_loses_no_acknowledged_request(started: Any, alone: Client) -> None:
-    """The worker restarts its server, completes the running answer, and answers the waiting requests."""
-    process, client = await started()
-    answer = Followed(client.session("s").generate(text="Begin: ", max_tokens=1000))
-    task = asyncio.create_task(answer.follow())
-    await until(lambda: len(answer.tokens) >= 20)
-    waiting = [
-        await client.submit(SessionKey("default", "s"), Append(id=f"a{i}", text="more. ")) for i in range(3)
-    ]
-    killed = process.server_pid
-    os.kill(killed, signal.SIGKILL)
-    result = await asyncio.wait_for(task, 90)
-    assert len(result.tokens) == 1000
-    appended = [await asyncio.wait_for(pending.wait(), 90) for pending in waiting]
-    assert [result.position for result in appended] == [result.position + 6 * n for n in (1, 2, 3)]
-    assert len(await answered(client, "s")) == 4
-    assert process.server_pid != killed
-    whole = await alone.session("s").generate(text="Begin: ", max_tokens=1000)
-    assert whole.tokens == result.tokens
-
-
-#: 30 layers, keys and values of 3 heads of 64 float32 numbers.
-KV_BYTES = 30 * 2 * 3 * 64 * 4
-
-
-@pytest.fixture
-def packaged(worker_process: Callable[..., Any], packaged_folder: Path, tmp_path: Path) -> Any:
-    """A worker without a model setting, whose data directory has the converted packaged model."""
-    models = tmp_path / "data" / "models"
-    models.mkdir(parents=True)
-    (models / packaged_folder.name).symlink_to(packaged_folder)
-    packaged = worker_process(model=None)
-    packaged.start()
-    return packaged
-
-
-@pytest.fixture
-async def nc(packaged: Any) -> AsyncIterator[Nats]:
-    """A plain NATS connection to the worker's server, opened when the worker is ready."""
-    while '"event": "ready"' not in packaged.log:
-        assert packaged.running
-        await asyncio.sleep(0.05)
-    nc = await nats.connect(packaged.url)
-    yield nc
-    await nc.close()
-
-
-async def ask(nc: Nats, kind: str, body: dict[str, Any], session: str = "s") -> dict[str, Any]:
-    reply = await nc.request(f"turnkeep.default.{session}.{kind}", json.dumps(body).encode(), timeout=180)
-    found: dict[str, Any] = json.loads(reply.data)
-    return found
-
-
-async def request(nc: Nats, body: dict[str, Any], session: str = "s") -> dict[str, Any]:
-    """Publish a request to the log, and wait for its result on `out`."""
-    results = await nc.subscribe(f"turnkeep.default.{session}.out")
-    ack = await nc.jetstream().publish(f"turnkeep.default.{session}.in", json.dumps(body).encode())
-    while True:
-        result: dict[str, Any] = json.loads((await results.next_msg(timeout=180)).data)
-        if result["seq"] == ack.seq:
-            await results.unsubscribe()
-            return result
-
-
-@pytest.mark.model
-async def test_the_packaged_model_answers_a_question_and_continues_a_session_after_a_kill(
-    packaged: Any, nc: Nats
-) -> None:
-    """By NATS messages without the client. The session has 600 tokens, and its KV sizes are checked too."""
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    answer = await ask(nc, "ask", {"messages": question, "max_tokens": 40})
-    assert "Paris" in answer["text"]
-    assert answer["finish_reason"] == "stop"
-    assert_kv(answer)
-
-    await request(nc, {"type": "open", "id": "o"}, "long")
-    info = await ask(nc, "ctl", {"type": "info"}, "long")
-    assert (info["position"], info["kv_live_bytes"]) == (0, 0)
-    added = await request(nc, {"type": "append", "id": "a", "text": STORY}, "long")
-    assert added["position"] >= 600
-    assert_kv(added)
-    begun = {"type": "generate", "id": "g", "max_tokens": 8, "text": " And then"}
-    before = await request(nc, begun, "long")
-    assert_kv(before)
-
-    in_flight = 1
-    while in_flight:  # what the disk does not have yet is lost with the process
-        await asyncio.sleep(0.05)
-        in_flight = (await ask(nc, "ctl", {"type": "info"}, "long"))["worker"]["snapshots"]["in_flight"]
-    packaged.lose_worker()
-    packaged.go_on()
-    news = {"type": "generate", "id": "h", "max_tokens": 8, "text": " But in the end"}
-    after = await request(nc, news, "long")
-    num_new = after["usage"]["prompt_tokens"] - before["position"]
-    assert after["usage"]["prefilled_tokens"] <= CONSTANTS.block_tokens + num_new + 1
-    assert_kv(after)
-
-    whole = await request(nc, {"type": "append", "id": "a", "text": STORY}, "alone")
-    assert whole["prefilled_tokens"] <= 1, "the same beginning is shared by all sessions of the tenant"
-    for turn in (begun, news):
-        expected = await request(nc, turn, "alone")
-    assert expected["tokens"] == after["tokens"]
-
-
-def assert_kv(result: dict[str, Any]) -> None:
-    """Assert that the KV has the size of all the session's tokens, or of all but the last."""
-    num_tokens, rest = divmod(result["kv_live_bytes"], KV_BYTES)
-    assert rest == 0
-    assert result["position"] - 1 <= num_tokens <= result["position"]
-
-
-STORY = "".join(
-    f" On day {day} the ship sailed past island number {day * 7 % 31}, and the captain counted the birds."
-    for day in range(29)
-)
+        whole = (
+            await local_worker(
+                model=str(endless_model), data_dir=tmp_path / "alone", block_tokens=CONSTANTS.block_tokens
+            )
+        ).client
+        for name, result in results.items():
+            assert len(result.tokens) == 600
+            assert [one.id for one in result.logprobs] == (list(result.tokens) if name == "seeded" else [])
+            request, found = await recorded(client, name)
+            assert found == result
+            await assert_stream_is_record(client, name, result)
+            # The request's own seed, or the one that a worker derives.
+            seed = _sampling(SessionKey("default", name), request, result.seq, {}, None).seed
+            given = {**OPTIONS[name], "seed": seed}
+            expected = await whole.session(name).generate(text=f"{name}, begin: ", max_tokens=600, **given)
+            assert (expected.tokens, expected.text) == (result.tokens, result.text)

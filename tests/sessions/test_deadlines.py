@@ -11,7 +11,7 @@ import pytest
 
 from tests.parts import fall_asleep
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Append, Failed, Generate, Generated
+from turnkeep_client.messages import Append, Failed, Generate
 from turnkeep_client.subjects import SessionKey
 
 LONG = list(range(40, 200)) * 12  # next to the tiny model's context
@@ -100,28 +100,6 @@ async def test_a_prompt_still_being_prefilled_at_its_deadline_adds_nothing(
             await send(tokens=LONG, deadline_s=0.5)
         assert caught.value.code == "expired"
     assert (await session.append(tokens=[40])).position == 1
-
-
-@pytest.mark.simulated
-async def test_time_without_a_running_worker_counts_towards_the_deadline(local_worker: Any) -> None:
-    """A deadline counts from the time at which the log stored the request, also across restarts."""
-    worker = await local_worker()
-    await worker.client.session("waiting").append(tokens=[40])
-    worker.app.stop()
-    await worker.task
-    late, early = await submitted(
-        worker.client,
-        "waiting",
-        Generate(id="late", tokens=(41,), max_tokens=2, deadline_s=0.2),
-        Generate(id="early", tokens=(42,), max_tokens=2, deadline_s=60),
-    )
-    await asyncio.sleep(0.3)
-    await local_worker()
-    result = await late
-    assert isinstance(result, Failed)
-    assert result.code == "expired"
-    assert isinstance(await early, Generated)
-    await worker.client.close()
 
 
 @pytest.mark.simulated

@@ -8,19 +8,15 @@ import json
 import os
 import pty
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import structlog
-from raw_wire import Start, Wire, append, generate
+from raw_wire import Start, Wire, append
 
-from cache.disk import format as snapshot_format
-from cache.disk.header import read_name
-from cache.names import blocks
-from cache.names.tokens import TOKEN_BYTES, as_tokens, unpack
+from cache.names.tokens import as_tokens
 from cache.store import Store
 from tests.parts import BLOCK, WorkerProcess
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
@@ -40,25 +36,6 @@ async def settled(w: Wire) -> None:
     assert await w.worker.app._store.queue.drained(10)
 
 
-async def test_a_turn_hashes_each_of_its_blocks_once(wire: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding, holding, copying and saving blocks share the hashes."""
-    w = await wire()
-    hashed, link = [], blocks.link
-
-    def counting(parent: bytes, packed: bytes) -> bytes:
-        hashed.append(packed)
-        return link(parent, packed)
-
-    monkeypatch.setattr(blocks, "link", counting)
-    await w.send("s", append("a", text("x", 20 * BLOCK)))
-    await settled(w)
-    assert snapshots(w) == 20
-    assert sum(len(packed) == BLOCK * TOKEN_BYTES for packed in hashed) == 20
-    assert len(hashed) <= 20 + 1, "and a tail was looked for"
-    await w.send("s", generate("g", max_tokens=BLOCK))
-    assert len(hashed) <= 2 * 20 + 2
-
-
 async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wire: Start) -> None:
     w = await wire(snapshots="off")
     await w.send("s", append("a", "hello"))
@@ -76,23 +53,6 @@ async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as
     assert (closed["forgotten"], closed["settled"]) == (0, False)
 
 
-async def test_a_close_with_forget_is_not_settled_while_another_turn_uses_the_snapshots(
-    wire: Start,
-) -> None:
-    w = await wire()
-    await w.send("s", append("a", text("x")))
-    await settled(w)
-    store = w.worker.app._store
-    names = [read_name(path) for path in store._folder.snapshots.iterdir()]
-    tokens = unpack(b"".join(name.tokens for name in sorted(names, key=lambda name: name.start)))
-    held = store.kv.hold(store.kv.chain("default"), tokens)
-    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
-    assert (closed["forgotten"], closed["settled"]) == (3, False)
-    store.kv.release(held)
-    await settled(w)
-    assert snapshots(w) == 0
-
-
 async def test_a_close_with_forget_removes_the_sessions_snapshots_except_shared_ones(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a", text("x")))
@@ -105,35 +65,6 @@ async def test_a_close_with_forget_removes_the_sessions_snapshots_except_shared_
     plain = await w.worker.client.session("other").close()
     assert plain.forgotten is None
     assert snapshots(w) == 2
-
-
-async def test_a_close_with_forget_is_answered_in_time_while_the_disk_hangs(
-    wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The writer thread hangs on one of the session's blocks, and must not store this block afterwards."""
-    w = await wire()
-    loop, busy, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
-    write = snapshot_format.write
-
-    def stuck(*arguments: Any) -> None:
-        loop.call_soon_threadsafe(busy.set)
-        asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result(30)
-        write(*arguments)
-
-    monkeypatch.setattr(snapshot_format, "write", stuck)
-    await w.send("s", append("a", text("x")))
-    await busy.wait()
-    started = time.monotonic()
-    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
-    assert 2 <= time.monotonic() - started < 3
-    assert (closed["forgotten"], closed["settled"]) == (3, False)
-    answered = await w.send("t", generate("g", text="hello"))
-    assert answered["type"] == "generated", "others go on"
-    go_on.set()
-    await settled(w)
-    assert w.worker.app._store.stats().cancelled == 3
-    assert w.worker.app._store.kv.match(w.worker.app._store.kv.chain("default"), [1] * BLOCK).num_tokens == 0
-    assert snapshots(w) == w.worker.app._store.stats().stored
 
 
 async def test_temporary_snapshots_are_removed_when_the_worker_stops(wire: Start) -> None:

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -25,42 +25,27 @@ Start = Any
 TEXTS = ["Is water wet?", "Why is the sky blue? " * 40, "x"]
 
 
-def expected(folder: Path, text: str) -> np.ndarray[Any, Any]:
+def expected(loaded: Any, text: str) -> np.ndarray[Any, Any]:
     """Return a text's vector by one call of mlx-lm's model over all its tokens."""
-    loaded = load(folder, dtype="float32")
-    model: Any = loaded.model
-    hidden = model.model(mx.array([loaded.tokenizer.encode_whole(text)]))[0, -1]
+    hidden = loaded.model.model(mx.array([loaded.tokenizer.encode_whole(text)]))[0, -1]
     return np.array(hidden / mx.linalg.norm(hidden))
 
 
 async def test_an_embedding_is_the_last_tokens_hidden_state_also_for_texts_of_many_blocks(
     local_worker: Start, embedding_model: Path
 ) -> None:
+    """With fewer dimensions it has the length 1 too. It leaves neither log entries nor KV."""
     worker = await local_worker(model=str(embedding_model))
-    found = await worker.client.embed(TEXTS * 20)
-    for text, vector in zip(TEXTS * 20, found.floats, strict=True):
-        assert np.dot(expected(embedding_model, text), vector) > 0.99999
+    found, loaded = await worker.client.embed(TEXTS * 4), load(embedding_model, dtype="float32")
+    for text, vector in zip(TEXTS * 4, found.floats, strict=True):
+        assert np.dot(expected(loaded, text), vector) > 0.99999
     assert found.tokens[:3] == found.tokens[3:6]
-    ids = load(embedding_model, dtype="float32").tokenizer.encode_whole(TEXTS[0])
+    ids = loaded.tokenizer.encode_whole(TEXTS[0])
     assert ids[-1] == 0, "the tokenizer's own end of a text"
     assert np.dot((await worker.client.embed([ids])).floats[0], found.floats[0]) > 0.99999
-
-
-async def test_an_embedding_truncated_to_fewer_dimensions_has_length_1(
-    local_worker: Start, embedding_model: Path
-) -> None:
-    worker = await local_worker(model=str(embedding_model))
-    (whole,) = (await worker.client.embed(TEXTS[:1])).floats
-    (cut,) = (await worker.client.embed(TEXTS[:1], dimensions=4)).floats
+    whole, (cut,) = found.floats[0], (await worker.client.embed(TEXTS[:1], dimensions=4)).floats
     assert np.linalg.norm(cut) == pytest.approx(1.0)
     assert np.dot(cut, whole[:4]) == pytest.approx(np.linalg.norm(whole[:4]))
-
-
-async def test_an_embedding_leaves_neither_log_entries_nor_kv(
-    local_worker: Start, embedding_model: Path
-) -> None:
-    worker = await local_worker(model=str(embedding_model))
-    await worker.client.embed(TEXTS)
     metrics = await worker.client.worker_metrics()
     assert (metrics.resident_sessions, metrics.running, metrics.snapshots.accepted) == (0, 0, 0)
     assert not await worker.client.log()
@@ -83,39 +68,28 @@ async def test_an_embedding_or_scoring_request_at_a_worker_that_stops_is_told_so
     assert refusal.value.code == "overloaded"
 
 
-@pytest.mark.parametrize(
-    ("inputs", "more", "why"),
-    [
-        ([[]], {}, "has 0 tokens"),
-        ([[258], [259]], {}, r"inputs\[1\] has a token id outside of the model's vocabulary of 259"),
-        (["a " * 50_000], {}, "it must have 1 to"),
-        (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
-    ],
-)
+REFUSED: list[tuple[list[Any], dict[str, int], str]] = [
+    ([[]], {}, "has 0 tokens"),
+    ([[258], [259]], {}, r"inputs\[1\] has a token id outside of the model's vocabulary of 259"),
+    (["a " * 50_000], {}, "it must have 1 to"),
+    (["a"], {"dimensions": 10**6}, "dimensions, not 1000000"),
+]
+
+
 async def test_an_input_that_cannot_be_embedded_is_refused_with_the_reason(
-    local_worker: Start, embedding_model: Path, inputs: Any, more: Any, why: str
-) -> None:
-    worker = await local_worker(model=str(embedding_model))
-    with pytest.raises(RequestFailedError, match=why) as refusal:
-        await worker.client.embed(inputs, **more)
-    assert refusal.value.code == "invalid_request"
-
-
-async def test_a_text_as_long_as_the_context_is_embedded_and_one_beyond_the_memory_is_refused(
     local_worker: Start, embedding_model: Path
 ) -> None:
+    """A text as long as the context can, unless the worker has no memory for it."""
     worker = await local_worker(model=str(embedding_model))
+    for inputs, more, why in REFUSED:
+        with pytest.raises(RequestFailedError, match=why) as refusal:
+            await worker.client.embed(inputs, **more)
+        assert refusal.value.code == "invalid_request"
     assert (await worker.client.embed([[40] * TINY_CONTEXT])).tokens == (TINY_CONTEXT,)
     await worker.stop()
     small = await local_worker(model=str(embedding_model), kv_bytes=2**20)
     with pytest.raises(RequestFailedError, match=r"it must have 1 to [0-9]{3,4}$"):
         await small.client.embed([[40] * TINY_CONTEXT])
-
-
-async def test_a_chat_model_embeds_no_texts(local_worker: Start, tiny_model: Path) -> None:
-    worker = await local_worker(model=str(tiny_model))
-    with pytest.raises(RequestFailedError, match=r"or give this one the modules.json of the repository"):
-        await worker.client.embed(["a"])
 
 
 async def test_with_input_tokens_an_input_is_cut_to_them_or_to_what_fits_and_keeps_its_end_token(
@@ -348,25 +322,23 @@ async def test_all_minilm_l6_v2_gives_the_same_vectors_as_sentence_transformers(
         assert vector[: len(expected)] == pytest.approx(expected, abs=1e-5)
 
 
-if TYPE_CHECKING:
-    from pathlib import Path
 QUERY = "Why is the sky blue?"
 DOCUMENTS = ["Air scatters blue light more than red light. " * 10, "no", "Cats sleep for most of the day."]
 
 
-def expected_of_reranking(folder: Path, query: str, document: str, instruction: str) -> float:
+def expected_score(loaded: Any, document: str, instruction: str) -> float:
     """Return the score by one call of mlx-lm's model with the prompt of Qwen3-Reranker's authors."""
-    loaded = load(folder, dtype="float32")
     text = (
         "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the"
         ' Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-        f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+        f"<Instruct>: {instruction}\n<Query>: {QUERY}\n<Document>: {document}<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
     model, known = loaded.model, loaded.tokenizer
     logits = model(mx.array([known.encode(text, at_start=True)]))[0, -1]
     (yes,), (no,) = known.encode("yes", at_start=False), known.encode("no", at_start=False)
-    return mx.softmax(mx.stack([logits[no], logits[yes]]))[1].item()
+    score: float = mx.softmax(mx.stack([logits[no], logits[yes]]))[1].item()
+    return score
 
 
 WEB = "Given a web search query, retrieve relevant passages that answer the query"
@@ -376,24 +348,28 @@ async def test_a_rerank_score_is_the_models_probability_of_yes_against_no(
     local_worker: Start, reranker: Path
 ) -> None:
     worker = await local_worker(model=str(reranker))
-    found = await worker.client.rerank(QUERY, DOCUMENTS * 12)
-    for document, score in zip(DOCUMENTS * 12, found.scores, strict=True):
-        assert score == pytest.approx(expected_of_reranking(reranker, QUERY, document, WEB), abs=1e-5)
+    found, loaded = await worker.client.rerank(QUERY, DOCUMENTS * 4), load(reranker, dtype="float32")
+    for document, score in zip(DOCUMENTS * 4, found.scores, strict=True):
+        assert score == pytest.approx(expected_score(loaded, document, WEB), abs=1e-5)
     assert found.tokens[:3] == found.tokens[3:6]
     told = await worker.client.rerank(QUERY, DOCUMENTS[:1], instruction="Find poems")
-    assert told.scores[0] == pytest.approx(
-        expected_of_reranking(reranker, QUERY, DOCUMENTS[0], "Find poems"), abs=1e-5
-    )
+    poems = expected_score(loaded, DOCUMENTS[0], "Find poems")
+    assert told.scores[0] == pytest.approx(poems, abs=1e-5)
     assert told.scores[0] != pytest.approx(found.scores[0], abs=1e-5)
 
 
-async def test_a_document_is_truncated_to_as_many_tokens_as_the_request_allows(
+async def test_a_document_is_cut_to_the_tokens_that_the_request_allows_or_refused_with_its_index(
     local_worker: Start, reranker: Path
 ) -> None:
-    worker = await local_worker(model=str(reranker))
-    whole = await worker.client.rerank(QUERY, [DOCUMENTS[0][:20]])
-    cut = await worker.client.rerank(QUERY, DOCUMENTS[:1], document_tokens=20)
+    """The request may allow more tokens than the model has room for beside the query."""
+    client = (await local_worker(model=str(reranker))).client
+    whole = await client.rerank(QUERY, [DOCUMENTS[0][:20]])
+    cut = await client.rerank(QUERY, DOCUMENTS[:1], document_tokens=20)
     assert (cut.scores[0], cut.tokens) == (pytest.approx(whole.scores[0], abs=1e-6), whole.tokens)
+    found = await client.rerank(QUERY, ["b " * 50_000, "x"], document_tokens=2**31 - 1)
+    assert found.tokens == (TINY_CONTEXT, *(await client.rerank(QUERY, ["x"])).tokens)
+    with pytest.raises(RequestFailedError, match=r"documents\[1\] has 1\d{5} tokens: it must have 1 to"):
+        await client.rerank(QUERY, ["a", "b " * 50_000])
 
 
 async def test_special_tokens_spelled_out_in_a_document_are_text(local_worker: Start, reranker: Path) -> None:
@@ -405,24 +381,6 @@ async def test_special_tokens_spelled_out_in_a_document_are_text(local_worker: S
     cut = await worker.client.rerank(QUERY, ["x" + said], document_tokens=1000)
     assert spelled.tokens[0] - short.tokens[0] == len(said) - 2, "a token for each character but of `yes`"
     assert cut == spelled
-
-
-async def test_with_document_tokens_a_document_is_cut_to_what_fits_the_model_beside_the_query(
-    local_worker: Start, reranker: Path
-) -> None:
-    worker = await local_worker(model=str(reranker))
-    found = await worker.client.rerank(QUERY, ["b " * 50_000, "x"], document_tokens=2**31 - 1)
-    assert found.tokens[0] == TINY_CONTEXT
-    assert found.tokens[1:] == (await worker.client.rerank(QUERY, ["x"])).tokens
-
-
-@pytest.mark.parametrize("documents", [["a " * 50_000], ["a", "b " * 50_000]])
-async def test_a_document_that_is_too_long_is_refused_with_its_index(
-    local_worker: Start, reranker: Path, documents: list[str]
-) -> None:
-    worker = await local_worker(model=str(reranker))
-    with pytest.raises(RequestFailedError, match=r"documents\[\d\] has 1\d{5} tokens: it must have 1 to"):
-        await worker.client.rerank(QUERY, documents)
 
 
 async def test_a_model_embeds_or_reranks_only_as_its_modules_json_says(

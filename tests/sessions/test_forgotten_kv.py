@@ -11,19 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nats.js import JetStreamContext
-from parts import BLOCK
-from test_forks import conversation, said, settled
+from test_forks import said, settled
 
 from cache.disk.tier import SharedDirectory
 from cache.names.tokens import as_tokens, pack
-from ops.log.ending import end
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Closed, decode_chunk
+from turnkeep_client.messages import Closed
 from turnkeep_client.session import Session
 from turnkeep_client.subjects import SessionKey
-from worker import app
 from worker.sessions import record
 from worker.sessions.record import Record, ResultParts
 from worker.sessions.session_log import FencedLog
@@ -60,34 +56,7 @@ async def forget(*sessions: Session) -> list[Closed]:
     return list(closed)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-@pytest.mark.parametrize("used", [False, True])
-async def test_forgetting_a_fork_keeps_its_parents_snapshots(
-    local_worker: Start, endless_model: Path, *, restarted: bool, used: bool
-) -> None:
-    """Also if the parent is not in the worker's memory, since the fork's log names the parent."""
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client, turns=3)
-    position = (await parent.info()).position
-    before = (await settled(parent)).snapshots.stored
-    fork = await parent.fork("fork")
-    if used:
-        await fork.append(text="on and on" * 20)
-        assert (await settled(parent)).snapshots.stored > before
-    if restarted:
-        await worker.stop()
-        worker = await local_worker(model=str(endless_model))
-    (closed,) = await forget(worker.client.session("fork"))
-    assert bool(closed.forgotten) == used
-    await worker.stop()
-    worker = await local_worker(model=str(endless_model))
-    # A fork with additional tokens has stored the block that begins with the parent's last tokens, perhaps in
-    # place of the parent's own, shorter one. The worker saves these anew if it still has their KV.
-    least = position - position % BLOCK if used and restarted else position - 1
-    assert least <= await cached(worker.client.session("parent")) <= position - 1
-
-
-@pytest.mark.parametrize("order", ["together", "fork first", "parent first"])
+@pytest.mark.parametrize("order", ["fork first", "parent first"])
 async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten(
     local_worker: Start, endless_model: Path, tmp_path: Path, order: str
 ) -> None:
@@ -101,12 +70,9 @@ async def test_no_snapshot_is_left_once_all_sessions_that_share_it_are_forgotten
     await chance.append(tokens=SECRET[:70])
     assert (await settled(parent)).snapshots.stored
     sessions = [parent, *forks, chance]
-    if order == "together":
-        await forget(*sessions)
-    else:
-        for one in sessions if order == "parent first" else reversed(sessions):
-            assert not await all_gone(worker.client, tmp_path)
-            await forget(one)
+    for one in sessions if order == "parent first" else reversed(sessions):
+        assert not await all_gone(worker.client, tmp_path)
+        await forget(one)
     assert await all_gone(worker.client, tmp_path)
 
 
@@ -123,68 +89,6 @@ async def test_forgetting_a_parent_keeps_the_snapshots_of_the_tokens_that_its_fo
     assert closed.forgotten == 4, "of its 6 snapshots: 5 blocks and a tail"
     assert not traces(tmp_path)
     assert await cached(fork) == 64
-
-
-async def test_forgetting_a_session_keeps_snapshots_that_an_unrelated_session_shares_by_chance(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    one, other = worker.client.session("one"), worker.client.session("another")
-    await other.append(tokens=SECRET[:70])
-    await settled(other)
-    await one.append(tokens=SECRET)  # its third block replaces the other's tail
-    await settled(one)
-    (closed,) = await forget(one)
-    assert closed.forgotten == 2, "its third block, which has tokens of its own, and its tail"
-    await worker.stop()
-    worker = await local_worker(model=str(endless_model))
-    assert await cached(worker.client.session("another")) == 69, "all but its last token"
-
-
-async def test_no_snapshot_is_left_of_tokens_that_a_worker_drew_while_nats_was_away(
-    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The worker stops meanwhile, and the answer expires before another one could publish more of it."""
-    worker, publish = await local_worker(model=str(endless_model)), JetStreamContext.publish
-    monkeypatch.setattr(app, "_STOP_S", 0.5)
-
-    async def hangs(js: Any, subject: str, body: bytes, **options: Any) -> Any:
-        if ".chunk." in subject and decode_chunk(body).i:
-            await asyncio.Event().wait()
-        return await publish(js, subject, body, **options)
-
-    await worker.client.session("other").open()
-    session = worker.client.session("ahead")
-    with monkeypatch.context() as patch:
-        patch.setattr(JetStreamContext, "publish", hangs)
-        generation = session.generate(tokens=SECRET, max_tokens=9 * BLOCK, deadline_s=6.0)
-        await generation.send()
-        async with asyncio.timeout(5):
-            is_far = False
-            while not is_far:
-                at = (await session.info()).progress
-                is_far = at is not None and at.generated_tokens >= 6 * BLOCK
-                await asyncio.sleep(0.05)
-        await worker.stop()
-    await asyncio.sleep(6.0)
-    worker = await local_worker(model=str(endless_model))
-    (closed,) = await forget(worker.client.session("ahead"))
-    assert closed.position < len(SECRET) + BLOCK
-    assert (await settled(worker.client.session("other"))).snapshots.stored == 0
-
-
-async def test_forgetting_a_fork_erases_snapshots_that_only_its_closed_parent_shares(
-    local_worker: Start, endless_model: Path, tmp_path: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    await worker.client.session("other").open()
-    parent = worker.client.session("parent")
-    await parent.append(tokens=SECRET)
-    fork = await parent.fork("fork")
-    await settled(parent)
-    await parent.close()
-    await forget(fork)
-    assert await all_gone(worker.client, tmp_path)
 
 
 SOME, OTHER = [*range(60, 160)], [*range(160, 60, -1)]
@@ -211,7 +115,7 @@ async def withdrawn(worker: Any, monkeypatch: pytest.MonkeyPatch, **given: Any) 
             await worker.client.session("s").append(**given)
 
 
-@pytest.mark.parametrize("opened", ["", "from the whole log", "from a checkpoint"])
+@pytest.mark.parametrize("opened", ["", "from a checkpoint"])
 async def test_forgetting_a_rewound_session_leaves_no_snapshot_of_it(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str
 ) -> None:
@@ -259,32 +163,6 @@ async def test_forgetting_a_session_leaves_no_snapshot_of_a_withdrawn_requests_i
     await session.append(tokens=OTHER)
     await settled(session)
     await forget(session)
-    assert await all_gone(worker.client, tmp_path)
-
-
-async def test_forgetting_a_session_leaves_no_snapshot_of_an_input_that_an_earlier_template_rendered(
-    local_worker: Start, model_with_template: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    worker = await started(local_worker, model_with_template("plain", plain))
-    session = worker.client.session("s")
-    await withdrawn(worker, monkeypatch, messages=[{"role": "user", "content": "secret " * 30}])
-    await session.append(tokens=OTHER)
-    await settled(session)
-    await worker.stop()
-    worker = await local_worker(model=str(model_with_template("marked", "> " + plain)))
-    await forget(worker.client.session("s"))
-    assert await all_gone(worker.client, tmp_path)
-
-
-async def test_removing_a_closed_session_leaves_no_snapshot_of_it(
-    local_worker: Start, endless_model: Path, tmp_path: Path
-) -> None:
-    worker = await started(local_worker, endless_model)
-    session = worker.client.session("s")
-    await settled(session)
-    await session.close()
-    assert (await end(worker.client, "s", 20, forget=True)).settled
     assert await all_gone(worker.client, tmp_path)
 
 
@@ -423,30 +301,6 @@ async def test_a_backup_from_before_the_oldest_notes_is_dropped(
     monkeypatch.setattr(erasures, "time", lambda: time.time() + erasures._KEPT_S + 60)
     worker = await local_worker(block_tokens=LONG_BLOCK)
     assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 0)
-
-
-async def test_a_directory_that_nobody_has_copied_carries_out_no_note_twice(
-    local_worker: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither after a stop nor after the worker's own forget."""
-    erase, carried_out = erasures.Erasures._erase, list[int]()
-
-    async def counted(self: erasures.Erasures, let_go: Any, entry: Any, marks: Any) -> bool:
-        carried_out.append(entry.seq)
-        return await erase(self, let_go, entry, marks)
-
-    monkeypatch.setattr(erasures.Erasures, "_erase", counted)
-    worker = await local_worker(block_tokens=LONG_BLOCK)
-    await worker.client.session("kept").append(tokens=[*KEPT, 5])
-    await worker.stop()
-    for name in ("one", "two"):
-        worker = await local_worker(block_tokens=LONG_BLOCK)
-        assert worker.app._store.eraser.put_back == frozenset()
-        await worker.client.session(name).append(tokens=[*FORGOTTEN, 5])
-        assert (await worker.client.session(name).close(forget=True)).settled
-        await worker.app._parts.erasures._look(lambda _: set())
-        await worker.stop()
-    assert len({*carried_out}) == len(carried_out) == 2
 
 
 def in_tier(tmp_path: Path, tokens: list[int]) -> int:

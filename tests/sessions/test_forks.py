@@ -1,4 +1,4 @@
-"""Forks: a session begins with a parent's tokens, does not prefill them again, and outlives the parent."""
+"""Forks: a session begins with a parent's tokens, and does not prefill them again."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from parts import BLOCK
 
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
 from turnkeep_client.messages import ForkPoint, Metrics, Open, Opened, Parent, SessionCache
 from turnkeep_client.session import Session, build
 from turnkeep_client.subjects import SessionKey
-from worker.wire.consistent_reads import ConsistentReads
 
 pytestmark = pytest.mark.simulated
 
@@ -101,55 +99,6 @@ async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_pos
     assert opened.position == 3
 
 
-@pytest.mark.parametrize("forget", [False, True])
-async def test_a_fork_survives_the_close_of_its_ancestors_and_a_restart(
-    local_worker: Start, endless_model: Path, *, forget: bool
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client)
-    fork = await parent.fork("fork")
-    wanted = await tokens_after(await parent.fork("wanted"))
-    grandchild = await fork.fork("grandchild", tags=["third"])
-    position = (await grandchild.info()).position
-    await parent.close(forget=forget)
-    await fork.close(forget=forget)
-    await worker.stop()
-    client = (await local_worker(model=str(endless_model))).client
-    again = client.session("grandchild")
-    assert await tokens_after(again) == wanted
-    info = await again.info()
-    assert info.parent == Parent(session="fork", position=position)
-    assert info.tags == ("third",)
-
-
-@pytest.mark.parametrize("shown", [0, 1])
-async def test_a_fork_has_the_parents_last_turn_even_if_a_replica_lags_behind(
-    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch, shown: int
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client, turns=1)
-    position = (await parent.info()).position
-    await worker.stop()
-    batch, left = ConsistentReads._direct_batch, {"in": 2, "out": 2}
-
-    async def lagging(self: ConsistentReads, subject: str, after: int) -> Any:
-        entries, num_more = await batch(self, subject, after)
-        *_, session, kind = subject.split(".")
-        if session == "parent" and left.get(kind) and not after:
-            left[kind] -= 1
-            return entries[:shown], 0
-        return entries, num_more
-
-    async def replicated(*_: Any) -> bool:
-        return True
-
-    monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
-    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
-    worker = await local_worker(model=str(endless_model))
-    fork = await worker.client.session("parent").fork("fork", position)
-    assert (await fork.info()).position == position
-
-
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
 async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(
@@ -173,44 +122,6 @@ async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_resta
     assert await tokens_after(fork) == await tokens_after(parent)
     await fork.rewind(40)
     assert await tokens_after(fork) == await tokens_after(await parent.fork("early-again", 40))
-
-
-async def test_a_closed_session_may_be_opened_again_as_a_fork(
-    local_worker: Start, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client)
-    fork = await conversation(worker.client, "fork", turns=1)
-    await fork.close()
-    await parent.fork("fork", 20)
-    wanted = await tokens_after(fork)
-    await fork.rewind(20)
-    await worker.stop()
-    fork = (await local_worker(model=str(endless_model))).client.session("fork")
-    assert (await fork.info()).parent == Parent(session="parent", position=20)
-    assert await tokens_after(fork) == wanted
-
-
-@pytest.mark.real
-async def test_forks_share_one_prefill_and_its_snapshots(local_worker: Start, endless_model: Path) -> None:
-    """Of 16 concurrent forks of 2,000 tokens, these are prefilled and stored once."""
-    worker = await local_worker(model=str(endless_model), max_batch=16)
-    parent = worker.client.session("parent")
-    await parent.append(tokens=[7 + i * i % 200 for i in range(2000)])
-    before = await settled(parent)
-    stored = before.snapshots.stored_bytes
-    forks = await asyncio.gather(*(parent.fork(f"fork-{i}") for i in range(16)))
-    results = await asyncio.gather(
-        *(fork.generate(text=chr(97 + i) * 2, max_tokens=4) for i, fork in enumerate(forks))
-    )
-    spent = [one.usage.prefilled_tokens for one in results]
-    assert max(spent) == 3, "the prefix's last token, and two of its own"
-    assert (await parent.info()).worker.prefilled_tokens - before.prefilled_tokens == sum(spent)
-    assert {(await fork.info()).kv_live_bytes for fork in forks} == {results[0].kv_live_bytes}
-    found = (await settled(parent)).snapshots
-    token_bytes = results[0].kv_live_bytes // (2000 + 2 + 3)
-    most = 16 * (2000 % BLOCK + 6) * token_bytes + 32 * 4096
-    assert found.stored_bytes - stored < most, "each fork stores only the tokens behind the last whole block"
 
 
 @pytest.mark.parametrize("has_worker", [True, False])

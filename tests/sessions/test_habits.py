@@ -17,8 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_tools import KINDS, STRICT, WITH_TOOLS, text_of, world_of
 
 from tests.model.test_templates import TEMPLATES
@@ -227,32 +225,7 @@ def test_each_messages_text_is_in_the_prompt_under_every_template(
     assert lost == []
 
 
-PIECES = st.sampled_from(
-    [
-        [say("system", "told")],
-        [say("developer", "more-told")],
-        [ASKED],
-        [ANSWERED],
-        [CALLING, result("found")],
-        [BROKEN, result("found")],
-        [{**CALLING, "content": "I-look"}, say("tool", "found")],
-        [TWICE, result("first"), result("second", 1)],
-    ]
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(sorted(ALL)), pieces=st.lists(PIECES, min_size=1, max_size=6))
-def test_no_text_of_messages_in_any_order_is_lost_in_the_prompt(
-    tokenizers: dict[str, Tokenizer], name: str, pieces: list[list[dict[str, Any]]]
-) -> None:
-    messages = [message for piece in pieces for message in piece]
-    said = prompt(tokenizers[name], *messages)
-    for text in set(texts(messages)):
-        assert said.count(text) >= texts(messages).count(text), text
-
-
-@pytest.mark.parametrize("name", [name for name in ALL if name != "packaged"])
+@pytest.mark.parametrize("name", ["lists", "refusing", "question", "ids", "mistral"])
 async def test_a_session_renders_all_messages_however_they_are_split_into_requests(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
@@ -288,33 +261,6 @@ def test_a_developer_message_is_rendered_as_system_if_the_template_has_no_develo
     assert by_developer == prompt(tokenizers[name], say("system", "told"), ASKED)
 
 
-def test_a_developer_message_keeps_its_role_if_the_template_knows_that_role(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    assert prompt(tokenizers["developer"], say("developer", "told")) == "<|start|>developertold<|end|>"
-
-
-def test_a_system_message_that_the_template_refuses_is_put_into_the_first_user_message(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    said = prompt(tokenizers["no_system"], say("system", "Be brief."), say("user", "Hi"))
-    assert said == "<start_of_turn>user\nBe brief.\n\nHi<end_of_turn>\n"
-
-
-def test_a_tool_result_that_the_template_would_drop_is_rendered_as_a_user_message(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    said = prompt(tokenizers["silent"], ASKED, CALLING, result("found"))
-    assert said.endswith("<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n")
-
-
-def test_call_arguments_that_are_no_json_object_are_written_unchanged_as_text(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    said = prompt(tokenizers["silent"], ASKED, BROKEN)
-    assert '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_call>' in said
-
-
 def test_a_call_and_its_result_get_the_same_id_if_the_template_requires_nine_characters(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
@@ -324,30 +270,52 @@ def test_a_call_and_its_result_get_the_same_id_if_the_template_requires_nine_cha
     assert kept[2]["tool_call_id"] == "abcdefgh0"
 
 
+AS_RESULT = "<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>\n"
+AS_CALL = '<tool_call>\n{"name": "f", "arguments": broken-argument {}\n</tool_call>'
+
+
 @pytest.mark.parametrize(
-    ("name", "messages", "noted"),
+    ("name", "messages", "noted", "said"),
     [
-        ("silent", CONVERSATIONS["developer"], {"developer as system": 1}),
-        ("silent", CONVERSATIONS["two calls"], {"tool results as user messages": 2}),
-        ("silent", CONVERSATIONS["broken call"], {"calls as text": 1, "tool results as user messages": 1}),
-        ("no_system", CONVERSATIONS["system"], {"system at the head of the first user message": 1}),
-        ("refusing", CONVERSATIONS["late system"], {"late system within user messages": 1}),
-        ("refusing", CONVERSATIONS["user after result"], {"tool and user in a row joined": 1}),
-        ("ids", CONVERSATIONS["users in a row"], {"user and user in a row joined": 2}),
+        ("silent", CONVERSATIONS["developer"], {"developer as system": 1}, "system\ntold"),
+        ("developer", CONVERSATIONS["developer"], {}, "<|start|>developertold<|end|>"),
+        ("silent", [ASKED, CALLING, result("found")], {"tool results as user messages": 1}, AS_RESULT),
+        ("silent", [ASKED, BROKEN], {"calls as text": 1}, AS_CALL),
+        (
+            "no_system",
+            CONVERSATIONS["system"],
+            {"system at the head of the first user message": 1},
+            "<start_of_turn>user\ntold\n\nasked<end_of_turn>\n",
+        ),
+        (
+            "refusing",
+            CONVERSATIONS["late system"],
+            {"late system within user messages": 1},
+            "user\n<system>\ntold\n</system>\n\nagain<|im_end|>",
+        ),
+        ("refusing", CONVERSATIONS["user after result"], {"tool and user in a row joined": 1}, "again"),
+        ("ids", CONVERSATIONS["users in a row"], {"user and user in a row joined": 2}, "and-again"),
         (
             "ids",
             CONVERSATIONS["text beside a call"],
             {"calls beside text as text": 1, "tool results as user messages": 1},
+            "I-look",
         ),
-        ("with_tools", CONVERSATIONS["system"], {}),
+        ("with_tools", CONVERSATIONS["system"], {}, "<|im_start|>system\ntold<|im_end|>"),
+        ("lists", [ASKED, ANSWERED], {}, "User: asked<|im_end|>\n<|im_start|>Assistant: answered"),
     ],
 )
-def test_each_kind_of_message_adaptation_is_counted(
-    tokenizers: dict[str, Tokenizer], name: str, messages: list[dict[str, Any]], noted: dict[str, int]
+def test_each_kind_of_message_adaptation_is_counted_and_rendered(
+    tokenizers: dict[str, Tokenizer],
+    name: str,
+    messages: list[dict[str, Any]],
+    noted: dict[str, int],
+    said: str,
 ) -> None:
     found = Counter[str]()
     tokenizers[name].adapted(messages, None, found)
     assert found == noted
+    assert said in prompt(tokenizers[name], *messages)
 
 
 def test_a_user_message_directly_after_an_earlier_requests_user_message_counts_as_joined(
@@ -358,26 +326,6 @@ def test_a_user_message_directly_after_an_earlier_requests_user_message_counts_a
     assert noted == {"user and user in a row joined": 1}
 
 
-def test_contents_become_lists_of_parts_if_the_template_requires_them(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    tokenizer = tokenizers["lists"]
-    assert tokenizer.habits.in_words() == [
-        "contents as lists of parts",
-        "developer as system",
-        "calls as text",
-    ]
-    assert "User: asked<|im_end|>\n<|im_start|>Assistant: answered" in prompt(tokenizer, ASKED, ANSWERED)
-
-
-def test_a_system_message_alone_with_tools_is_rendered_by_llama_4s_template(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    said = prompt(tokenizers["processing_llama4"], say("system", "told"), tools=[TOOL])
-    assert "told" in said
-    assert "what-it-does" in said
-
-
 def test_a_template_that_renders_all_other_kinds_needs_only_developer_messages_adapted(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
@@ -386,6 +334,8 @@ def test_a_template_that_renders_all_other_kinds_needs_only_developer_messages_a
 
 def test_the_adaptations_for_a_template_are_listed_in_words(tokenizers: dict[str, Tokenizer]) -> None:
     assert tokenizers["silent"].habits.in_words() == ["developer as system", "tool results as user messages"]
+    lists = ["contents as lists of parts", "developer as system", "calls as text"]
+    assert tokenizers["lists"].habits.in_words() == lists
     assert tokenizers["refusing"].habits.in_words() == [
         "late system within user messages",
         "developer as system",

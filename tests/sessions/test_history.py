@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import suppress
-from typing import Any
 
-import nats
 import pytest
-from nats.js.api import StreamConfig
 from raw_wire import Start, generate
 
 from tests.simulation import device
@@ -20,9 +14,6 @@ from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
 from turnkeep_client.messages import Generate, Generated, Message
-from turnkeep_client.subjects import SessionKey, Subjects
-from worker.wire.consistent_reads import StoredMessage
-from worker.wire.journal import Journal
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -146,31 +137,6 @@ async def test_a_history_keeps_the_turns_whose_tokens_a_later_turn_has_replaced(
 
 
 @pytest.mark.simulated
-async def test_the_history_of_sessions_forked_from_each_other_in_turn_reads_each_of_them_once(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = await client.session("chat").generate(text="ab", max_tokens=3)
-    for number in range(5):
-        for name, parent in (("tmp", "chat"), ("chat", "tmp")):
-            fork = await client.session(parent).fork(name)
-            await fork.append(text=f"{name} {number}")
-            await client.session(parent).close()
-    read, num_reads = client._wire.batches, 0
-
-    def counted(*args: Any, **options: Any) -> Any:
-        nonlocal num_reads
-        num_reads += 1
-        return read(*args, **options)
-
-    monkeypatch.setattr(client._wire, "batches", counted)
-    history = await client.session("chat").history()
-    assert num_reads == 4, "requests and results of two sessions"
-    forked = [("user", f"{name} {number}") for number in range(5) for name in ("tmp", "chat")]
-    assert said(history) == [("user", "ab"), ("assistant", first.text), *forked]
-    assert history.is_whole
-
-
-@pytest.mark.simulated
 async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.session(name).append(text="ab")
@@ -183,98 +149,6 @@ async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(c
     assert (idle.name, idle.is_closed, idle.is_waiting, idle.position) == ("three", False, False, 2)
     await client.session("two").cancel("g")
     await pending
-
-
-@pytest.mark.simulated
-async def test_a_closed_session_stays_listed_as_closed_whatever_is_sent_to_it(client: Client) -> None:
-    session = client.session("s")
-    answer = await session.generate(text="ab", max_tokens=3, request_id="g")
-    opened = client.session("opened")
-    await opened.append(text="ab")
-    await opened.close(request_id="c")
-    await opened.open()
-    assert (await opened.close(request_id="c")).repeat_of, "a repeat of a close closes nothing"
-    await session.close()
-    for late in (session.append(text="late"), session.generate(text="ab", max_tokens=3, request_id="g")):
-        with suppress(RequestFailedError):
-            await late
-        found = {one.name: one for one in await client.sessions()}
-        assert (found["s"].is_closed, found["s"].position) == (True, answer.position)
-        assert not found["opened"].is_closed
-    with pytest.raises(RequestFailedError, match="unknown_session"):
-        await client.session("never").rewind(3)
-    assert (await client.sessions())[0].is_closed is False
-
-
-@pytest.mark.simulated
-async def test_a_session_is_not_listed_as_waiting_after_its_last_request_was_cancelled(
-    client: Client,
-) -> None:
-    session = client.session("s")
-    running = await client.submit(session.key, Generate(id="g", text="ab", max_tokens=60))
-    waiting = await client.submit(session.key, Generate(id="h", text="ab", max_tokens=60))
-    await session.cancel("h")
-    await waiting
-    await running
-    (one,) = await client.sessions()
-    assert (one.is_waiting, one.position) == (False, (await session.info()).position)
-
-
-NUM_SESSIONS = 12
-#: More entries per session than one read returns.
-NUM_ENTRIES = 300
-
-
-@pytest.fixture
-async def journal(nats_url: str) -> AsyncIterator[Journal]:
-    """Make a log in which entries of several sessions alternate; each body names its session and number."""
-    nc = await nats.connect(nats_url)
-    js, subjects = nc.jetstream(), Subjects(f"r{time.monotonic_ns()}")
-    await js.add_stream(
-        StreamConfig(name=subjects.log_stream, subjects=[subjects.every("in")], allow_direct=True)
-    )
-    for number in range(NUM_ENTRIES):
-        for session in range(NUM_SESSIONS):
-            await nc.publish(subjects.of(key(session), "in"), f"{session}:{number}".encode())
-    while (await js.stream_info(subjects.log_stream)).state.messages < NUM_ENTRIES * NUM_SESSIONS:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    yield Journal(nc, js, subjects)
-    await js.delete_stream(subjects.log_stream)
-    await nc.close()
-
-
-def key(session: int) -> SessionKey:
-    return SessionKey("default", f"s{session}")
-
-
-async def bodies(journal: Journal, session: int) -> list[str]:
-    found: list[StoredMessage] = []
-    more = 1
-    while more:
-        entries, more = await journal.page(key(session), "in", found[-1].seq if found else 0)
-        found += entries
-    return [entry.body.decode() for entry in found]
-
-
-async def test_sessions_that_read_the_log_at_the_same_time_get_their_own_entries_in_order(
-    journal: Journal,
-) -> None:
-    found = await asyncio.gather(*(bodies(journal, session) for session in range(NUM_SESSIONS)))
-    for session, entries in enumerate(found):
-        assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]
-
-
-async def test_a_cancelled_read_of_the_log_does_not_disturb_other_reads(journal: Journal) -> None:
-    for pause_s in (0.0, 0.001, 0.003):
-        given_up = [asyncio.create_task(bodies(journal, session)) for session in range(4)]
-        others = [asyncio.create_task(bodies(journal, session)) for session in range(4, 8)]
-        await asyncio.sleep(pause_s)
-        for task in given_up:
-            task.cancel()
-        for session, entries in zip(range(4, 8), await asyncio.gather(*others), strict=True):
-            assert entries == [f"{session}:{number}" for number in range(NUM_ENTRIES)]
-        await asyncio.gather(*given_up, return_exceptions=True)
-    assert await bodies(journal, 0) == [f"0:{number}" for number in range(NUM_ENTRIES)]
 
 
 TURNS = 100

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from itertools import product
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,7 +18,6 @@ from raw_wire import PATIENCE_S, Start, Wire, append, generate
 from turnkeep_client.log import HISTORY_HEADER
 from turnkeep_client.nats_client import Nats
 from worker.wire.connection import connect
-from worker.wire.journal import Journal
 
 #: Does not end by itself within some steps of the random model.
 LONG = {"text": "eee", "max_tokens": 300}
@@ -143,24 +143,7 @@ async def test_tokens_forged_before_their_request_do_not_become_part_of_its_answ
 
 
 @pytest.mark.simulated
-async def test_forged_tokens_that_name_another_requests_sequence_do_not_become_part_of_an_answer(
-    wire: Start,
-) -> None:
-    """They are published while the request waits, by somebody who does not know its sequence."""
-    w = await wire()
-    clean = await w.send("clean", generate("g", text="abc"))
-    running = await w.publish("s", generate("long", **LONG))
-    waiting = await w.publish("s", generate("g", text="abc"))
-    chunk = {"i": 0, "tokens": [40, 41], "text": "HI", "seq": running}
-    await w.js.publish(f"{w.prefix}.default.s.chunk.g", json.dumps(chunk).encode())
-    await w.send("other", append("a"))
-    result = await w.result(waiting)
-    assert not result["text"].startswith("HI")
-    assert len(result["tokens"]) == len(clean["tokens"])
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("status", ["404", "408", "500", "503", "204", "nonsense"])
+@pytest.mark.parametrize("status", ["404", "nonsense"])
 async def test_forged_empty_results_and_chunks_with_a_status_header_stop_no_answer(
     wire: Start, status: str
 ) -> None:
@@ -289,30 +272,14 @@ async def test_a_request_with_an_unreadable_header_block_is_answered(wire: Start
     assert (await w.send("s", append("a0")))["type"] == "appended", "the first result is found in the log"
 
 
-@pytest.mark.parametrize("kind", ["ctl", "ask"])
-async def test_a_control_request_or_ask_with_an_unreadable_header_block_is_answered(
-    wire: Start, raw: Socket, kind: str
-) -> None:
-    w = await wire()
-    await w.send("s", append("a"))
-    body = b'{"type":"info"}' if kind == "ctl" else b'{"text":"a","max_tokens":1}'
-    for header in HEADERS:
-        inbox = w.nc.new_inbox()
-        replies = await w.nc.subscribe(inbox)
-        await w.nc.flush()
-        await raw.publish(w.subject("s", kind).encode(), body, header, inbox.encode())
-        reply = json.loads((await replies.next_msg(PATIENCE_S)).data)
-        assert reply["type"] == ("session" if kind == "ctl" else "generated"), header
-
-
-@pytest.mark.parametrize("reply", [b"\xff", b"a\x0bb", b"r" * 4000, b"a\x00b", b"a..b", b"*", b">"])
 async def test_a_request_with_an_unusable_reply_subject_does_not_disturb_the_worker(
-    wire: Start, raw: Socket, reply: bytes
+    wire: Start, raw: Socket
 ) -> None:
     w = await wire()
-    await raw.publish(w.subject("s", "ctl").encode(), b'{"type":"info"}', None, reply)
-    await raw.publish(w.subject("s", "ask").encode(), b'{"text":"a","max_tokens":1}', None, reply)
-    assert (await w.send("other", append("a")))["position"] == 5
+    for number, reply in enumerate((b"\xff", b"a\x0bb", b"r" * 4000, b"a\x00b", b"a..b", b"*", b">")):
+        await raw.publish(w.subject("s", "ctl").encode(), b'{"type":"info"}', None, reply)
+        await raw.publish(w.subject("s", "ask").encode(), b'{"text":"a","max_tokens":1}', None, reply)
+        assert (await w.send("other", append(f"a{number}")))["position"] == 5 * (number + 1), reply
     await w.until("s", "idle")
 
 
@@ -341,18 +308,17 @@ async def test_requests_under_malformed_names_are_terminated_and_counted_and_one
     assert not worker.task.done()
 
 
-@pytest.mark.parametrize("kind", ["ctl", "ask", "tok.a", "out", "commit", "chunk.a"])
 async def test_a_malformed_session_name_on_any_other_subject_does_not_disturb_the_worker(
-    wire: Start, raw: Socket, kind: str
+    wire: Start, raw: Socket
 ) -> None:
     w = await wire()
-    for bad in NAMELESS:
-        name = b"%s.default.%s.%s" % (w.prefix.encode(), bad, kind.encode())
-        for header in (None, b"NATS/1.0"):
+    for number, kind in enumerate((b"ctl", b"ask", b"tok.a", b"out", b"commit", b"chunk.a")):
+        for bad, header in product(NAMELESS, (None, b"NATS/1.0")):
+            name = b"%s.default.%s.%s" % (w.prefix.encode(), bad, kind)
             await raw.publish(name, b'{"type":"info"}', header)
-    assert (await w.send("s", generate("a", text="hello")))["type"] == "generated"
-    if kind == "commit":
-        w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
+        answer = await w.send("s", generate(f"a{number}", text="hello"))
+        assert answer["type"] == "generated", kind
+    w.forged |= {seq for seq, subject, _ in await w.entries() if "default.s." not in subject}
 
 
 async def test_a_nats_connection_whose_read_loop_raises_an_exception_reconnects_at_once(
@@ -381,23 +347,6 @@ async def test_a_nats_connection_whose_read_loop_raises_an_exception_reconnects_
         assert (await heard.next_msg(PATIENCE_S)).data == b"found"
     finally:
         await nc.close()
-
-
-async def test_a_client_gets_its_answer_despite_malformed_messages_on_its_subjects(
-    wire: Start, raw: Socket
-) -> None:
-    """Without permissions on the server, anybody may publish on the subjects that clients subscribe to."""
-    w = await wire()
-    session = w.worker.client.session("s")
-    running = session.generate(text="eee", max_tokens=200, request_id="a")
-    async for _ in running:
-        for kind in (b"tok.a", b"out"):
-            subject = w.subject("s", "").encode() + kind
-            await raw.publish(subject, b"{}", b"NATS/1.0")
-        break
-    async with asyncio.timeout(PATIENCE_S):
-        assert (await running).finish_reason in {"length", "stop"}
-    assert (await session.info()).state == "idle"
 
 
 async def test_the_protocol_parser_accepts_the_servers_bytes_in_pieces_of_any_size() -> None:
@@ -439,32 +388,7 @@ async def test_a_pull_that_the_server_reports_as_completed_is_not_logged_as_a_fa
     """The server reports completion like an error; after an error the worker would pause."""
     with structlog.testing.capture_logs() as lines:
         w = await wire()
-        for _ in range(2):
-            acks = [await w.js.publish_async(w.subject(f"s{n}", "in"), b"no request") for n in range(300)]
-            for ack in acks:
-                assert (await w.result((await ack).seq))["code"] == "invalid_request"
+        acks = [await w.js.publish_async(w.subject(f"s{n}", "in"), b"no request") for n in range(150)]
+        for ack in acks:
+            assert (await w.result((await ack).seq))["code"] == "invalid_request"
     assert [line for line in lines if "pulling requests failed" in line["event"]] == []
-
-
-async def test_a_bad_session_name_is_refused_once_even_if_the_refusal_takes_longer_than_ack_wait(
-    local_worker: Callable[..., Awaitable[Any]], raw: Socket, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    as_ever = Journal.refuse
-
-    async def slow(self: Journal, subject: str, seq: int, message: str) -> None:
-        await asyncio.sleep(0.02)  # 64 are pulled at a time, and the server redelivers after half a second
-        await as_ever(self, subject, seq, message)
-
-    monkeypatch.setattr(Journal, "refuse", slow)
-    worker = await local_worker(ack_wait_s=0.5)
-    prefix, num = worker.settings.prefix, 100
-    for _ in range(num):
-        await raw.publish(b"%s.default.\xff.in" % prefix.encode(), json.dumps(append("a")).encode())
-    js = (await worker.client.session("s").append(text="hello")) and worker.app._nc.jetstream()
-    log, refused = f"{prefix}_log", f"{prefix}.default._refused.out"
-    async with asyncio.timeout(PATIENCE_S):
-        while (await js.consumer_info(log, "worker")).num_ack_pending:  # noqa: ASYNC110  # the server's state
-            await asyncio.sleep(0.05)
-    assert (await js.stream_info(log, subjects_filter=refused)).state.subjects == {refused: num}
-    counts = (await worker.client.session("s").info()).worker.requests
-    assert counts["unnamed"] == {"terminated": num}

@@ -83,9 +83,8 @@ async def test_an_answer_depends_on_the_picture_and_on_nothing_that_came_between
     assert len({one.change.images[0].fingerprint for one in (*first, *second)}) == 2
 
 
-@pytest.mark.parametrize("keeps_kv", [True, False])
 async def test_a_session_with_images_goes_on_after_a_restart_as_without_one(
-    local_worker: StartWorker, seeing: Path, tmp_path: Path, keeps_kv: bool
+    local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing))
     there = worker.client.session("there")
@@ -93,14 +92,11 @@ async def test_a_session_with_images_goes_on_after_a_restart_as_without_one(
     broken = worker.client.session("broken")
     found = [await ask(broken, "what ", RED, " is")]
     await worker.stop()
-    if not keeps_kv:
-        shutil.rmtree(worker.settings.data_dir / "snapshots")
     worker = await local_worker(model=str(seeing))
     broken = worker.client.session("broken")
     found += [await ask(broken, BLUE), await ask(broken, "so")]
     assert [one.tokens for one in found] == [one.tokens for one in whole]
-    if keeps_kv:
-        assert found[1].usage.cached_tokens >= found[0].position - 8
+    assert found[1].usage.cached_tokens >= found[0].position - 8
     assert await broken.image(digest(RED)) == RED
 
 
@@ -175,16 +171,14 @@ async def test_a_sampled_image_token_is_no_image(local_worker: StartWorker, seei
     assert [one.digest for one in (await ask(session, "so ", BLUE)).change.images] == [digest(BLUE)]
 
 
-@pytest.mark.parametrize("where", ["before", "inside", "behind"])
-async def test_a_session_may_be_rewound_to_any_position_around_an_image(
-    local_worker: StartWorker, seeing: Path, where: str
+async def test_a_session_may_be_rewound_to_a_position_inside_an_image(
+    local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing), snapshots="off")
     session = worker.client.session("s")
     first = await ask(session, "what ", RED, " is this")
     (placed,) = first.change.images
-    position = {"before": placed.start - 1, "inside": placed.start + 2, "behind": placed.end + 2}[where]
-    await session.rewind(position)
+    await session.rewind(placed.start + 2)
     twin = await session.fork("twin")
     wanted = await ask(session, "so ", BLUE)
     await worker.stop()
@@ -209,18 +203,6 @@ async def test_a_session_is_not_cut_inside_an_image_that_a_model_sees_as_a_whole
         await session.rewind(position)
         other = await session.fork(f"other-{position}")
         assert (await ask(session, "so ", BLUE)).tokens == (await ask(other, "so ", BLUE)).tokens
-
-
-@pytest.mark.parametrize("mark", ["<start_of_image>", "<image_soft_token>"])
-async def test_a_sampled_mark_of_an_image_is_no_image(
-    local_worker: StartWorker, joint: Path, mark: str
-) -> None:
-    client = (await local_worker(model=str(joint))).client
-    token = Tokenizer.from_file(str(joint / "tokenizer.json")).token_to_id(mark)
-    session = client.session("s")
-    answer = await ask(session, "what ", RED, logit_bias={token: 100}, max_tokens=2)
-    assert answer.tokens == (token, token)
-    assert [one.digest for one in (await ask(session, "so ", BLUE)).change.images] == [digest(BLUE)]
 
 
 async def test_an_image_that_is_missing_or_broken_fails_its_request_alone(

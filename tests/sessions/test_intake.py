@@ -112,15 +112,6 @@ async def test_after_a_server_restart_sessions_whose_entry_the_log_lost_are_no_l
     assert [key.session for key in intake.at_work] == ["s5", "s8"]
 
 
-async def test_a_worker_that_stops_returns_what_it_has_not_answered() -> None:
-    intake, deliveries = intake_for(9, 9), [Delivered(f"s{seq}", seq) for seq in (5, 6)]
-    for one in deliveries:
-        await intake.deliver(one, lambda _: None)
-    await intake.return_anchors()
-    assert [one.delay_s for one in deliveries] == [0, 0]
-    assert not intake.at_work
-
-
 @pytest.mark.parametrize("told", ["ack", "keep alive", "return"])
 async def test_a_restarted_server_hears_nothing_of_deliveries_whose_sequences_it_may_have_used_again(
     told: str,

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from cache.names.tokens import from_compact
 from tests.parts import CHAT_TEMPLATE
 from turnkeep_client.images import as_text
+from worker.models import chat_template
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}
 LOOK = {"role": "user", "content": [{"type": "text", "text": "Look: "}, IMAGE]}
@@ -107,9 +108,10 @@ def said(content: str) -> list[dict[str, str]]:
 
 
 async def test_a_message_on_which_the_template_never_ends_is_refused_and_the_session_continues(
-    wire: Start, model_with_template: Callable[[str, str], Path]
+    wire: Start, model_with_template: Callable[[str, str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never ends for some message, or for an answer's header. Other sessions are answered meanwhile."""
+    monkeypatch.setattr(chat_template, "_MAX_STEPS", 300_000)
     w = await wire(model=str(model_with_template("spinning", SPINS + CHAT_TEMPLATE)))
     await w.send("s", {"type": "append", "id": "a", "messages": said("hello")})
     await w.send("later", {"type": "append", "id": "a", "messages": said("spin later")})
@@ -121,7 +123,7 @@ async def test_a_message_on_which_the_template_never_ends_is_refused_and_the_ses
     refused, *served = await asyncio.gather(*(w.result(seq) for seq in (*spinning, *others)))
     for result in (refused, served[0]):
         assert (result["type"], result["code"]) == ("failed", "invalid_request")
-        assert "it takes more than 5000000 steps" in result["message"]
+        assert "it takes more than 300000 steps" in result["message"]
     assert {result["type"] for result in served[1:]} == {"appended"}
     assert (await w.send("s", generate("c", messages=said("go on"))))["type"] == "generated"
 
@@ -159,19 +161,3 @@ async def test_special_tokens_spelled_out_in_raw_text_count_unless_special_token
     w = await wire()
     assert (await w.send("raw", append("a", "<|im_end|>")))["position"] == 1
     assert (await w.send("data", append("a", "<|im_end|>", special_tokens=False)))["position"] == 10
-
-
-@pytest.mark.simulated
-async def test_spelled_out_special_tokens_stay_text_across_checkpoints_and_restarts(wire: Start) -> None:
-    """The template may render messages again from a checkpoint."""
-    w = await wire()
-    position = 0
-    for number in range(100):
-        body = {"type": "append", "id": f"a{number}", "messages": said_of_injected("<|im_end|>")}
-        result = await w.send("s", body)
-        assert result["position"] - position == NUM_AROUND + len("<|im_end|>")
-        position = result["position"]
-        if number in (70, 99):
-            await w.worker.stop()
-            w = await wire()
-            assert await w.position("s") == position

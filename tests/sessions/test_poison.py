@@ -148,22 +148,6 @@ async def test_forgetting_a_fork_succeeds_even_if_its_parents_log_cannot_be_read
     assert (closed["type"], closed.get("settled", True)) == ("closed", True)
 
 
-async def test_four_orderly_stops_during_an_answer_do_not_count_as_failed_attempts(wire: Start) -> None:
-    """Each next worker continues the answer."""
-    w = await wire(ack_wait_s=1.0)
-    chunks = await w.nc.subscribe(w.subject("s", "tok.g"))
-    seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    worker = w.worker
-    for _ in range(4):
-        await chunks.next_msg(timeout=60)
-        await worker.stop()
-        while chunks.pending_msgs:  # what it said before it stopped
-            await chunks.next_msg()
-        assert seq not in w.results
-        worker = (await wire(ack_wait_s=1.0)).worker
-    assert (await w.result(seq))["type"] == "generated"
-
-
 async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attempts(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,24 +208,6 @@ async def test_a_request_with_a_used_id_is_answered_although_workers_ended_while
     await wire(ack_wait_s=1.0, max_attempts=1)
     result = await w.result(seq)
     assert expected in (result["type"], result.get("code"))
-
-
-async def test_requests_that_a_full_worker_only_returned_count_no_attempt_at_another_worker(
-    quiet_wire: Start, server: Server
-) -> None:
-    """The floods come at different times between two pulls, so that the other worker gets some of them."""
-    full = await quiet_wire(worker="full", max_waiting=1, ack_wait_s=60.0)
-    await asyncio.sleep(0.5)
-    await quiet_wire(worker="idle", ack_wait_s=60.0)
-    await asyncio.sleep(1.0)
-    log = server.jetstream.streams["turnkeep_log"]
-    for flood in range(10):
-        await asyncio.sleep(0.1)
-        asked = [await full.publish(f"s{flood}-{number}", generate("g", text="e")) for number in range(12)]
-        for seq in asked:
-            await full.result(seq)
-    assert server.counts["redeliveries"] > 0
-    assert not [one.data for one in log.all if one.subject.endswith(".attempt")]
 
 
 async def test_what_a_stopping_worker_has_not_answered_is_answered_at_once_by_another(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as replace_fields
 from session_world import World
-from test_checkpoints import converse, opened, resumed_at, whole
 
 from cache.names.policy import FULL, Policy
 from turnkeep_client.messages import (
@@ -57,19 +56,6 @@ async def test_results_of_sessions_under_the_policy_full_have_no_cache_fields(wo
     assert not any(b"cache" in body.replace(b"cached_tokens", b"") for body in bodies[1:])
 
 
-@pytest.mark.parametrize("how", ["append", "open"])
-async def test_a_session_keeps_its_policy_when_the_workers_default_policy_changes(
-    world: World, how: str
-) -> None:
-    world.crash(Policy(4, 40))
-    began = await world.ask(Open(id="o") if how == "open" else append(0))
-    assert began.cache == SAID
-    for default in (FULL, Policy(2, 100)):
-        world.crash(default)
-        assert (await world.ask(append(default.sink + 1))).cache == SAID
-        assert world.session.history.policy == Policy(4, 40)
-
-
 async def test_clients_can_choose_only_a_bounded_number_of_different_policies(world: World) -> None:
     """A worker keeps state for each policy. Policies that were chosen before can still be chosen."""
 
@@ -100,39 +86,6 @@ def test_one_tenants_many_policies_leave_some_for_another_tenant() -> None:
         with pytest.raises(RefusedError, match="since this worker started"):
             limits.note(Policy(6, 40), tenant)
     limits.note(Policy(5, 40), "loud")
-
-
-async def test_a_session_logged_without_a_policy_stays_under_the_policy_full(world: World) -> None:
-    await world.ask(append(0))
-    world.crash(Policy(4, 40))
-    assert (await world.ask(append(1))).cache is None
-    assert world.session.history.policy == FULL
-    refused = await world.ask(Open(id="o"))
-    assert isinstance(refused, Failed)
-
-
-async def test_a_failed_first_request_does_not_set_the_sessions_cache_policy(world: World) -> None:
-    world.crash(Policy(4, 40))
-    assert isinstance(await world.ask(Generate(id="empty")), Failed)
-    world.crash(FULL)
-    assert (await world.ask(append(0))).cache is None
-    await world.assert_fold_is_life()
-
-
-async def test_a_session_can_change_its_cache_policy_only_by_a_close_and_a_new_open(
-    world: World,
-) -> None:
-    await world.ask(Open(id="o1", cache=SINK_WINDOW))
-    for number, cache in enumerate((SINK_WINDOW, CachePolicy(policy="full"))):
-        refused = await world.ask(Open(id=f"again{number}", cache=cache))
-        assert refused.message.startswith("the session is open already, at position 0;")
-    assert world.session.history.policy == Policy(4, 40)
-    await world.ask(Close(id="c"))
-    again = await world.ask(Open(id="o2", cache=CachePolicy(policy="sink_window", sink=1, window=32)))
-    assert again.cache == SessionCache(policy="sink_window", sink=1, window=32)
-    await world.ask(Close(id="c2"))
-    assert (await world.ask(Open(id="o3"))).cache is None
-    await world.assert_fold_is_life()
 
 
 async def test_an_open_without_sink_and_window_gets_the_default_sizes(world: World) -> None:
@@ -208,15 +161,6 @@ async def test_a_session_under_sink_window_may_become_longer_than_the_models_con
     answer = await world.ask(Generate(id="g", max_tokens=20_000))
     assert answer.position > 10_100
     assert (asked[0].answer.max_tokens, asked[0].policy) == (20_000, Policy(4, 40))
-
-
-@pytest.mark.usefixtures("often")
-async def test_a_session_opened_from_a_checkpoint_keeps_its_cache_policy(world: World) -> None:
-    await world.ask(Open(id="o", cache=SINK_WINDOW))
-    await converse(world, range(9))
-    one, other = await opened(world), await whole(world)
-    assert resumed_at(one) > resumed_at(other) == 0
-    assert one.history.policy == other.history.policy == Policy(4, 40)
 
 
 async def test_a_logged_policy_of_a_later_version_stops_the_session_with_the_reason(world: World) -> None:

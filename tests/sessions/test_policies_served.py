@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from cache.names.policy import Policy
-from tests.parts import BLOCK, TINY_CONTEXT, TINY_KV_BYTES, make_tiny_model
+from tests.parts import TINY_CONTEXT, TINY_KV_BYTES, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
 from worker.app import WorkerError
@@ -66,46 +65,6 @@ async def test_the_workers_default_policy_applies_to_sessions_that_choose_none(
     assert (await client.session("asked").info()).worker.sessions_by_policy == {"sink_window": 1, "full": 1}
 
 
-async def test_a_sink_window_session_longer_than_the_disk_limit_answers_as_with_a_larger_limit(
-    local_worker: Callable, endless_model: Path, tmp_path: Path
-) -> None:
-    """With restarts, and after a rewind to a position without snapshots, up to which it prefills again."""
-
-    async def live(name: str, **changes: Any) -> tuple[list[tuple[int, ...]], list[int], list[int]]:
-        settings = {
-            "model": str(endless_model),
-            "data_dir": tmp_path / name,
-            "prefix": f"{tmp_path.name}-{name}",
-            **changes,
-        }
-        answers, sizes, prefilled = [], [], []
-        for part in range(4):
-            worker = await local_worker(**settings)
-            session = worker.client.session("s", cache=CACHE)
-            if part == 3:
-                await session.rewind(250)
-            for turn in range(3):
-                answer = await session.generate(tokens=[5 + part + turn] * 80, max_tokens=20)
-                answers.append(answer.tokens)
-                if turn == 0:
-                    prefilled.append(answer.usage.prefilled_tokens)
-            store = worker.app._store
-            await session.info()  # clients get a result before the worker has finished the turn
-            assert await store.queue.drained(5)
-            await worker.stop()
-            files = (tmp_path / name).rglob("*.safetensors")
-            sizes.append(sum(path.stat().st_size for path in files))
-        return answers, sizes, prefilled
-
-    expected, all_sizes, _ = await live("all")
-    limit = all_sizes[0] // 2
-    answers, sizes, prefilled = await live("bounded", max_disk=limit)
-    assert answers == expected
-    assert max(sizes) <= limit < all_sizes[2] // 5
-    assert max(prefilled[1:3]) < 80 + 2 * BLOCK, "a restart restores the sinks and the window"
-    assert prefilled[3] == 250 + 80 - BLOCK, "all but the block that has its sinks"
-
-
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make a checkpoint due with each fourth result."""
@@ -117,55 +76,13 @@ async def _talk(worker: Any, turns: range, name: str = "s") -> list[tuple[int, .
     return [(await session.generate(tokens=[5 + turn % 9] * 9, max_tokens=6)).tokens for turn in turns]
 
 
-async def test_a_long_session_under_a_window_goes_on_after_restarts_and_a_rewind_with_the_same_tokens(
-    often: None, local_worker: Callable, endless_model: Path, tmp_path: Path
-) -> None:
-    """Restarts with and without the KV on SSD."""
-    settings = {"model": str(endless_model), "data_dir": tmp_path / "one"}
-    worker = await local_worker(**settings)
-    said = await _talk(worker, range(40))
-    await worker.stop()
-
-    worker = await local_worker(**settings)
-    session = worker.client.session("s", cache=CACHE)
-    answer = await session.generate(tokens=[9] * 9, max_tokens=6)
-    assert answer.usage.prefilled_tokens <= 9 + BLOCK, "what is on SSD was found by names alone"
-    assert isinstance((await session.info(snapshot=True)).snapshot, str)
-    said += [answer.tokens, *await _talk(worker, range(41, 60))]
-    await worker.stop()
-
-    shutil.rmtree(tmp_path / "one" / "snapshots")
-    worker = await local_worker(**settings)
-    session = worker.client.session("s", cache=CACHE)
-    answer = await session.generate(tokens=[7] * 9, max_tokens=6)
-    assert answer.usage.prefilled_tokens == answer.usage.prompt_tokens > 800
-    said += [answer.tokens, *await _talk(worker, range(61, 70))]
-    back = await session.rewind(300)
-    said.append((await session.generate(tokens=[6] * 9, max_tokens=6)).tokens)
-    assert (back.position, (await session.info()).position) == (300, 309 + len(said[-1]))
-    assert (await session.close(forget=True)).forgotten
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(record, "_CHECKPOINT_EVERY", 1000)
-        alone = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone", prefix="alone")
-        session = alone.client.session("s", cache=CACHE)
-        expected = [*await _talk(alone, range(40))]
-        expected.append((await session.generate(tokens=[9] * 9, max_tokens=6)).tokens)
-        expected += await _talk(alone, range(41, 60))
-        expected.append((await session.generate(tokens=[7] * 9, max_tokens=6)).tokens)
-        expected += await _talk(alone, range(61, 70))
-        await session.rewind(300)
-        expected.append((await session.generate(tokens=[6] * 9, max_tokens=6)).tokens)
-    assert said == expected
-
-
 async def test_a_restart_after_any_turn_finds_the_kv_of_a_session_under_a_window(
     often: None, local_worker: Callable, endless_model: Path
 ) -> None:
     """Even if a checkpoint is due when the session is opened, before any block hash is computed."""
     worker = await local_worker(model=str(endless_model))
     await _talk(worker, range(40))
-    for turn in range(40, 52):
+    for turn in range(40, 48):
         await worker.stop()
         worker = await local_worker(model=str(endless_model))
         session = worker.client.session("s", cache=CACHE)
@@ -210,29 +127,23 @@ async def test_a_paged_session_reports_its_policy_and_restores_its_kv_after_a_re
     assert metrics.recalled_tokens > 0, "slots are empty after a restart"
 
 
-@pytest.mark.parametrize(
-    ("cache", "refusal"),
-    [
-        (
-            {"policy": "paged", "resident": 200},
-            "0 pinned tokens .* leave 196 of 200 resident tokens; 256 or more",
-        ),
-        ({"policy": "paged", "resident": 600, "pin": [[0, 400]]}, "448 pinned tokens .* leave 148 of 600"),
-        ({"policy": "paged", "resident": 900, "pin": [[0, 90], [80, 200]]}, "pins overlap; make one"),
-        ({"policy": "paged", "resident": 4096}, "4096 resident tokens exceed the context: there may be 2048"),
-        (
-            {"policy": "paged", "resident": 900, "pin": [[3000, 3010]]},
-            "pins end at 3010; the context ends at 2048",
-        ),
-    ],
-)
+MISFITS: list[tuple[dict[str, Any], str]] = [
+    ({"resident": 200}, "0 pinned tokens .* leave 196 of 200 resident tokens; 256 or more"),
+    ({"resident": 600, "pin": [[0, 400]]}, "448 pinned tokens .* leave 148 of 600"),
+    ({"resident": 900, "pin": [[0, 90], [80, 200]]}, "pins overlap; make one"),
+    ({"resident": 4096}, "4096 resident tokens exceed the context: there may be 2048"),
+    ({"resident": 900, "pin": [[3000, 3010]]}, "pins end at 3010; the context ends at 2048"),
+]
+
+
 async def test_an_open_with_an_invalid_paged_policy_is_refused_and_the_name_can_still_be_opened(
-    local_worker: Callable, wide_model: Path, cache: dict[str, object], refusal: str
+    local_worker: Callable, wide_model: Path
 ) -> None:
     worker = await local_worker(model=str(wide_model))
-    with pytest.raises(RequestFailedError, match=refusal) as caught:
-        await worker.client.session("s").open(cache)
-    assert caught.value.code == "invalid_request"
+    for cache, refusal in MISFITS:
+        with pytest.raises(RequestFailedError, match=refusal) as caught:
+            await worker.client.session("s").open({"policy": "paged"} | cache)
+        assert caught.value.code == "invalid_request"
     assert (await worker.client.session("s").open(PAGED_CACHE)).cache == PAGED_SAID
     with pytest.raises(RequestFailedError, match="is open under paged"):
         await worker.client.session("s", cache={"policy": "paged", "resident": 700}).append(tokens=[5])

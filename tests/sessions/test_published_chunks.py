@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
 from typing import Any
 
 import pytest
 from nats.aio.msg import Msg
 from nats.js.api import StreamConfig
 from raw_wire import Start, Wire, append, generate
-from structlog.testing import capture_logs
 
 from tests.parts import fall_asleep, until
 from turnkeep_client.chunks import Assembly
-from turnkeep_client.log import SEALED_HEADER
 from turnkeep_client.messages import Chunk, decode_chunk
 from turnkeep_client.subjects import SessionKey
-from worker.device.runner import Runner
 from worker.process import clock
 from worker.sessions import streaming
 from worker.wire.fence import FencedError
@@ -120,17 +116,6 @@ async def test_after_a_chunk_that_the_token_stream_refused_clients_get_no_furthe
 
 
 @pytest.mark.simulated
-async def test_a_repeated_request_logs_no_warning(wire: Start) -> None:
-    """A client that lost its connection repeats its request, which is no fault."""
-    w = await wire()
-    with capture_logs() as lines:
-        for _ in range(3):
-            await w.send("s", generate("g", text="abc", max_tokens=40))
-            await w.send("s", append("a"))
-    assert [line for line in lines if line["log_level"] not in ("debug", "info")] == []
-
-
-@pytest.mark.simulated
 async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_loses_no_text(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,52 +173,6 @@ async def test_a_running_answer_publishes_its_chunks_once_more_if_others_take_th
     assert w.results == {}
     result = await (await wire()).result(seq)
     assert result["resumed_tokens"] == known
-
-
-async def test_an_answer_that_pauses_for_longer_than_the_token_stream_keeps_chunks_keeps_its_tokens(
-    wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here until it is cancelled: clients have seen its tokens, which stay in the session."""
-    monkeypatch.setattr(streaming, "_COPY_AT", 0.05)
-    goes_on, run_step = threading.Event(), Runner._run_step
-    goes_on.set()
-
-    def step(*given: Any, **how: Any) -> None:
-        goes_on.wait(20)
-        run_step(*given, **how)
-
-    monkeypatch.setattr(Runner, "_run_step", step)
-    w = await wire(token_ttl_s=10.0)
-    config = (await w.js.stream_info(f"{w.prefix}_tok")).config
-    await w.js.update_stream(config.evolve(max_age=1.5, duplicate_window=1.0))
-    heard = await listen(w)
-    seq = await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    await until(lambda: len(heard.text) >= 20)
-    goes_on.clear()
-    await asyncio.sleep(3)
-    cancelling = asyncio.create_task(w.control("s", {"type": "cancel", "id": "g"}))
-    await asyncio.sleep(0.2)
-    goes_on.set()
-    assert (await cancelling)["type"] == "cancelled"
-    result = await w.result(seq)
-    assert result["finish_reason"] == "cancelled"
-    assert len(result["text"]) >= 20
-    assert result["text"].startswith("".join(chunk.text for chunk in whole(heard)))
-
-
-async def test_an_answer_that_a_worker_has_sealed_at_its_deadline_before_it_crashed_has_expired(
-    wire: Start,
-) -> None:
-    w = await wire()
-    await w.send("s", append("a"))
-    await w.worker.stop()
-    seq = await w.publish("s", generate("g", text="abc", deadline_s=0.2))
-    subject = f"{w.prefix}.default.s.chunk.g"
-    await w.js.publish(subject, json.dumps({"i": 0, "tokens": [50], "text": "x", "seq": seq}).encode())
-    await w.js.publish(subject, b"", headers={SEALED_HEADER: f"{seq} another"})
-    await asyncio.sleep(0.4)
-    result = await (await wire()).result(seq)
-    assert (result["tokens"], result["finish_reason"]) == ([50], "expired")
 
 
 @pytest.mark.simulated

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
@@ -19,7 +18,7 @@ from tests.parts import BLOCK, TINY_KV_BYTES
 from tests.simulation.world import Server
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Appended, Generated, Metrics, decode_result
+from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import cancelling
 from worker.sessions.pending import PendingRequest
@@ -86,28 +85,6 @@ async def test_a_cancelled_generate_keeps_the_tokens_generated_until_then_and_th
     assert (await session.generate(max_tokens=8)).tokens == alone.tokens[len(result.tokens) :]
 
 
-async def test_a_request_that_a_lagging_replica_does_not_have_yet_can_be_cancelled(
-    wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w = await wire()
-    running = await w.publish("s", generate("g", text="eee", max_tokens=1900))
-    await w.until("s", "running")
-    waiting = await w.publish("s", generate("w", text="eee"))
-    batch, left = ConsistentReads._direct_batch, 3
-
-    async def lagging(self: ConsistentReads, subject: str, after: int) -> Any:
-        nonlocal left
-        left -= subject.endswith(".in")
-        return ([], 0) if left > 0 and subject.endswith(".in") else await batch(self, subject, after)
-
-    monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
-    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
-    assert (await w.control("s", {"type": "cancel", "id": "w"})).get("was") == "waiting"
-    assert (await w.result(waiting))["finish_reason"] == "cancelled"
-    await w.control("s", {"type": "cancel", "id": "g"})
-    await w.result(running)
-
-
 async def test_a_page_of_the_log_has_no_entries_that_a_lagging_replica_has_not_removed_yet(
     wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,39 +98,6 @@ async def test_a_page_of_the_log_has_no_entries_that_a_lagging_replica_has_not_r
     await journal.remove(key, result["seq"] + 2)
     for _ in range(20):
         assert await journal.page(key, "in", 0) == ([], 0)
-
-
-@pytest.mark.parametrize("hidden", ["all", "results", "the last turn"])
-async def test_info_and_count_include_the_last_result_even_if_a_replica_lags_behind(
-    local_worker: Start, monkeypatch: pytest.MonkeyPatch, hidden: str
-) -> None:
-    worker: Any = await local_worker()
-    session = worker.client.session("s")
-    await session.append(tokens=[7] * 40)
-    position = (await session.append(tokens=[8] * 50)).position
-    await worker.stop()
-    batch, left = ConsistentReads._direct_batch, 0
-
-    async def lagging(self: ConsistentReads, subject: str, after: int) -> Any:
-        nonlocal left
-        is_of_log = subject.endswith(".s.out") or (subject.endswith(".s.in") and hidden != "results")
-        entries, num_more = await batch(self, subject, after)
-        if not (is_of_log and entries and left):
-            return entries, num_more
-        left -= 1
-        return (entries[:-1], num_more) if hidden == "the last turn" else ([], 0)
-
-    monkeypatch.setattr(ConsistentReads, "_direct_batch", lagging)
-    monkeypatch.setattr(ConsistentReads, "_is_replicated", replicated)
-    for asked in ("info", "count"):  # as each question about a session
-        worker, left = await local_worker(), 2
-        session = worker.client.session("s")
-        if asked == "info":
-            assert (await session.info()).position == position
-        else:
-            assert (await session.count(tokens=[9])).position == position + 1
-        assert left < 2
-        await worker.stop()
 
 
 async def test_cancelling_waiting_requests_does_not_affect_the_running_request(wire: Start) -> None:
@@ -176,34 +120,16 @@ async def test_cancelling_waiting_requests_does_not_affect_the_running_request(w
     assert last["usage"]["prompt_tokens"] == answer["position"] == 1903
 
 
-@pytest.mark.parametrize("text", ["eee", "\x01\x02\x03"])
 async def test_an_answer_ends_with_finish_reason_length_before_its_result_exceeds_the_message_limit(
-    wire: Start, text: str
+    wire: Start,
 ) -> None:
     """The session keeps the streamed tokens and can continue."""
     w = await wire(max_message_bytes=8 * 1024)
-    result = await w.send("s", generate("a", text=text, max_tokens=1900))
+    result = await w.send("s", generate("a", text="\x01\x02\x03", max_tokens=1900))
     assert (result["type"], result["finish_reason"]) == ("generated", "length")
     assert 400 < len(result["tokens"]) < 1900
     assert len(json.dumps(result)) < 8 * 1024
     assert (await w.send("s", generate("b")))["type"] == "generated"
-
-
-@pytest.mark.real
-async def test_a_cancelled_append_adds_nothing_to_the_session(wire: Start) -> None:
-    """The next append reuses the KV that was already prefilled."""
-    w = await wire(block_tokens=8)
-    tokens = [3 + n % 250 for n in range(2000)]
-    seq = await w.publish("s", {"type": "append", "id": "a", "tokens": tokens})
-    while not ((await w.control("s", {"type": "info"})).get("progress") or {}).get("cached_tokens"):
-        pass
-    assert (await w.control("s", {"type": "cancel", "id": "a"}))["was"] == "running"
-    result = await w.result(seq)
-    assert (result["type"], result["code"], result["position"]) == ("failed", "expired", 0)
-    assert await w.position("s") == 0
-    again = await w.send("s", {"type": "append", "id": "b", "tokens": tokens})
-    assert again["position"] == again["cached_tokens"] + again["prefilled_tokens"] + 1 == 2000
-    assert 0 < again["cached_tokens"] < 2000
 
 
 @pytest.mark.parametrize("is_fenced", [False, True])
@@ -227,25 +153,6 @@ async def test_a_cancel_is_confirmed_even_if_the_request_begins_to_run_at_the_sa
     assert (await w.result(seq))["finish_reason"] == "cancelled"
 
 
-# Many at once
-
-
-@pytest.mark.real
-async def test_a_seed_gives_the_same_tokens_with_and_without_other_running_sessions(client: Client) -> None:
-    async def drawn(name: str, seed: int | None) -> tuple[int, ...]:
-        options: dict[str, Any] = {} if seed is None else {"seed": seed}
-        return (
-            await client.session(name).generate(text="go", max_tokens=16, temperature=1.0, **options)
-        ).tokens
-
-    first = await drawn("first", 7)
-    among = await asyncio.gather(*(drawn(f"s{n}", 7 if n == 4 else n) for n in range(7)))
-    assert among[4] == first
-    assert len({*among}) == 7
-    unseeded = [await drawn(f"u{n}", None) for n in range(3)]
-    assert len({*unseeded}) == 3
-
-
 # How answers end
 
 
@@ -253,57 +160,6 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
     for most in (1, 2, 31, 32, 33):
         result = await client.session(f"s{most}").generate(text="eee", max_tokens=most)
         assert (result.finish_reason, len(result.tokens)) == ("length", most)
-
-
-# Counts
-
-
-@pytest.mark.real
-async def test_the_token_counts_and_kv_bytes_of_every_turn_add_up(client: Client) -> None:
-    """`tokens = cached + prefilled`, and the KV in memory is that of all tokens but the last."""
-    session = client.session("s")
-    position, token_bytes = 0, TINY_KV_BYTES
-    for turn in range(6):
-        text = "word " * (1 + 7 * turn)
-        if turn % 2:
-            result: Appended | Generated = await session.append(text=text)
-            assert isinstance(result, Appended)
-            assert result.tokens == result.cached_tokens + result.prefilled_tokens == result.position - 1
-            new = len(text)
-            assert result.kv_live_bytes == result.tokens * token_bytes
-            assert result.prefilled_tokens <= new
-        else:
-            result = await session.generate(text=text, max_tokens=6 + turn)
-            usage = result.usage
-            assert usage.prompt_tokens == usage.cached_tokens + usage.prefilled_tokens == position + len(text)
-            assert usage.completion_tokens == len(result.tokens)
-            assert usage.prefilled_tokens <= len(text) + 1
-            new = len(text) + usage.completion_tokens
-            assert result.kv_live_bytes % token_bytes == 0
-            assert result.position - 1 <= result.kv_live_bytes // token_bytes <= result.position
-            seconds = result.seconds
-            assert 0 <= seconds.queued <= seconds.first_token <= seconds.total
-            assert seconds.prefill <= seconds.total
-        assert result.position == position + new
-        position = result.position
-        info = await session.info()
-        assert (info.position, info.kv_live_bytes) == (position, result.kv_live_bytes)
-
-
-@pytest.mark.real
-async def test_a_session_has_no_kv_in_memory_before_its_first_tokens_and_after_its_close(
-    client: Client,
-) -> None:
-    session = client.session("s")
-    await session.open()
-    assert (await session.info()).kv_live_bytes == 0
-    assert not (await session.info()).resident
-    assert (await session.append(text="")).kv_live_bytes == 0
-    assert (await session.append(text="abc")).kv_live_bytes == 2 * TINY_KV_BYTES
-    assert (await session.info()).resident
-    await session.close()
-    metrics = await seen(client, lambda m: m.requests.get("close", {}).get("ok", 0) == 1)
-    assert (metrics.resident_kv_bytes, metrics.resident_sessions) == (0, 0)
 
 
 @pytest.mark.real
@@ -425,41 +281,18 @@ async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -
     assert last.process_bytes > 0
 
 
-@pytest.mark.parametrize("body", [{"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "x"}, {}])
-async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(
-    wire: Start, body: dict[str, str]
-) -> None:
-    w = await wire()
-    question = body | {"messages": chat("hi"), "max_tokens": 5}
-    reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
-    answer = json.loads(reply.data)
-    assert (answer["type"], len(answer["tokens"])) == ("generated", 5)
-    assert await w.result(answer["seq"]) == answer | {"asked": ANY}
-    assert answer["id"] == body.get("id", answer["id"])
-    assert await w.position("s") == answer["position"]
-    asked = next(body for seq, _, body in await w.entries() if seq == answer["seq"])
-    assert json.loads(asked)["id"] == answer["id"]
-
-
-async def test_an_ask_is_answered_though_the_worker_lost_its_connection_as_the_log_stored_the_result(
-    wire: Start, server: Server
-) -> None:
-    """A subscription receives nothing of what was published before it reconnected."""
-    w = await wire()
-
-    def cut(subject: str) -> None:
-        if subject == w.subject("s", "commit"):
-            server.cut(w.worker.app._nc.link)
-
-    server.on_stored = cut
-    reply = await w.nc.request(w.subject("s", "ask"), b'{"text": "hi", "max_tokens": 5}', timeout=60)
-    assert json.loads(reply.data) | {"asked": ANY} == await w.result(1)
-
-
-async def test_concurrent_ask_requests_to_one_session_run_one_after_the_other(client: Client) -> None:
-    answers = await asyncio.gather(*(client.ask("s", text="abc", max_tokens=4) for _ in range(5)))
-    assert max(answer.position for answer in answers) == 5 * 7
-    assert len({answer.seq for answer in answers}) == 5
+async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(wire: Start) -> None:
+    w, bodies = await wire(), ({"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "y"}, {})
+    for body in bodies:
+        question = body | {"messages": chat("hi"), "max_tokens": 5}
+        reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
+        answer = json.loads(reply.data)
+        assert (answer["type"], len(answer["tokens"])) == ("generated", 5)
+        assert await w.result(answer["seq"]) == answer | {"asked": ANY}
+        assert answer["id"] == body.get("id", answer["id"])
+        assert await w.position("s") == answer["position"]
+        asked = next(body for seq, _, body in await w.entries() if seq == answer["seq"])
+        assert json.loads(asked)["id"] == answer["id"]
 
 
 async def test_an_ask_at_a_worker_that_stops_is_told_so_and_its_result_is_stored_after_the_next_start(
@@ -520,38 +353,6 @@ async def test_a_prefix_shared_by_two_sessions_of_a_tenant_is_prefilled_once(cli
         text=shared + "And this is the second one!", max_tokens=12
     )
     assert (await client.session("second").generate(max_tokens=12)).tokens == expected.tokens
-
-
-REWRITING = (
-    "{% for m in messages %}{{ m['role'] }}:"
-    "{% if m['role'] != 'assistant' or loop.last %}{{ m['content'] }}{% else %}(said){% endif %}<|im_end|>"
-    "{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-)
-
-
-@pytest.mark.real
-async def test_a_template_that_rewrites_earlier_turns_replaces_tokens_and_sets_rewritten_from(
-    wire: Start, model_with_template: Callable[[str, str], Path]
-) -> None:
-    """The answer is rendered again, and the tokens before it are not prefilled again."""
-    w = await wire(model=str(model_with_template("rewriting", REWRITING)))
-    client: Client = w.worker.client
-    session = client.session("s")
-    first = await session.generate(messages=chat("one"), max_tokens=6)
-    header = len("user:one") + 1 + len("assistant:")
-    assert (first.position, first.rewritten_from) == (header + len(first.tokens), None)
-    second = await session.generate(messages=chat("two"), max_tokens=6)
-    assert second.rewritten_from == header
-    rendered = header + len("(said)") + 1 + len("user:two") + 1 + len("assistant:")
-    assert second.position == rendered + len(second.tokens)
-    assert second.usage.prompt_tokens == rendered
-    assert second.usage.cached_tokens >= header - 1
-    whole = [*chat("one"), {"role": "assistant", "content": "(said)"}, *chat("two")]
-    fresh = await client.session("fresh").generate(messages=whole, max_tokens=6)
-    assert second.tokens == fresh.tokens
-    await w.worker.stop()
-    again = await wire(model=str(model_with_template("rewriting", REWRITING)))
-    assert (await again.worker.client.session("s").info()).position == second.position
 
 
 async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: Start) -> None:

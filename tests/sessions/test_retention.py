@@ -17,7 +17,6 @@ import pytest
 from nats.js.errors import NotFoundError
 from raw_wire import LONG, Start, Wire, append, generate
 
-import turnkeep_client.wire
 from cache.names.marks import ErasureProgress
 from tests.parts import until
 from tests.simulation import device
@@ -166,123 +165,6 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_sess
     assert await until_gone(w, "s", text=b"") == {}
 
 
-async def test_a_worker_cut_off_before_a_sessions_first_result_cannot_store_it_after_the_session_left_the_log(
-    quiet_wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has looked that the request is there; after the removal no result in the log shows what happened."""
-    w = await quiet_wire(closed_ttl_s=0.0)
-    cut_off: Any = turnkeep_client.wire.Nats()
-    await cut_off.connect([w.worker.settings.nats])
-    other, get = Journal(cut_off, cut_off.jetstream(), w.worker.app._subjects), Journal.get
-    first = await w.send("s", append("a", "a secret"))
-
-    async def looks(journal: Journal, seq: int) -> bytes | None:
-        found = await get(journal, seq)
-        if journal is other and found is not None:
-            cut_off.unreachable_until_s = asyncio.get_running_loop().time() + 5.0
-            server.cut(cut_off.link)
-            await w.send("s", CLOSE)
-            await until_gone(w, "s", text=b"")
-        return found
-
-    monkeypatch.setattr(Journal, "get", looks)
-    late = encode(failure("a", "internal", "of a worker that was cut off", seq=first["seq"]))
-    with pytest.raises(FencedError):
-        await other.commit(SessionKey("default", "s"), late, 0, {}, server=other.server)
-    await cut_off.close()
-
-
-async def test_a_session_is_not_removed_while_the_result_of_its_close_is_being_stored(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
-    commit, seen, stored = Journal.commit, list[str](), asyncio.Event()
-
-    async def slow(
-        self: Journal, key: SessionKey, body: bytes, after: int, headers: Any, **named: Any
-    ) -> int:
-        seq = await commit(self, key, body, after, headers, **named)
-        if b'"closed"' in body:
-            await asyncio.sleep(0.5)
-            seen.extend(sorted(await bodies(w, "s")))
-            stored.set()
-        return seq
-
-    monkeypatch.setattr(Journal, "commit", slow)
-    w = await quiet_wire(closed_ttl_s=0.0)
-    await w.send("s", append("a", "secret"))
-    await w.send("s", CLOSE)
-    await asyncio.wait_for(stored.wait(), 20)
-    assert seen == ["closed", "in", "out"]
-    assert not await until_gone(w, "s", text=b"")
-
-
-async def test_an_id_used_before_a_close_can_be_used_for_one_request_in_the_reopened_session(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A checkpoint still has the id, from the closed session, whose entries were removed from the log."""
-    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 3)
-    w = await quiet_wire()
-    await w.send("s", append("a", "first life"))
-    await w.send("s", CLOSE)
-    await w.send("s", {"type": "open", "id": "o"})
-    await w.worker.stop()
-    w = await quiet_wire()
-    await w.send("s", append("b"))
-    await w.worker.stop()
-    w = await quiet_wire(closed_ttl_s=0.0)
-    assert "checkpoint" in await until_gone(w, "s", text=b"first life")
-    first = await w.send("s", append("a", "second life"))
-    await w.worker.stop()
-    w = await quiet_wire()
-    repeated = await w.send("s", append("a", "second life"))
-    assert (repeated["position"], repeated.get("repeat_of")) == (first["position"], first["seq"])
-
-
-async def test_an_id_whose_result_is_removed_from_the_log_during_the_lookup_can_be_used_again(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w = await quiet_wire()
-    await w.send("s", append("a", "hello"))
-    closed = await w.send("s", CLOSE)
-    await w.send("s", {"type": "open", "id": "o"})
-    get = Journal.get
-
-    async def meanwhile(self: Journal, seq: int) -> bytes | None:
-        body = await get(self, seq)
-        await self.remove(SessionKey("default", "s"), closed["seq"])
-        return body
-
-    monkeypatch.setattr(Journal, "get", meanwhile)
-    again = await w.send("s", append("a", "hello"))
-    assert (again["type"], again.get("repeat_of")) == ("appended", None), again
-
-
-async def test_a_forgotten_session_leaves_the_log_and_the_token_stream_at_once(quiet_wire: Start) -> None:
-    w = await quiet_wire()
-    await w.send("s", append("a", "a secret"))
-    await w.send("s", generate("g", text="eee"))
-    closed = await w.send("s", FORGET)
-    assert closed["removed_entries"] >= 4
-    await until_left(w, "s", ["c"], ["c"])
-    tokens = await w.js.stream_info(f"{w.prefix}_tok", subjects_filter=f"{w.prefix}.default.s.>")
-    assert not tokens.state.subjects
-    assert (await w.send("s", append("b")))["code"] == "unknown_session"
-
-
-@pytest.mark.usefixtures("late_results")
-async def test_a_forget_that_is_interrupted_goes_on_though_a_sweep_has_seen_its_note_without_a_result(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An earlier note, of a close that is not due yet, is before it in the log."""
-    monkeypatch.setattr(Retention, "wake", lambda _: None)
-    w = await quiet_wire(closed_ttl_s=3600.0)
-    for name, close in (("earlier", CLOSE), ("s", FORGET)):
-        await w.send(name, append("a", "a secret"))
-        await w.send(name, close)
-    await until_gone(w, "s", text=b"secret")
-
-
 async def test_a_log_that_has_become_shorter_has_lost_entries_that_counted_as_synced() -> None:
     """Also if the worker is connected to another node of a cluster than the one that was restarted."""
 
@@ -318,7 +200,7 @@ async def test_a_forgotten_session_is_removed_once(
     w = await quiet_wire()
     for name in ("first", "second"):
         await w.send(name, append("a"))
-        await w.send(name, FORGET)
+        assert (await w.send(name, FORGET))["removed_entries"] == 2
     await asyncio.sleep(1)
     assert removed == ["first", "second"]
 
@@ -430,38 +312,6 @@ async def test_a_session_whose_removal_a_kill_interrupts_anywhere_is_known_to_be
     assert (await w.send("s", {"type": "open", "id": "o"}))["type"] == "opened"
 
 
-async def test_the_removal_of_a_forgotten_session_leaves_the_chunks_of_the_next_one(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another worker may serve the next session already, while this one still removes the forgotten one.
-
-    Or it may still serve that one, until its requests have left the log.
-    """
-    w = await quiet_wire()
-    remove_before = Retention._remove_before
-
-    async def publishes(name: str, seq: int) -> None:
-        chunk = {"i": 0, "tokens": [101], "text": "e", "seq": seq}
-        await w.js.publish(f"{w.prefix}.default.s.chunk.{name}", json.dumps(chunk).encode())
-
-    following: list[int] = []
-
-    async def slowly(keeper: Retention, *asked: Any) -> None:
-        await publishes("late", 1)
-        await remove_before(keeper, *asked)
-        following.append(await w.publish("s", generate("next", text="eee", max_tokens=3)))
-        await publishes("next", following[0])
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Retention, "_remove_before", slowly)
-        patched.setattr(retention, "_PERIOD_S", 60.0)
-        await w.send("s", generate("g", text="a secret"))
-        await w.send("s", FORGET)
-        await w.send("s", {"type": "open", "id": "o"})
-        await until_left(w, "s", ["c", "o", "next"], ["c", "o", "next"])
-        await until_streamed(w, {"next": {following[0]}})
-
-
 async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_requests_are_gone(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,42 +338,6 @@ async def test_the_next_worker_removes_chunks_of_a_forgotten_session_whose_reque
     await until_streamed(w, {"again": {again["seq"]}})
 
 
-async def test_the_chunks_of_a_forgotten_session_are_removed_though_the_first_attempts_at_this_fail(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The note of the close stays until then, even if the close is due for removal from the log too."""
-    remove, errors = AnswerChunks.remove, [nats.errors.TimeoutError(), nats.errors.TimeoutError()]
-
-    async def fails(chunks: AnswerChunks, key: SessionKey, before: int) -> None:
-        if errors:
-            raise errors.pop()
-        await remove(chunks, key, before)
-
-    monkeypatch.setattr(AnswerChunks, "remove", fails)
-    w = await quiet_wire(closed_ttl_s=0.0)
-    await w.send("s", generate("g", text="a secret"))
-    await w.send("s", FORGET)
-    await until_gone(w, "s", text=b"")
-    assert (await streamed(w), errors) == ({}, [])
-
-
-async def test_the_log_accepts_twice_its_size_limit_in_total_if_sessions_are_closed(
-    quiet_wire: Start,
-) -> None:
-    """An open session stays complete meanwhile."""
-    w = await quiet_wire(log_max_bytes=16 * 2**20, closed_ttl_s=None)
-    await w.send("open", append("a", "hello"))
-    for n in range(128):
-        refused = await w.send(f"s{n}", append("a", "x" * 250_000, no_such_field=1))
-        assert refused["code"] == "invalid_request"
-        await w.send(f"s{n}", append("b", "hello"))
-        await w.send(f"s{n}", CLOSE)
-        await asyncio.sleep(0.01)
-    assert (await w.send("open", append("b")))["position"] == 10
-    worker = (await w.control("open", {"type": "info"}))["worker"]
-    assert 0 < worker["log_bytes"] < worker["log_max_bytes"] == 16 * 2**20
-
-
 @pytest.mark.parametrize("forged", [b"forget", b""])
 async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_the_log(
     quiet_wire: Start, forged: bytes
@@ -540,37 +354,6 @@ async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_t
     await asyncio.sleep(0.5)
     for name in ("open", "closed"):
         assert b"hello" in b"".join((await bodies(w, name))["in"])
-
-
-async def test_idle_sessions_leave_memory_when_they_exceed_a_limit_of_bytes(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    w = await quiet_wire()
-    monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 5 * 12_500)
-    for n in range(20):
-        await w.send(f"s{n}", append("a"))
-    assert (await w.control("s0", {"type": "info"}))["worker"]["sessions"] <= 7
-    for n in range(20):
-        appended = await w.send(f"s{n}", append("b"))
-        assert appended["position"] == 10
-        assert appended["prefilled_tokens"] <= 5, "their KV stays"
-
-
-async def test_requests_sent_after_a_close_but_before_its_result_stay_in_the_log(quiet_wire: Start) -> None:
-    """A client may send the reopened session's requests before the close has a result."""
-    w = await quiet_wire(closed_ttl_s=1.0)
-    await w.publish("s", append("a", "first life" * 100))
-    await w.publish("s", generate("g", text="eee", max_tokens=50))
-    await w.publish("s", CLOSE)
-    await w.publish("s", {"type": "open", "id": "o"})
-    last = await w.publish("s", append("b", "second"))
-    assert (await w.result(last))["position"] == 6
-    await until_left(w, "s", ["o", "b"], ["o", "b"])
-    await asyncio.sleep(0.3)
-    assert "closed" not in await until_left(w, "s", ["o", "b"], ["o", "b"])
-    await w.worker.stop()
-    w = await quiet_wire(closed_ttl_s=1.0)
-    assert (await w.send("s", append("d")))["position"] == 11
 
 
 @pytest.mark.parametrize("closed_ttl_s", [None, 0.0])
@@ -600,6 +383,20 @@ async def test_of_a_close_that_is_noted_again_after_a_crash_the_first_note_count
     assert (w.subject("s", "closed") in subjects) == (closed_ttl_s is None)
 
 
+async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened_session(
+    quiet_wire: Start,
+) -> None:
+    w = await quiet_wire(closed_ttl_s=None)
+    await w.send("s", append("a", "hello"))
+    await w.send("s", FORGET)
+    await w.send("s", {"type": "open", "id": "o"})
+    await w.send("s", append("b", "second life"))
+    await w.js.publish(w.subject("s", "closed"), b"forget")
+    assert (await w.send("s", FORGET))["repeat_of"]
+    await asyncio.sleep(0.5)
+    assert b"second life" in b"".join((await bodies(w, "s"))["in"])
+
+
 async def test_a_session_continues_after_the_removal_of_a_close_result_between_two_other_results(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -624,48 +421,6 @@ async def test_a_session_continues_after_the_removal_of_a_close_result_between_t
         while "closed" in await bodies(w, "s"):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     assert (await w.send("s", append("e")))["position"] == 10
-
-
-@pytest.mark.parametrize("num_deleted", [1, 2])
-async def test_a_reopened_session_goes_on_if_the_removal_of_its_close_is_interrupted(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
-) -> None:
-    """A close in the log without its result would be carried out again, with all requests behind it."""
-    w = await quiet_wire(closed_ttl_s=None)
-    for request in (append("a", "first life"), CLOSE, {"type": "open", "id": "o"}, append("b", "second")):
-        await w.send("s", request)
-    await w.worker.stop()
-    delete, deleted, crashed = Journal.delete, list[int](), asyncio.Event()
-
-    async def crashes(journal: Journal, seq: int) -> None:
-        if len(deleted) == num_deleted:
-            crashed.set()
-            await asyncio.Event().wait()
-        deleted.append(seq)
-        await delete(journal, seq)
-
-    monkeypatch.setattr(Journal, "delete", crashes)
-    w = await quiet_wire(closed_ttl_s=0.0)
-    await asyncio.wait_for(crashed.wait(), 20)
-    w.worker.process.kill()
-    w = await quiet_wire(closed_ttl_s=None)
-    assert (await w.send("s", append("d")))["position"] == 11
-    results = [json.loads(body)["id"] for body in (await bodies(w, "s"))["out"]]
-    assert [name for name in results if name != "c"] == ["o", "b", "d"]
-
-
-async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened_session(
-    quiet_wire: Start,
-) -> None:
-    w = await quiet_wire(closed_ttl_s=None)
-    await w.send("s", append("a", "hello"))
-    await w.send("s", FORGET)
-    await w.send("s", {"type": "open", "id": "o"})
-    await w.send("s", append("b", "second life"))
-    await w.js.publish(w.subject("s", "closed"), b"forget")
-    assert (await w.send("s", FORGET))["repeat_of"]
-    await asyncio.sleep(0.5)
-    assert b"second life" in b"".join((await bodies(w, "s"))["in"])
 
 
 async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_memory(
@@ -753,31 +508,6 @@ async def test_a_session_is_not_removed_while_its_log_is_being_read(
     assert "was closed" in (await w.control("s", {"type": "info"}))["message"]
     await asyncio.gather(*tasks)
     assert await bodies(w, "s") == {}
-
-
-async def test_notes_of_closed_sessions_whose_removal_is_not_due_are_not_read_at_each_sweep(
-    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """There may be a note for each session that was closed in 90 days."""
-    monkeypatch.setattr(retention, "_PERIOD_S", 60.0)
-    w = await quiet_wire(closed_ttl_s=3600)
-    for n in range(600):
-        await w.nc.publish(w.subject(f"s{n}", "closed"), b"")
-    await w.send("s", append("a"))  # when this has a result, all notes are stored
-    read, closed = [], Journal.closed
-
-    async def counted(journal: Journal, after: int) -> Any:
-        found = await closed(journal, after)
-        read.append(len(found[0]))
-        return found
-
-    monkeypatch.setattr(Journal, "closed", counted)
-    looks = Retention(w.worker.app._parts.retention._journal, closed_ttl_s=3600, max_bytes=2**30, sync_s=0)
-    await looks.sweep()
-    assert sum(read) >= 600
-    read.clear()
-    await looks.sweep()
-    assert sum(read) <= 256
 
 
 async def test_an_answer_under_a_reused_id_has_no_chunks_of_the_removed_sessions_answer(

@@ -1,4 +1,4 @@
-"""Sampling options (penalties, logit biases, min_tokens, logprobs) apply, also after a crash."""
+"""Sampling options (logit biases, min_tokens, logprobs, prefixes, recommended values) apply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_wire import heard_over_a_kill
 
 from turnkeep_client.client import Client
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
@@ -61,24 +60,22 @@ async def test_an_answer_does_not_end_before_min_tokens_nor_at_all_with_ignore_e
     assert more.position == never.position + 1
 
 
+CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
+    ({"top_logprobs": 3}, "takes top_logprobs with logprobs only"),
+    ({"logprobs": True, "top_logprobs": 5000}, "top_logprobs"),
+    ({"logit_bias": {5: 101.0}}, "logit_bias"),
+    ({"logit_bias": {-1: 1.0}}, "logit_bias"),
+    ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
+    ({"presence_penalty": 2.1}, "presence_penalty"),
+    ({"min_tokens": 10, "max_tokens": 9}, "min_tokens of at most max_tokens"),
+]
+
+
 @pytest.mark.simulated
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"top_logprobs": 3}, "takes top_logprobs with logprobs only"),
-        ({"logprobs": True, "top_logprobs": 5000}, "top_logprobs"),
-        ({"logit_bias": {5: 101.0}}, "logit_bias"),
-        ({"logit_bias": {-1: 1.0}}, "logit_bias"),
-        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias"),
-        ({"presence_penalty": 2.1}, "presence_penalty"),
-        ({"min_tokens": 10, "max_tokens": 9}, "min_tokens of at most max_tokens"),
-    ],
-)
-async def test_the_client_refuses_contradictory_options_and_numbers_out_of_range(
-    client: Client, options: dict[str, Any], says: str
-) -> None:
-    with pytest.raises(InvalidMessageError, match=says):
-        await client.session("s").generate(text="x", **options)
+async def test_the_client_refuses_contradictory_options_and_numbers_out_of_range(client: Client) -> None:
+    for options, says in CONTRADICTORY:
+        with pytest.raises(InvalidMessageError, match=says):
+            await client.session("s").generate(text="x", **options)
 
 
 @pytest.mark.simulated
@@ -91,35 +88,6 @@ async def test_a_logit_bias_on_a_token_outside_of_the_vocabulary_is_refused(clie
     ):
         await session.generate(text="x", logit_bias={258: 1.0, 9999: 1.0})
     assert (await session.info()).position == len("before")
-
-
-@pytest.mark.process
-async def test_an_answer_interrupted_by_a_crash_has_the_same_tokens_and_all_logprobs(
-    worker_process: Any, endless_model: Path, local_worker: Callable[..., Awaitable[Any]], tmp_path: Path
-) -> None:
-    """With penalties, the answer has the tokens of one without a crash, and each token has its logprob."""
-    options = {
-        "text": "Once upon a time",
-        "max_tokens": 400,
-        "temperature": 0.9,
-        "seed": 5,
-        "presence_penalty": 0.7,
-        "frequency_penalty": 0.4,
-        "repetition_penalty": 1.1,
-        "logit_bias": {70: 2.5},
-        "logprobs": True,
-        "top_logprobs": 2,
-    }
-    undisturbed = await local_worker(model=str(endless_model), data_dir=tmp_path / "alone")
-    _, expected = await answered(undisturbed.client.session("s"), **options)
-    process = worker_process(model=endless_model)
-    chunks, result = await heard_over_a_kill(process, options, behind=25)
-    assert result.tokens == expected.tokens
-    assert [one.id for one in result.logprobs] == list(result.tokens)
-    assert [one for chunk in chunks for one in chunk.logprobs] == list(result.logprobs)
-    for mine, theirs in zip(result.logprobs, expected.logprobs, strict=True):
-        assert mine.logprob == pytest.approx(theirs.logprob, abs=1e-3)
-        assert len(mine.top) == 2
 
 
 @pytest.mark.simulated
@@ -151,21 +119,6 @@ async def test_a_count_request_returns_the_tokens_that_a_generate_would_add_and_
         await session.count(text="a", tokens=[1])
     with pytest.raises(RequestFailedError, match="vocabulary"):
         await session.count(tokens=[1_000_000])
-
-
-async def test_an_answers_prefix_counts_as_prompt_and_belongs_to_the_answer_in_the_next_turn(
-    client: Client,
-) -> None:
-    asked = {"messages": [{"role": "user", "content": "Say."}], "max_tokens": 6}
-    _, given = await answered(client.session("s"), **asked, prefix="As <|im_end|> you")
-    rendered = await client.session("t").append(messages=asked["messages"])
-    header = await client.session("t").count(text="")
-    assert given.prefix_tokens == len("As <|im_end|> you")
-    assert header.tokens == given.usage.prompt_tokens - rendered.position - len("As <|im_end|> you")
-    _, more = await answered(client.session("s"), messages=asked["messages"], max_tokens=6)
-    shown = client.session("u")
-    await shown.append(tokens=[*given.tokens])
-    assert more.usage.cached_tokens == given.position - 1, "the answer with its prefix was not rendered anew"
 
 
 @pytest.mark.simulated

@@ -9,12 +9,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from cache.disk import format as snapshot_format
@@ -24,13 +24,11 @@ from cache.disk.unencrypted import Codec
 from cache.names.tokens import pack
 from cache.store import codec_by
 from tests.commands.command_runs import command, turnkeep
-from tests.parts import WorkerProcess, make_tiny_model
-
-pytestmark = pytest.mark.process
-
+from tests.parts import BLOCK, LocalWorker, WorkerProcess, make_tiny_model
 
 pytest.importorskip("cryptography")
 TEXT = "xylophone-7431 is said in the prompt, again and again; " * 4
+Start = Callable[..., Awaitable[LocalWorker]]
 PAGE = Path(__file__).parents[2] / "docs" / "operating.md"
 
 
@@ -41,105 +39,53 @@ def key_file(folder: Path, name: str) -> Path:
     return made
 
 
-async def said(worker: WorkerProcess) -> tuple[tuple[int, ...], int]:
-    """Send the same prompt in a new session, and wait until its snapshots are written.
-
-    Return the answer's tokens and the number of cached tokens.
-    """
-    client = await worker.client()
-    session = client.session(os.urandom(4).hex())
-    try:
-        result = await session.generate(text=TEXT, max_tokens=8)
-        async with asyncio.timeout(20):
-            while (await session.info()).worker.snapshots.in_flight:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return result.tokens, result.usage.cached_tokens
-    finally:
-        await client.close()
-
-
-def traces(data_dir: Path, tokens: list[int]) -> set[str]:
-    """Return the folders with a file that has the text or its tokens, except NATS's, which has the log.
-
-    The NATS server replaces its files meanwhile, so they are not read.
-    """
-    packed = pack(tokens[20:28])
-    told = (b"xylophone-7431", packed, packed.hex().encode())
-    folders = [folder for folder in data_dir.iterdir() if folder.name != "nats"]
-    return {
-        folder.name
-        for folder in folders
-        for path in (folder, *folder.rglob("*"))
-        if path.is_file() and any(one in path.read_bytes() for one in told)
-    }
-
-
-def lines(worker: WorkerProcess, event: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in worker.log.splitlines() if line.startswith("{")]
-    return [line for line in found if line["event"] == event]
+async def said(worker: LocalWorker) -> tuple[tuple[int, ...], int]:
+    """Send the same prompt in a new session; return the answer's tokens and the number of cached tokens."""
+    result = await worker.client.session(os.urandom(4).hex()).generate(text=TEXT, max_tokens=8)
+    return result.tokens, result.usage.cached_tokens
 
 
 @pytest.mark.parametrize("has_key", [True, False])
-async def test_snapshots_are_restored_after_a_kill_and_contain_readable_tokens_only_without_a_key(
-    worker_process: Callable[..., WorkerProcess], tmp_path: Path, tiny_model: Path, has_key: bool
+async def test_snapshots_are_restored_after_a_restart_and_contain_readable_tokens_only_without_a_key(
+    local_worker: Start, tmp_path: Path, tiny_model: Path, has_key: bool
 ) -> None:
     tokens = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).encode(TEXT).ids
-    options = ("--cache-key-file", str(key_file(tmp_path, "key"))) if has_key else ()
-    worker = worker_process(*options)
-    worker.start()
+    packed, key = pack(tokens[20:28]), key_file(tmp_path, "key") if has_key else None
+    worker = await local_worker(cache_key_file=key)
     answer, _ = await said(worker)
-    assert traces(worker.data_dir, tokens) == (set() if has_key else {"snapshots"})
-    worker.kill()
-    worker.start()
-    again, cached = await said(worker)
-    assert (again, cached >= len(tokens) // 32 * 32) == (answer, True)
-    assert traces(worker.data_dir, tokens) == (set() if has_key else {"snapshots"})
+    await worker.stop()
+    files = [one.read_bytes() for one in (tmp_path / "data").rglob("*") if one.is_file()]
+    told = (b"xylophone-7431", packed, packed.hex().encode())
+    assert any(one in file for one in told for file in files) != has_key
+    again, cached = await said(await local_worker(cache_key_file=key))
+    assert (again, cached >= len(tokens) // BLOCK * BLOCK) == (answer, True)
 
 
 async def test_a_worker_with_a_wrong_or_missing_key_answers_without_snapshots_and_logs_a_remedy(
-    worker_process: Callable[..., WorkerProcess], tmp_path: Path
+    local_worker: Start, tmp_path: Path
 ) -> None:
-    key, other = (str(key_file(tmp_path, name)) for name in ("key", "other"))
-    worker = worker_process("--cache-key-file", key)
-    snapshots = worker.data_dir / "snapshots"
-    plain = list(worker.command)
-    worker.start()
+    key, other = (key_file(tmp_path, name) for name in ("key", "other"))
+    worker = await local_worker(cache_key_file=key)
     answer, _ = await said(worker)
-    worker.stop()
+    await worker.stop()
+    snapshots = tmp_path / "data" / "snapshots"
     files = {path: path.read_bytes() for path in (snapshots / "snapshots").iterdir()}
     assert files
     for given, why in (
         (other, "is encrypted with another key; name its file by cache_key_file"),
-        ("none", "is encrypted; name its key's file by cache_key_file"),
+        (None, "is encrypted; name its key's file by cache_key_file"),
     ):
-        worker.command = [*plain, "--cache-key-file", given]
-        worker.start()
-        assert (await said(worker))[0] == answer
-        told = lines(worker, "serving without snapshots: they cannot be opened")[-1]["reason"]
-        assert told == (
+        with capture_logs() as logged:
+            worker = await local_worker(cache_key_file=given)
+        assert await said(worker) == (answer, 0)
+        await worker.stop()
+        reasons = [line["reason"] for line in logged if "serving without snapshots" in line["event"]]
+        assert reasons == [
             f"cache directory {snapshots} {why}, or remove what is there: turnkeep cache prune --all"
-        )
-        worker.stop()
+        ]
     assert {path: path.read_bytes() for path in (snapshots / "snapshots").iterdir()} == files
-    worker.command = plain
-    worker.start()
-    again, cached = await said(worker)
+    again, cached = await said(await local_worker(cache_key_file=key))
     assert (again, cached > 0) == (answer, True)
-    worker.stop()
-
-    listed = await command("cache", "ls", "--data-dir", str(worker.data_dir), "--cache-key-file", key)
-    assert (listed.returncode, listed.stderr) == (0, "")
-    refused = await command("cache", "ls", "--data-dir", str(worker.data_dir))
-    assert refused.returncode == 1
-    assert f"{snapshots} is encrypted; name its key's file" in refused.stderr
-    done = await command("cache", "prune", "--all", "--data-dir", str(worker.data_dir))
-    assert done.returncode == 0, done.stderr
-    worker.command = [*plain, "--cache-key-file", other]
-    worker.start()
-    assert await said(worker) == (answer, 0)
-    worker.kill()
-    worker.start()
-    assert (await said(worker))[1] > 0
 
 
 def test_the_documented_openssl_command_makes_a_valid_key(tmp_path: Path) -> None:
@@ -150,7 +96,8 @@ def test_the_documented_openssl_command_makes_a_valid_key(tmp_path: Path) -> Non
     assert codec_by(tmp_path / "cache.key").mark
 
 
-@pytest.mark.parametrize("arguments", [("serve",), ("serve", "--check"), ("cache", "ls")])
+@pytest.mark.process
+@pytest.mark.parametrize("arguments", [("serve", "--check"), ("cache", "ls")])
 def test_a_key_file_without_a_valid_key_ends_a_command_with_one_line(
     tmp_path: Path, arguments: tuple[str, ...]
 ) -> None:
@@ -179,6 +126,7 @@ def forge(path: Path, codec: Codec) -> None:
     snapshot_format.write(EncodedSnapshot(head, tensors), path, codec)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("kv_bits", "has_key"), [(None, True), (4, False)])
 async def test_recompute_finds_a_file_whose_kv_was_changed_under_a_right_checksum_and_moves_it_if_asked(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, kv_bits: int | None, has_key: bool

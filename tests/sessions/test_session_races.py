@@ -9,7 +9,7 @@ from time import monotonic
 from typing import Any
 
 import pytest
-from session_world import PAGE, STORED, World
+from session_world import STORED, World
 from structlog.testing import capture_logs
 
 from cache.names.policy import FULL
@@ -32,7 +32,7 @@ from turnkeep_client.messages import (
 from worker.engine.port import DeviceFaultError
 from worker.models.vision.image_file import ImageError
 from worker.process.concurrency import SharedLock
-from worker.sessions import answered_ids, cancelling
+from worker.sessions import answered_ids
 from worker.sessions.cancelling import cancel
 from worker.sessions.dead_letters import AttemptNote, excuse
 from worker.sessions.pending import PendingRequest
@@ -156,80 +156,6 @@ async def test_after_info_or_cancel_has_read_another_workers_result_the_session_
     await world.assert_fold_is_life()
 
 
-async def test_a_request_that_another_worker_answers_while_the_log_is_read_is_not_answered_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its result is stored after the results were read, so it seems to wait until the fence says no."""
-    for name in "ab":
-        await world.ask(Append(id=name, text="one"))
-    whole, world.log.entries = world.log.entries, world.log.entries[:2]
-    world.crash()
-    page = world.log.page
-
-    async def grows(*asked: Any) -> Any:
-        found = await page(*asked)
-        world.log.entries = whole
-        return found
-
-    monkeypatch.setattr(world.log, "page", grows)
-    await world.session.refresh()
-    world.ring(3)
-    await world.session.run()
-    assert world.session.history.position == 6
-    assert len(world.results) == 2
-
-
-async def test_a_cancel_is_not_confirmed_if_the_request_is_answered_at_the_same_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The cancel finds the request in the log, and the session answers it before the cancel commits."""
-    there, go_on = held_up(world, monkeypatch)
-    seqs = [world.publish(Append(id=f"r{n}", text="a")) for n in range(PAGE + 1)]
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-    commit = world.session.commit
-
-    async def late(pending: Any, *args: Any, **more: Any) -> Any:
-        if pending.cancelled:
-            go_on.set()
-            await running
-        return await commit(pending, *args, **more)
-
-    monkeypatch.setattr(world.session, "commit", late)
-    answer = await cancel(world.session, f"r{PAGE}")
-    assert world.result(seqs[-1]).position == PAGE + 1
-    assert "it was answered already" in answer.message
-
-
-async def test_a_cancel_as_an_earlier_request_completes_states_the_position_after_that_one(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there, go_on = held_up(world, monkeypatch)
-    commit, begun, commits = world.log.commit, cancelling._is_begun, asyncio.Event()
-
-    async def slow(*args: Any, **more: Any) -> Any:
-        commits.set()
-        await asyncio.sleep(0.01)
-        return await commit(*args, **more)
-
-    async def late(session: Any, pending: Any) -> bool:
-        is_begun = await begun(session, pending)
-        go_on.set()
-        await commits.wait()
-        return is_begun
-
-    monkeypatch.setattr(world.log, "commit", slow)
-    monkeypatch.setattr(cancelling, "_is_begun", late)
-    for request in (*(Append(id=name, text="one") for name in "ab"), Generate(id="c", text="two")):
-        world.publish(request)
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-    assert isinstance(await cancel(world.session, "c"), Cancelled)
-    await running
-    assert [(one.id, one.position) for one in world.results] == [("a", 3), ("c", 3), ("b", 6)]
-    await world.assert_fold_is_life()
-
-
 @pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
 async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answered_already(
     world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
@@ -252,46 +178,29 @@ async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answ
     assert "it was answered already" in getattr(await told[0], "message", "")
 
 
-async def test_cancelling_a_waiting_request_with_forged_tokens_stops_no_other_request(
-    world: World, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_forged", [True, False])
+async def test_a_cancelled_waiting_request_keeps_published_tokens_only_if_they_name_the_sessions_digest(
+    world: World, monkeypatch: pytest.MonkeyPatch, is_forged: bool
 ) -> None:
+    """Those of a worker do, if the server has lost a result since: the request was the first one then."""
     there, go_on = held_up(world, monkeypatch)
-    seqs = [world.publish(Generate(id=f"r{n}", text="a", max_tokens=2)) for n in range(PAGE + 2)]
-    running = asyncio.create_task(world.session.run())
-    await there.wait()
-    stopped: list[Any] = []
-    monkeypatch.setattr(world.engine, "cancel", stopped.append, raising=False)
-    world.log.chunks.stored = [Chunk(0, (97,), "a", seqs[-1])]
-    async with asyncio.timeout(5):
-        answer = await cancel(world.session, f"r{PAGE + 1}")
-    assert answer.was == "waiting"
-    assert not stopped
-    world.log.chunks.stored = []
-    go_on.set()
-    await running
-
-
-async def test_a_cancelled_request_keeps_its_tokens_if_the_server_lost_the_result_before_them(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The chunk names the digest of the session, as a worker's do: the request was the first one then."""
-    there, go_on = held_up(world, monkeypatch)
-    for n in range(2):
-        world.publish(Generate(id=f"r{n}", text="a", max_tokens=2))
+    seqs = [world.publish(Generate(id=f"r{n}", text="a", max_tokens=2)) for n in range(2)]
     running = asyncio.create_task(world.session.run())
     await there.wait()
 
     async def read(_: Any, request_id: str, seq: int, __: Any) -> PublishedChunks:
         known = [Chunk(0, (97,), "a", seq)] if request_id == "r1" else []
-        return PublishedChunks(known, seq, base=world.session.history.digest())
+        return PublishedChunks(known, seq, base="" if is_forged else world.session.history.digest())
 
     monkeypatch.setattr(world.log.chunks, "read", read)
     cancelling = asyncio.create_task(cancel(world.session, "r1"))
     await asyncio.sleep(0.01)
+    assert cancelling.done() == is_forged
     go_on.set()
     await running
     assert isinstance(await cancelling, Cancelled)
-    assert [(one.finish_reason, one.tokens) for one in world.results][1] == ("cancelled", (97,))
+    result = world.result(seqs[1])
+    assert (result.finish_reason, result.tokens) == ("cancelled", () if is_forged else (97,))
 
 
 async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
@@ -312,6 +221,22 @@ async def test_no_request_is_answered_twice_if_a_read_of_the_log_failed_before(
         await world.session.refresh()  # as `info` does
     assert (await world.ask(Append(id="new", text="b"))).position == 4
     assert len(world.results) == 4
+
+
+async def test_the_result_of_a_close_is_stored_under_the_lock_that_removals_take(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the worker, if the acknowledgement is late, could store the result a second time."""
+    commit, held = world.log.commit, list[bool]()
+
+    async def noting(key: Any, *args: Any, **more: Any) -> int:
+        held.append(world.session.services.retention.lock(key).locked())
+        return await commit(key, *args, **more)
+
+    monkeypatch.setattr(world.log, "commit", noting)
+    await world.ask(Append(id="a", text="one"))
+    await world.ask(Close(id="c"))
+    assert held == [False, True]
 
 
 async def test_checkpoints_are_still_stored_after_a_refused_close(
@@ -629,11 +554,13 @@ async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_d
     assert world.result(seq).parent.session == "p"
 
 
+@pytest.mark.parametrize(("deadline_s", "reason"), [(None, "cancelled"), (1.0, "expired")])
 async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, deadline_s: float | None, reason: str
 ) -> None:
     """The other worker may have crashed after that, and clients must get no chunks after the seal."""
-    seq = world.log.add("in", encode(Generate(id="g", text="x", max_tokens=9)))
+    request = Generate(id="g", text="x", max_tokens=9, deadline_s=deadline_s)
+    seq = world.log.add("in", encode(request))
     chunk = streamed(world, monkeypatch, seq)
 
     async def sealed(*_: Any) -> PublishedChunks:
@@ -642,7 +569,7 @@ async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_
     monkeypatch.setattr(world.log.chunks, "read", sealed)
     world.ring(seq)
     await world.session.run()
-    assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, "cancelled")
+    assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, reason)
 
 
 def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:

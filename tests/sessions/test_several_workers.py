@@ -1,4 +1,4 @@
-"""Several workers serve one prefix: limits of sessions by tenant, taking over, draining, and retention."""
+"""Several workers serve one prefix: limits of sessions by tenant, taking over, and draining."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections import Counter
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ from turnkeep_client.subjects import SessionKey
 from worker.cluster.owners import Owners, chosen
 from worker.cluster.routing import Routing
 from worker.process.setting_kinds import TenantLimits
-from worker.sessions.sessions import Sessions
-from worker.wire import intake, retention
+from worker.wire import intake
 from worker.wire.records import Member
 
 pytestmark = pytest.mark.simulated
@@ -91,7 +89,7 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
     """A worker at its limit returns further requests, and no attempt is noted for them."""
     first = await cluster("first", max_attempts=1)
     loud = Flood(first)
-    await loud.begin(200)
+    await loud.begin(100)
     await returned(first, 20)
     second = await cluster("second", max_attempts=1)
     most = Counter[str]()
@@ -129,108 +127,6 @@ async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_
     await asyncio.sleep(2.0)
     is_over.set()
     await loud.end()
-
-
-async def test_a_tenant_is_answered_while_another_tenants_requests_fill_both_workers(cluster: Start) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    loud = Flood(first)
-    await loud.begin(300)
-    await returned(first, 8)
-    await returned(second, 8)
-    for number in range(4):
-        quiet = await first.send(f"q{number}", generate("r", text="eee", max_tokens=3), tenant="quiet")
-        assert len(quiet["tokens"]) == 3
-    assert loud.counts.total() < len(SESSIONS) // 2
-    await loud.end()
-
-
-async def test_a_drained_worker_answers_no_requests_although_the_other_worker_is_at_its_limit(
-    cluster: Start,
-) -> None:
-    first, second = await cluster("first"), await cluster("second")
-    loud = Flood(first)
-    await loud.begin(300)
-    await returned(first, 8)
-    await second.worker.app._members.drain(on=True)
-    await until(lambda: not second.worker.app._parts.intake.num_sessions)
-    await first.nc.flush()  # this connection hears of results later than the worker
-    num_before = loud.counts["second"]
-    assert loud.counts.total() < len(SESSIONS) - 2 * PLACES, "the flood goes on"
-    await loud.end()
-    assert loud.counts["second"] == num_before
-
-
-@pytest.fixture
-async def owned(cluster: Start) -> Callable[[], Awaitable[tuple[Wire, Wire]]]:
-    """Return a function that starts two workers, the second of which owns the first `PLACES` sessions."""
-
-    async def start() -> tuple[Wire, Wire]:
-        first, second = [await cluster(name, max_attempts=1) for name in ("first", "second")]
-        await first.worker.app._members.drain(on=True)  # it keeps no new sessions
-        for name in SESSIONS[:PLACES]:
-            await first.send(name, append("a", "e"))
-        await first.worker.app._members.drain(on=False)
-        return first, second
-
-    return start
-
-
-async def check_answered_while_it_stops(wire: Wire, worker: Any) -> None:
-    """Send a request to each owned session once `worker` begins no more turns; it counts no attempt."""
-    worker.app.stop()
-    while not worker.app._parts.engine._stopping:  # noqa: ASYNC110
-        await asyncio.sleep(0.0001)
-    answered = await asyncio.gather(*(wire.send(name, append("b", "e")) for name in SESSIONS[:PLACES]))
-    assert [one["position"] for one in answered] == [2] * PLACES
-    await worker.task
-
-
-async def test_a_request_that_waits_while_its_sessions_worker_stops_counts_no_attempt(
-    owned: Callable[[], Awaitable[tuple[Wire, Wire]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, second = await owned()
-    excuse = Sessions.excuse
-
-    async def late(self: Sessions, *firsts: Any) -> None:
-        if self is second.worker.app._parts.sessions:
-            await asyncio.sleep(1)  # as if it took so long to end its turns
-        await excuse(self, *firsts)
-
-    monkeypatch.setattr(Sessions, "excuse", late)
-    await check_answered_while_it_stops(first, second.worker)
-
-
-async def test_a_request_that_the_server_sent_to_a_pull_that_had_ended_counts_no_attempt(
-    owned: Callable[[], Awaitable[tuple[Wire, Wire]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """nats-server 2.15.1 does so for some milliseconds after a stopping worker has unsubscribed."""
-
-    async def lost(self: Routing, key: Any) -> None:
-        del self._routed[key]
-
-    first, second = await owned()
-    monkeypatch.setattr(Routing, "_route", lost)  # the other worker hears of none
-    await check_answered_while_it_stops(first, second.worker)
-
-
-async def test_only_one_of_two_workers_runs_retention_and_the_other_one_does_once_it_stops(
-    cluster: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    swept: list[retention.Retention] = []
-    sweep = retention.Retention.sweep
-
-    async def noted(self: retention.Retention) -> None:
-        swept.append(self)
-        await sweep(self)
-
-    monkeypatch.setattr(retention.Retention, "sweep", noted)
-    monkeypatch.setattr(retention, "_PERIOD_S", 0.05)
-    first, second = await cluster("first"), await cluster("second")
-    swept.clear()
-    await asyncio.sleep(0.5)
-    assert set(swept) == {first.worker.app._parts.retention}
-    await first.worker.stop()
-    await until(lambda: second.worker.app._parts.retention in swept)
 
 
 async def makers(wire: Wire, session: str) -> list[str]:
@@ -271,16 +167,6 @@ async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_f
     assert await asyncio.gather(idle.num_busy(key), idle.is_elsewhere(key)) == [1, True]
     await workers[0].control("s", {"type": "cancel", "id": "a"})
     await workers[0].result(seq)
-
-
-async def test_info_and_cancel_requests_reach_the_worker_that_runs_the_answer(wire: Start) -> None:
-    first, _ = await two(wire)
-    for name in SESSIONS[:4]:
-        seq = await first.publish(name, generate("a", **LONG))
-        await first.until(name, "running")
-        assert (await first.control(name, {"type": "cancel", "id": "a"}))["was"] == "running"
-        await first.result(seq)
-        assert len(await makers(first, name)) == 1
 
 
 async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(

@@ -83,25 +83,14 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_single_tenant_gets_active_sessions_up_to_a_fixed_number() -> None:
+async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> None:
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
         await one.end("loud")
         assert one.num("loud") == MOST
-
-
-async def test_another_tenants_session_becomes_active_at_once_during_a_flood() -> None:
-    async with crowd() as one:
-        await one.flood("loud")
         await one.come("quiet", "s")
         assert one.num("quiet") == 1
-
-
-async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> None:
-    async with crowd() as one:
-        await one.flood("loud")
-        await one.come("quiet", "s")
         while one.num("loud") > ROWS // 4:
             before = one.num("loud")
             await one.end("loud")

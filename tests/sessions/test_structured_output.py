@@ -1,9 +1,8 @@
-"""Answers follow a `response_format`: a schema, a regex, a grammar or a choice; also after a crash."""
+"""Answers follow a `response_format`: a schema, a regex, a grammar or a choice."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -11,50 +10,14 @@ from datetime import date  # pydantic reads it
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jsonschema
 import msgspec
 import pytest
 from pydantic import BaseModel, Field
 
 from turnkeep_client.client import Client
 from turnkeep_client.errors import AnswerNotParsedError, InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import TextFormat
 
 EOS = 2
-STRING, NUMBER = {"type": "string", "maxLength": 20}, {"type": "integer", "minimum": 0, "maximum": 200}
-#: Small schemas of the most common kinds.
-SCHEMAS: dict[str, dict[str, Any]] = {
-    "object": {
-        "type": "object",
-        "properties": {"name": STRING, "age": NUMBER},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    },
-    "enum": {"enum": ["red", "green", "blue", 7, None]},
-    "array": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 4},
-    "nested": {
-        "type": "object",
-        "properties": {"place": {"type": "object", "properties": {"city": STRING}, "required": ["city"]}},
-        "required": ["place"],
-        "maxProperties": 1,
-    },
-    "pattern": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
-    "either": {"anyOf": [{"type": "boolean"}, {"type": "array", "items": {"const": "x"}, "maxItems": 2}]},
-    "date": {"type": "string", "format": "date"},
-    "tuple": {"type": "array", "prefixItems": [STRING, {"type": "boolean"}], "items": False, "minItems": 2},
-    "number": {"type": "number", "minimum": 0.5, "maximum": 2.5},
-    "tree": {
-        "$ref": "#/$defs/node",
-        "$defs": {
-            "node": {
-                "type": "object",
-                "properties": {"v": NUMBER, "c": {"type": "array", "items": {"$ref": "#/$defs/node"}}},
-                "required": ["v", "c"],
-                "additionalProperties": False,
-            }
-        },
-    },
-}
 
 
 class Person(msgspec.Struct):
@@ -97,34 +60,6 @@ def question(text: str) -> list[dict[str, str]]:
 async def client(local_worker: Callable[..., Awaitable[Any]]) -> Client:
     client: Client = (await local_worker()).client
     return client
-
-
-async def test_answers_of_a_mixed_batch_follow_their_schemas_and_equal_those_generated_alone(
-    client: Client,
-) -> None:
-    """The batch has answers with schemas and two without. Generated alone, they also use drafts."""
-    asked: dict[str, dict[str, Any]] = {
-        name: {"response_format": by_schema(one)} for name, one in SCHEMAS.items()
-    }
-    asked |= {"text": {"response_format": TextFormat()}, "none": {}}
-    endless = {"nested", "tree", "number", "text", "none"}
-
-    async def answer(name: str, when: str) -> Any:
-        return await client.session(f"{name}-{when}").generate(
-            messages=question("Tell me about somebody in Paris."),
-            max_tokens=24 if name in endless else 150,
-            temperature=0.8 if len(name) % 2 else 0.0,
-            seed=3,
-            **asked[name],
-        )
-
-    together = await asyncio.gather(*(answer(name, "together") for name in asked))
-    for name, result in zip(asked, together, strict=True):
-        assert (await answer(name, "alone")).tokens == result.tokens, name
-        if name in SCHEMAS and result.finish_reason == "stop":
-            jsonschema.validate(json.loads(result.text), SCHEMAS[name])
-        assert result.finish_reason == "stop" or name in endless, name
-    assert not together[1].text.startswith(("{", "[", '"'))
 
 
 async def test_an_answer_in_the_format_of_a_python_type_is_parsed_into_it(client: Client) -> None:
@@ -202,64 +137,36 @@ async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_th
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),
-    [
-        ({"type": "xml"}, "type of response_format must be json_schema, json_object.*not 'xml'"),
-        ({"type": "regex"}, "response_format needs the field 'regex'"),
-        ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema needs the field 'schema'"),
-        ({"type": "json_object", "x": 1}, "response_format has no field 'x'"),
-        ({"type": "choice", "choices": []}, "choices"),
-        (type, "type has no JSON schema"),
-    ],
-)
-async def test_the_client_refuses_an_unknown_or_incomplete_format(
-    client: Client, asked: Any, says: str
-) -> None:
-    with pytest.raises(InvalidMessageError, match=says):
-        client.session("s").generate(text="x", response_format=asked)
+REFUSED: list[tuple[Any, str]] = [
+    ({"type": "xml"}, "type of response_format must be json_schema, json_object.*not 'xml'"),
+    ({"type": "regex"}, "response_format needs the field 'regex'"),
+    ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema needs the field 'schema'"),
+    ({"type": "json_object", "x": 1}, "response_format has no field 'x'"),
+    ({"type": "choice", "choices": []}, "choices"),
+    (type, "type has no JSON schema"),
+]
 
 
-@pytest.mark.parametrize(
-    ("asked", "says"),  # tests/model/test_grammar.py has all kinds
-    [
+async def test_the_client_refuses_an_unknown_or_incomplete_format(client: Client) -> None:
+    for asked, says in REFUSED:
+        with pytest.raises(InvalidMessageError, match=says):
+            client.session("s").generate(text="x", response_format=asked)
+
+
+async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(client: Client) -> None:
+    """`tests/model/test_grammar.py` has all kinds."""
+    session = client.session("s")
+    await session.append(text="before")
+    for asked, says in (
         (by_schema({"type": "objekt"}), "Invalid type: objekt"),
         ({"type": "regex", "regex": "a("}, "unclosed group"),
         ({"type": "lark", "grammar": 'root: "a"'}, "no start rule"),
-    ],
-)
-async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(
-    client: Client, asked: Any, says: str
-) -> None:
-    session = client.session("s")
-    await session.append(text="before")
-    with pytest.raises(RequestFailedError, match=says) as refused:
-        await session.generate(text="x", response_format=asked)
-    assert refused.value.code == "invalid_request"
-    assert "backtrace" not in refused.value.message
-    assert (await session.info()).position == len("before")
-
-
-async def test_a_schema_that_takes_long_to_compile_delays_no_other_answer(client: Client) -> None:
-    """The schemas have the largest allowed enum, and 3,000 optional properties."""
-    large = [
-        {"enum": [f"value{n}" for n in range(9_000)]},
-        {"properties": {f"p{n}": {} for n in range(3_000)}},
-    ]
-    running = client.session("r").generate(text="x", max_tokens=400, ignore_eos=True)
-    tasks = [
-        asyncio.ensure_future(
-            client.session(f"s{n}").generate(text="x", response_format=by_schema(one)).wait()
-        )
-        for n, one in enumerate(large)
-    ]
-    loop = asyncio.get_running_loop()
-    last, longest = loop.time(), 0.0
-    async for _ in running:
-        longest, last = max(longest, loop.time() - last), loop.time()
-    assert longest < 0.5
-    assert json.loads((await tasks[0]).text) in large[0]["enum"]
-    await tasks[1]
+    ):
+        with pytest.raises(RequestFailedError, match=says) as refused:
+            await session.generate(text="x", response_format=asked)
+        assert refused.value.code == "invalid_request"
+        assert "backtrace" not in refused.value.message
+        assert (await session.info()).position == len("before")
 
 
 async def test_ignore_eos_with_a_format_is_refused(client: Client) -> None:

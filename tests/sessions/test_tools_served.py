@@ -1,4 +1,4 @@
-"""Tools and reasoning with a real worker: forced calls, budgets, excessive tools, a kill in an answer."""
+"""Tools and reasoning with a real worker: forced calls, budgets, excessive tools, a restart in an answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from raw_wire import LONG, Start, Wire, generate, heard_over_a_kill
+from raw_wire import LONG, Start, Wire, generate
 from test_tools import WITH_TOOLS
 
 from tests.parts import CHAT_TEMPLATE, make_tiny_model
@@ -73,34 +73,6 @@ async def random(
     """A client of a random model whose template knows tools."""
     client: Client = (await local_worker(model=str(model_with_template("with-tools", WITH_TOOLS)))).client
     return client
-
-
-async def test_a_model_calls_the_tool_named_in_tool_choice_and_answers_after_its_result(
-    random: Client,
-) -> None:
-    session = random.session("s")
-    chunks, first = await heard(
-        session,
-        messages=user("What is the weather in Rome?"),
-        tools=[WEATHER, CLOCK],
-        tool_choice={"type": "function", "function": {"name": "get_weather"}},
-        parallel_tool_calls=False,
-        max_tokens=200,
-    )
-    (call,) = first.tool_calls
-    arguments = json.loads(call.function.arguments)
-    assert call.function.name == "get_weather"
-    assert arguments.keys() == {"city", "days"}
-    assert 1 <= arguments["days"] <= 9
-    assert (first.text, first.finish_reason) == ("", "tool_calls")
-    assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
-    assert len([part for chunk in chunks for part in chunk.tool_calls]) == 1, "told when it is complete"
-    told = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
-    _, second = await heard(session, messages=told, tool_choice="none", max_tokens=20)
-    told_tokens = len(">.<user.<tool_response>sunny>.<assistant.")  # a token for each byte and mark
-    assert second.usage.prefilled_tokens == 1 + told_tokens
-    assert second.text
-    assert not second.tool_calls
 
 
 async def test_a_tool_schema_that_cannot_be_enforced_gives_a_warning_and_a_strict_one_is_refused(
@@ -198,8 +170,8 @@ async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
     assert one.text in ("yes", "no")
 
 
-async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill(
-    local_worker: Callable[..., Awaitable[Any]], worker_process: Any, harmony_model: Path, tmp_path: Path
+async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_restart_in_between(
+    local_worker: Callable[..., Awaitable[Any]], harmony_model: Path
 ) -> None:
     asked: dict[str, Any] = {
         "messages": user("Hi"),
@@ -211,10 +183,17 @@ async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_kill
         "seed": 6,
         "logit_bias": dict.fromkeys([2, *range(259, 266)], -100) | {262: -50},  # its reasoning lasts
     }
-    alone = await local_worker(model=str(harmony_model), data_dir=tmp_path / "alone")
-    expected = await alone.client.session("s").generate(**asked)
-    process = worker_process(model=harmony_model)
-    chunks, result = await heard_over_a_kill(process, asked, behind=180)
+    worker = await local_worker(model=str(harmony_model))
+    expected = await worker.client.session("alone").generate(**asked)
+    generation, chunks = worker.client.session("s").generate(**asked), list[Chunk]()
+    async for chunk in generation:
+        chunks.append(chunk)
+        if sum(len(one.tokens) for one in chunks) > 180 and not worker.task.done():
+            worker.app.stop()
+            await worker.task
+            await local_worker(model=str(harmony_model))
+    result = generation.result
+    assert result.resumed_tokens > 180
     assert (result.tokens, result.finish_reason) == (expected.tokens, "tool_calls")
     assert result.usage.reasoning_tokens == 301
     (call,) = result.tool_calls
@@ -336,15 +315,14 @@ async def test_a_tool_with_an_unenforceable_schema_leaves_the_other_tools_held_t
     more = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
     picked: list[dict[str, Any]] = []
     for seed in range(30):
-        told = await served.send(f"s{seed}", asked("a", seed=seed, max_tokens=200, **more))
+        told = await served.send(f"s{seed}", asked("a", seed=seed, max_tokens=100, **more))
         (warning,) = told["warnings"]
         assert warning.startswith("arguments are not held to the schemas of deep: ")
         calls = [call["function"] for call in told.get("tool_calls", [])]
         picked += [json.loads(call["arguments"]) for call in calls if call["name"] == "pick"]
-        if len(picked) == 3:
+        if picked:
             break
-    assert len(picked) == 3
-    assert {one["x"] for one in picked} <= {1, 2}
+    assert {one["x"] for one in picked} in ({1}, {2})
 
 
 async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_devices_thread(
