@@ -259,15 +259,16 @@ async def _obey(
     reload: Callable[[], Awaitable[None]],
 ) -> None:
     """On a signal stop the workers, at a second one exit; without a terminal, SIGHUP reloads instead."""
+    has_terminal = os.isatty(0)  # a closed one is none any more
     told = False
     async for number in received:
-        if number == signal.SIGHUP and not os.isatty(0):
+        if number == signal.SIGHUP and not has_terminal:
             await reload()
-        elif told:  # threads, such as a download, cannot be interrupted
-            os._exit(128 + number)
-        else:
+        elif not told:
             told = True
             _end(app, starting)
+        elif number != signal.SIGHUP:  # which may come twice from one terminal; threads cannot be interrupted
+            os._exit(128 + number)
 
 
 def _end(app: Supervisor, starting: anyio.CancelScope) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from command_runs import Terminal, environment, turnkeep
 
 from tests.parts import WorkerProcess, free_port
+from turnkeep_client.client import connect
 
 pytestmark = pytest.mark.process
 
@@ -62,6 +64,22 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         assert "testing how" not in terminal.transcript, "only a first start tests the model"
         assert "In another terminal" not in terminal.transcript, "programs read JSON"
         assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
+
+
+async def test_a_worker_whose_terminal_is_closed_ends_its_answer_and_saves_the_kv(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    data, port = tmp_path / "data", free_port()
+    with Terminal("serve", "--data-dir", data, "--nats-port", port, "--model", tiny_model) as terminal:
+        await asyncio.to_thread(terminal.wait_for, "In another terminal")
+        url = turnkeep("info", "--url", "--data-dir", data).stdout.strip()
+        async with await connect(url) as client:
+            async for _ in client.session("s").generate(text="hello", max_tokens=1500):
+                break
+            terminal.hang_up()  # from here on no line of the log can be written
+            os.kill(terminal.process.pid, signal.SIGHUP)  # which a shell sends, too
+            assert await asyncio.to_thread(terminal.process.wait, 60) == 0
+    assert [*(data / "snapshots").rglob("*.safetensors")], "of the answer so far"
 
 
 def test_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
