@@ -155,7 +155,8 @@ def _just_begun(data_dir: Path) -> int | None:
         if not is_serve or time.time() - process.info["create_time"] > _IMPORTS_S:
             continue
         with contextlib.suppress(psutil.Error):
-            given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
+            named = ((*one.partition("=")[::2], after) for one, after in pairwise([*words, ""]))
+            given = next((value or after for one, value, after in named if one == "--data-dir"), None)
             given = given or process.environ().get("TURNKEEP_DATA_DIR") or default_data_dir()
             if is_same(Path(given), data_dir):
                 return process.pid

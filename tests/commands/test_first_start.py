@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from typing import TextIO
 
 import httpx2
 import pytest
@@ -89,6 +91,16 @@ def test_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
     assert done.stdout == "set()\nset()\n"
 
 
+def locking(data: Path, note: str) -> TextIO:
+    """Write a worker's note into a data directory's lock file; return this file, locked until it closes."""
+    data.mkdir(exist_ok=True)
+    file = (data / "worker.lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.write(note)
+    file.flush()
+    return file
+
+
 @pytest.mark.parametrize("has_lock", [True, False])
 def test_ask_waits_for_a_worker_that_is_still_starting(
     tmp_path: Path, tiny_model: Path, *, has_lock: bool
@@ -96,12 +108,11 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
     data, port = tmp_path / "data", free_port()
     where = ["--data-dir", str(data), "--nats-port", str(port)]
     program = [sys.executable, "-m", "commands"]
-    serve = [*program, "serve", *where, "--model", str(tiny_model)]
+    serve = [*program, "serve", f"--data-dir={data}", *where[2:], "--model", str(tiny_model)]
     with contextlib.ExitStack() as stack:
         if has_lock:
             starting = stack.enter_context(Popen(["sleep", "60"]))
-            data.mkdir()
-            (data / "worker.lock").write_text(f'{{"pid": {starting.pid}}}')
+            locked = stack.enter_context(locking(data, f'{{"pid": {starting.pid}}}'))
         else:
             starting = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
             starting.send_signal(signal.SIGSTOP)
@@ -112,6 +123,7 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
         assert ask.stderr is not None
         assert ask.stderr.readline() == f"waiting for the worker that is starting (pid {starting.pid}) ...\n"
         if has_lock:
+            locked.close()
             served = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
             stack.callback(served.terminate)
         starting.send_signal(signal.SIGCONT)
@@ -125,9 +137,9 @@ def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago
     (tmp_path / "worker.lock").write_text(f'{{"pid": {ended.pid}, "worker": "w"}}')
     where = ("--data-dir", tmp_path, "--nats-port", free_port())
     assert "start a worker with" in turnkeep("info", *where).stderr
-    (tmp_path / "worker.lock").write_text(f'{{"pid": {os.getpid()}, "worker": "w"}}')
-    os.utime(tmp_path / "worker.lock", (0, 0))
-    assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
+    with locking(tmp_path, f'{{"pid": {os.getpid()}, "worker": "w"}}'):
+        os.utime(tmp_path / "worker.lock", (0, 0))
+        assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
 
 
 def test_a_second_serve_on_a_data_directory_says_which_process_uses_it(

@@ -452,6 +452,7 @@ async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local
             ["garden"],
             {"garden": "...ar far Where is the Rhubarb"},
         )
+        assert await found("rhubarb", whole=1, skip=1) == ([], {}), "behind the first page"
         assert await found("üb", whole=1) == (["other"], {"other": answer.text})
         assert await found('"text"', whole=1) == ([], {})
 
