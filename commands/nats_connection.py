@@ -219,8 +219,10 @@ def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, 
     except NoServerError as error:
         raise NoWorkerError(f"{error}; {instead(settings)}") from None
     except NoWorkerError as error:
-        starts = command_line(settings, "serve")
-        raise NoWorkerError(f"{error}; start a worker with: {starts}") from None
+        helps = f"start a worker with: {command_line(settings, 'serve')}"
+        if settings.nats is None and (pid := holder_pid(settings.data_dir)) is not None:
+            helps = f"the worker here (pid {pid}) has another --prefix, or is busy or stuck: see its log"
+        raise NoWorkerError(f"{error}; {helps}") from None
     except asyncio.CancelledError:
         _end_terminated()
     except OSError as error:

@@ -241,7 +241,7 @@ class Supervisor:
 
     async def _weighed(self, settings: Settings) -> Needs | Refusal:
         """Measure a model in a process of its own."""
-        found: Needs | Refusal = Refusal("its process has ended; the error is above", is_setting=False)
+        found: Needs | Refusal = Refusal("its process has ended; the worker's log says why", is_setting=False)
         async with ending(await self._standby.take(), 0) as process:
             await send_order(process, Order(settings, weighs=True))
             async for report in reports(process):

@@ -20,8 +20,11 @@ import httpx2
 import pytest
 from command_runs import Terminal, environment, turnkeep
 
+from commands.nats_connection import run_until_signal
 from tests.parts import WorkerProcess, free_port
 from turnkeep_client.client import connect
+from turnkeep_client.errors import NoAnswerError, NoWorkerError
+from worker.process.settings import Settings
 
 pytestmark = pytest.mark.process
 
@@ -140,6 +143,20 @@ def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago
     with locking(tmp_path, f'{{"pid": {os.getpid()}, "worker": "w"}}'):
         os.utime(tmp_path / "worker.lock", (0, 0))
         assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
+
+
+def test_no_answer_of_a_worker_that_runs_here_is_no_reason_to_start_another_one(tmp_path: Path) -> None:
+    async def ask() -> None:
+        raise NoAnswerError("no answer")
+
+    settings = Settings(data_dir=tmp_path)
+    with (
+        locking(tmp_path, f'{{"pid": {os.getpid()}}}'),
+        pytest.raises(NoWorkerError, match="busy or stuck: see its log"),
+    ):
+        run_until_signal(settings, ask)
+    with pytest.raises(NoWorkerError, match="start a worker with"):
+        run_until_signal(settings, ask)
 
 
 def test_a_second_serve_on_a_data_directory_says_which_process_uses_it(
