@@ -159,6 +159,19 @@ def test_no_answer_of_a_worker_that_runs_here_is_no_reason_to_start_another_one(
         run_until_signal(settings, ask)
 
 
+def test_a_worker_whose_standard_error_is_closed_serves(tmp_path: Path, tiny_model: Path) -> None:
+    words = [sys.executable, "-m", "commands", "serve", "--data-dir", str(tmp_path / "data"), "--until-eof"]
+    words += ["--nats-port", str(free_port()), "--model", str(tiny_model)]
+    with Popen(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *words], stdin=PIPE, stdout=PIPE, env=environment()
+    ) as one:
+        assert one.stdin
+        assert one.stdout
+        assert b"ready\n" in iter(one.stdout.readline, b"")
+        one.stdin.close()
+        assert one.wait() == 0
+
+
 def test_a_second_serve_on_a_data_directory_says_which_process_uses_it(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
