@@ -16,7 +16,9 @@ def main() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # it was closed, as by `<&-`
-            setattr(sys, name, open(os.devnull, mode))  # noqa: PTH123, SIM115  # for the whole process
+            opened = open(os.devnull, mode)  # noqa: PTH123, SIM115  # for the whole process
+            setattr(sys, name, opened)
+            os.set_inheritable(opened.fileno(), True)  # it has the number of the closed one
     import importlib.metadata
 
     version = importlib.metadata.version("turnkeep")

@@ -155,7 +155,8 @@ def _just_begun(data_dir: Path) -> int | None:
         if not is_serve or time.time() - process.info["create_time"] > _IMPORTS_S:
             continue
         with contextlib.suppress(psutil.Error):
-            given = next((after for one, after in pairwise(words) if one == "--data-dir"), None)
+            named = ((*one.partition("=")[::2], after) for one, after in pairwise([*words, ""]))
+            given = next((value or after for one, value, after in named if one == "--data-dir"), None)
             given = given or process.environ().get("TURNKEEP_DATA_DIR") or default_data_dir()
             if is_same(Path(given), data_dir):
                 return process.pid
@@ -218,8 +219,10 @@ def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, 
     except NoServerError as error:
         raise NoWorkerError(f"{error}; {instead(settings)}") from None
     except NoWorkerError as error:
-        starts = command_line(settings, "serve")
-        raise NoWorkerError(f"{error}; start a worker with: {starts}") from None
+        helps = f"start a worker with: {command_line(settings, 'serve')}"
+        if settings.nats is None and (pid := holder_pid(settings.data_dir)) is not None:
+            helps = f"the worker here (pid {pid}) has another --prefix, or is busy or stuck: see its log"
+        raise NoWorkerError(f"{error}; {helps}") from None
     except asyncio.CancelledError:
         _end_terminated()
     except OSError as error:

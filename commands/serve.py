@@ -39,6 +39,9 @@ log = structlog.get_logger()
 
 #: How long a gateway or a console may take to end; its clients retry when it runs again.
 _BESIDE_S = 3.0
+#: After this time a gateway or a console that ends was no failed start; the pause before its next start.
+_SETTLED_S = 60.0
+_AGAIN_S = 1.0
 #: How many lines of the log are kept for the console, and how often they are sent to it.
 _LOG_LINES = 200
 _LOG_S = 0.5
@@ -218,7 +221,10 @@ async def _run_beside(
     options: Sequence[str],
     manner: Manner,
 ) -> None:
-    """Run a gateway or a console once the worker serves; send the log's lines to the console."""
+    """Run a gateway or a console once the worker serves, and again if it crashes.
+
+    The console gets the log's lines.
+    """
 
     async def tell(console: Process) -> None:
         with contextlib.suppress(anyio.BrokenResourceError):
@@ -228,14 +234,22 @@ async def _run_beside(
                 await anyio.sleep(_LOG_S)
 
     await app.ready.wait()
-    process = await start([*PROGRAM, name, *options, "--until-eof"])
-    async with ending(process, _BESIDE_S), task_group() as tasks:
-        if name == "console":
-            tasks.start_soon(tell, process)
-        code = await process.wait()
-        tasks.cancel_scope.cancel()
-        told = f"the {name} has ended, the worker goes on"
+    while True:
+        began_s = anyio.current_time()
+        process = await start([*PROGRAM, name, *options, "--until-eof"])
+        async with ending(process, _BESIDE_S), task_group() as tasks:
+            if name == "console":
+                tasks.start_soon(tell, process)
+            code = await process.wait()
+            tasks.cancel_scope.cancel()
+        # One that ends by itself soon after its start would do so again: it has printed the reason.
+        if code >= 0 and anyio.current_time() - began_s < _SETTLED_S:
+            told = f"the {name} has ended, the worker goes on"
+            log.error(told, code=code)
+            return
+        told = f"the {name} has ended; starting it again"
         log.error(told, code=code)
+        await anyio.sleep(_AGAIN_S)
 
 
 async def _serve_a_parent(app: Supervisor, starting: anyio.CancelScope) -> None:
@@ -259,15 +273,16 @@ async def _obey(
     reload: Callable[[], Awaitable[None]],
 ) -> None:
     """On a signal stop the workers, at a second one exit; without a terminal, SIGHUP reloads instead."""
+    has_terminal = os.isatty(0)  # a closed one is none any more
     told = False
     async for number in received:
-        if number == signal.SIGHUP and not os.isatty(0):
+        if number == signal.SIGHUP and not has_terminal:
             await reload()
-        elif told:  # threads, such as a download, cannot be interrupted
-            os._exit(128 + number)
-        else:
+        elif not told:
             told = True
             _end(app, starting)
+        elif number != signal.SIGHUP:  # which may come twice from one terminal; threads cannot be interrupted
+            os._exit(128 + number)
 
 
 def _end(app: Supervisor, starting: anyio.CancelScope) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import json
 import os
@@ -23,7 +24,7 @@ import platformdirs
 from ops import units
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.redact import shown
-from worker.process.datadir import DataDir, owner
+from worker.process.datadir import DataDir, holder_pid, owner
 from worker.process.setting_sources import CONFIG_NAME, load
 
 from .flags import as_json
@@ -31,7 +32,7 @@ from .nats_connection import talk, url_of
 from .printing import table
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from turnkeep_client.client import Client
     from turnkeep_client.messages import Metrics
@@ -327,7 +328,10 @@ def status(as_json: bool) -> None:
     config = Path(command[command.index("--config") + 1])
     settings = load({}, {}, config, config.parent)
     running = owner(settings.data_dir)
-    metrics, why = _worker(settings) if running else (None, "`turnkeep service logs` may say why")
+    is_service = running is not None and _is_run_by(holder_pid(settings.data_dir), command)
+    metrics, why = _worker(settings) if is_service else (None, "`turnkeep service logs` may say why")
+    if running is not None and not is_service:
+        running = f"no; {running} uses its data directory, and is another one"
     port = next((word.partition("=")[2] for word in command if word.startswith("--gateway=")), None)
     rows = [
         ("runs", running or "no"),
@@ -343,6 +347,15 @@ def status(as_json: bool) -> None:
     else:
         table(("service", units.NAME), rows)
     sys.exit(0 if metrics else 1)
+
+
+def _is_run_by(pid: int | None, command: Sequence[str]) -> bool:
+    """Whether a process runs the service's command, which an interpreter may precede."""
+    import psutil
+
+    with contextlib.suppress(psutil.Error):
+        return pid is not None and psutil.Process(pid).cmdline()[1 - len(command) :] == command[1:]
+    return False
 
 
 def _worker(settings: Settings) -> tuple[Metrics | None, str]:

@@ -63,7 +63,8 @@ class FigureHistory:
         for one in sightings:
             name, figures = one.metrics.worker, Figures(one)
             values = tuple(of(one, figures) if one.up else None for of in SERIES.values())
-            kept = [point for point in self._points.get(name, ()) if at_s - point[0] <= self._keep_s]
+            # Points of the future are of a clock that was set back meanwhile.
+            kept = [point for point in self._points.get(name, ()) if 0 <= at_s - point[0] <= self._keep_s]
             if len(kept) > 1 and kept[-1][0] - kept[-2][0] < self.step_s / 2:
                 kept.pop()
             points[name] = [*kept, (at_s, values)]

@@ -95,6 +95,9 @@ class Reporter:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # Reports alone go through the pipe: what a library prints comes after the log's lines.
+        self._pipe = os.fdopen(os.dup(1), "wb")
+        os.dup2(2, 1)
         #: Whether the supervisor has told this process to end, and perhaps reads no more.
         self.is_over = False
 
@@ -105,8 +108,8 @@ class Reporter:
         if self.is_over:
             return
         with self._lock, contextlib.suppress(BrokenPipeError):
-            sys.stdout.buffer.write(encode(report))
-            sys.stdout.buffer.flush()
+            self._pipe.write(encode(report))
+            self._pipe.flush()
 
     def line(self, line: str) -> None:
         """Report a line of the log."""

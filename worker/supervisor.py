@@ -241,7 +241,7 @@ class Supervisor:
 
     async def _weighed(self, settings: Settings) -> Needs | Refusal:
         """Measure a model in a process of its own."""
-        found: Needs | Refusal = Refusal("its process has ended; the error is above", is_setting=False)
+        found: Needs | Refusal = Refusal("its process has ended; the worker's log says why", is_setting=False)
         async with ending(await self._standby.take(), 0) as process:
             await send_order(process, Order(settings, weighs=True))
             async for report in reports(process):
@@ -277,10 +277,12 @@ class Supervisor:
             settings, weighed = alone, await self._fitting(alone)
         if isinstance(weighed, Refusal):
             raise SupervisorError(f"{name} cannot be served: {weighed.reason}")
-        model.let_go()
-        while model in self._memory.loaded:  # noqa: ASYNC110  # it tells nobody
-            await sleep(_ENDED_S)
+        worker = model.process
+        # Before the worker ends: requests that come meanwhile start the next one, at once.
         model.settings, model.needs = settings, weighed
+        model.let_go()
+        while worker is not None and model.process is worker:  # noqa: ASYNC110  # it tells nobody
+            await sleep(_ENDED_S)
         model.wake()
         without = ", without the draft model" if settings.draft_model != drafted.draft_model else ""
         return f"the worker restarts with {name}{without}; conversations go on with it"

@@ -15,7 +15,6 @@ from starlette.routing import Route
 from ops.log import conversation, conversation_files, searching, session_file
 from ops.log.costs import SessionCosts
 from ops.log.sessions import begun, find_session, list_sessions, order, running, trees
-from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.images import images_in, media_type
 from turnkeep_client.messages import Opened
 from turnkeep_client.session_log import read
@@ -96,6 +95,7 @@ class SessionApi:
         read = {row.session: row for row in new}
         page = [read.get(row.session, row) for row in page]
         costs = [] if asked.get("brief") else await self._costs.of(page)
+        found = {row.session: found[row.session] for row in page if row.session in found}
         part = {"total": len(rows), "rows": page, "costs": costs, "each": _SESSIONS}
         return as_json(part | {"found": found, "is_whole": is_whole})
 
@@ -136,10 +136,7 @@ class SessionApi:
         """
         name = request.path_params["name"]
         rows = order(await list_sessions(self._client, self._client.tenant), "last")[:_READ]
-        try:
-            found = trees(await begun(self._client, rows))
-        except RecursionError:
-            raise TurnkeepError("forks of forks are too many levels deep to be shown") from None
+        found = trees(await begun(self._client, rows))
         return as_json(next((tree for tree in found if any(one.session == name for one in tree)), None))
 
     async def _image(self, request: Request) -> Response:

@@ -9,7 +9,7 @@ import msgspec
 
 from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
 from turnkeep_client.errors import LastSequenceError, TurnkeepError
-from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER
+from turnkeep_client.log import BEGAN_HEADER, PARTS_HEADER, SEED_HEADER, STORED_HEADER
 from turnkeep_client.messages import Asked, Close, Closed, decode_request, decode_result
 from turnkeep_client.stream import UnsentMessage
 
@@ -125,6 +125,7 @@ class Import:
                 yield UnsentMessage(self._subjects.of(self._key, "closed"), b"", {})
                 seq += 1
             headers: dict[str, str] = {name: line.headers[name] for name in HEADERS if name in line.headers}
+            headers[STORED_HEADER] = line.answered.isoformat()
             if line.parts is not None:
                 seq, headers[PARTS_HEADER] = yield from self._parts(line.parts, seq)
             result.pop("asked", None)  # its link, if it has one, is of the other log

@@ -49,9 +49,9 @@ class Recording:
 def within(log: SessionLog, since: datetime | None, until: datetime | None) -> SessionLog:
     """Return the part of a session's log from before `until`; nothing if the session began before `since`."""
     entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
-    if since is not None and entries and min(one.stored for one in entries) < since:
+    if since is not None and entries and min(one.first_stored for one in entries) < since:
         return paired(log.key, [])
-    return paired(log.key, [one for one in entries if until is None or one.stored < until])
+    return paired(log.key, [one for one in entries if until is None or one.first_stored < until])
 
 
 def fold(logs: Iterable[SessionLog]) -> Recording:

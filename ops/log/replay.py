@@ -150,7 +150,7 @@ class Replay:
         for before, one in zip((None, *played.recorded), played.recorded, strict=False):
             if before is not None and one.asked.seq > before.answered.seq:  # may depend on that answer
                 await self._results(waiting, played)
-                then, then_s = before.answered.stored, self._now_s()
+                then, then_s = before.answered.first_stored, self._now_s()
             due_s = then_s + (one.asked.stored - then).total_seconds() / self._speed
             await asyncio.sleep(max(0.0, due_s - self._now_s()))
             then, then_s = one.asked.stored, self._now_s()
@@ -208,7 +208,8 @@ class Replay:
 def _times(exchanges: Sequence[Exchange]) -> ReplayTimes:
     results = [one.result for one in exchanges]
     first = [result.seconds.first_token for result in results if isinstance(result, Generated)]
-    begin, end = min(one.asked.stored for one in exchanges), max(one.answered.stored for one in exchanges)
+    begin = min(one.asked.stored for one in exchanges)
+    end = max(one.answered.first_stored for one in exchanges)
     return ReplayTimes(
         turnaround=_typical([one.took_s for one in exchanges]),
         first_token=_typical(first),

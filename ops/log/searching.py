@@ -50,9 +50,11 @@ async def said(client: Client, words: str, patience_s: float) -> tuple[dict[str,
         async with asyncio.timeout(patience_s):
             async for one in entries(client.stored, client.tenant):
                 for text in _texts(one.body):
-                    at = text.casefold().find(wanted)
-                    if at >= 0:
-                        found[one.key.session] = _around(text, at, len(words))
+                    folded = text.casefold()
+                    if (at := folded.find(wanted)) >= 0:
+                        # `ß` becomes two characters: the place is then one in the folded text.
+                        shown = text if len(folded) == len(text) else folded
+                        found[one.key.session] = _around(shown, at, len(wanted))
             return found, True
     return found, False
 

@@ -184,7 +184,7 @@ def _lines(exchanges: Sequence[Exchange], parts: Mapping[int | str, bytes]) -> b
                 stored=one.asked.stored,
                 request=msgspec.Raw(one.asked.body),
                 answered_seq=one.answered.seq,
-                answered=one.answered.stored,
+                answered=one.answered.first_stored,
                 result=msgspec.Raw(one.answered.body),
                 headers={name: value for name in HEADERS if (value := one.answered.headers.get(name))},
                 parts=parts.get(one.answered.seq),

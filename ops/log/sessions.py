@@ -238,7 +238,8 @@ class Branch(Struct, frozen=True, kw_only=True):
 def trees(rows: Iterable[SessionRow]) -> list[Branch]:
     """Return the trees of forked sessions. `rows` must have their parents (see `sessions.begun`).
 
-    Parents are found by name: forks of a removed session belong to a new session of the same name.
+    Parents are found by name: forks of a removed session belong to a new session of the same name. Raises
+    `TurnkeepError` for forks of forks of more levels than Python can recurse.
     """
     known = {(row.tenant, row.session): row for row in rows}
     forks: defaultdict[tuple[str, str], list[SessionRow]] = defaultdict(list)
@@ -256,6 +257,11 @@ def trees(rows: Iterable[SessionRow]) -> list[Branch]:
         return Branch(tenant=key[0], session=key[1], row=known.get(key), forks=grown)
 
     roots = sorted(key for key in forks if key not in known or known[key].parent is None)
-    grown = [grow(key) for key in roots]
-    # The rest are cycles of names: a session ended, and one of the same name was forked from its fork.
-    return grown + [grow(key) for key in sorted(forks) if key not in seen]
+    try:
+        grown = [grow(key) for key in roots]
+        # The rest are cycles of names: a session ended, and one of the same name was forked from its fork.
+        return grown + [grow(key) for key in sorted(forks) if key not in seen]
+    except RecursionError:
+        raise TurnkeepError(
+            "forks of forks are too many levels deep to be shown; `turnkeep info` of each names its parent"
+        ) from None

@@ -6,6 +6,7 @@ Pure: takes a stored message, returns an entry. The client reads the messages fr
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from datetime import datetime
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -28,6 +29,8 @@ PARTS_HEADER: Final = "Turnkeep-Parts"
 BEGAN_HEADER: Final = "Turnkeep-Began"
 #: Header of a generate copied from another log: the seed that it was answered with, if it has none itself.
 SEED_HEADER: Final = "Turnkeep-Seed"
+#: Header of a result copied from another log: the time when that log stored it.
+STORED_HEADER: Final = "Turnkeep-Stored"
 #: Header of a result: the name of the model that made it. Of an answer's first chunk: digests of the model.
 MODEL_HEADER: Final = "Turnkeep-Model"
 #: Header of a result: the worker that made it, and what else its tokens may depend on, as `name=value` words.
@@ -80,6 +83,14 @@ class Entry(NamedTuple):
     def build(self) -> Mapping[str, str]:
         """The `worker` that made a result, its `version`, `dtype`, `device` and `kv` precision."""
         return words(self.headers.get(BUILD_HEADER, ""))
+
+    @property
+    def first_stored(self) -> datetime:
+        """The time when the log stored it; of a copied result, when its first log did."""
+        with suppress(ValueError):
+            copied = datetime.fromisoformat(self.headers.get(STORED_HEADER, ""))
+            return copied if copied.tzinfo else self.stored
+        return self.stored
 
     @property
     def seed(self) -> int | None:

@@ -70,7 +70,7 @@ class Exchange(NamedTuple):
     @property
     def took_s(self) -> float:
         """Seconds from the request to its result, by the log's timestamps."""
-        return (self.answered.stored - self.asked.stored).total_seconds()
+        return (self.answered.first_stored - self.asked.stored).total_seconds()
 
     @property
     def changes_session(self) -> bool:

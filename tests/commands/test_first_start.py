@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import fcntl
 import os
 import re
 import signal
@@ -12,12 +14,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
+from typing import TextIO
 
 import httpx2
 import pytest
 from command_runs import Terminal, environment, turnkeep
 
+from commands.nats_connection import run_until_signal
 from tests.parts import WorkerProcess, free_port
+from turnkeep_client.client import connect
+from turnkeep_client.errors import NoAnswerError, NoWorkerError
+from worker.process.settings import Settings
 
 pytestmark = pytest.mark.process
 
@@ -64,11 +71,37 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
+async def test_a_worker_whose_terminal_is_closed_ends_its_answer_and_saves_the_kv(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    data, port = tmp_path / "data", free_port()
+    with Terminal("serve", "--data-dir", data, "--nats-port", port, "--model", tiny_model) as terminal:
+        await asyncio.to_thread(terminal.wait_for, "In another terminal")
+        url = turnkeep("info", "--url", "--data-dir", data).stdout.strip()
+        async with await connect(url) as client:
+            async for _ in client.session("s").generate(text="hello", max_tokens=1500):
+                break
+            terminal.hang_up()  # from here on no line of the log can be written
+            os.kill(terminal.process.pid, signal.SIGHUP)  # which a shell sends, too
+            assert await asyncio.to_thread(terminal.process.wait, 60) == 0
+    assert [*(data / "snapshots").rglob("*.safetensors")], "of the answer so far"
+
+
 def test_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
     program = "import sys, commands.serve, worker.app; print({'rich', 'attr'} & set(sys.modules));"
     program += "import bench.peers; print({'openai'} & set(sys.modules)); import rich, openai"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\nset()\n"
+
+
+def locking(data: Path, note: str) -> TextIO:
+    """Write a worker's note into a data directory's lock file; return this file, locked until it closes."""
+    data.mkdir(exist_ok=True)
+    file = (data / "worker.lock").open("w")
+    fcntl.flock(file, fcntl.LOCK_EX)
+    file.write(note)
+    file.flush()
+    return file
 
 
 @pytest.mark.parametrize("has_lock", [True, False])
@@ -78,12 +111,11 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
     data, port = tmp_path / "data", free_port()
     where = ["--data-dir", str(data), "--nats-port", str(port)]
     program = [sys.executable, "-m", "commands"]
-    serve = [*program, "serve", *where, "--model", str(tiny_model)]
+    serve = [*program, "serve", f"--data-dir={data}", *where[2:], "--model", str(tiny_model)]
     with contextlib.ExitStack() as stack:
         if has_lock:
             starting = stack.enter_context(Popen(["sleep", "60"]))
-            data.mkdir()
-            (data / "worker.lock").write_text(f'{{"pid": {starting.pid}}}')
+            locked = stack.enter_context(locking(data, f'{{"pid": {starting.pid}}}'))
         else:
             starting = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
             starting.send_signal(signal.SIGSTOP)
@@ -94,6 +126,7 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
         assert ask.stderr is not None
         assert ask.stderr.readline() == f"waiting for the worker that is starting (pid {starting.pid}) ...\n"
         if has_lock:
+            locked.close()
             served = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
             stack.callback(served.terminate)
         starting.send_signal(signal.SIGCONT)
@@ -107,9 +140,36 @@ def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago
     (tmp_path / "worker.lock").write_text(f'{{"pid": {ended.pid}, "worker": "w"}}')
     where = ("--data-dir", tmp_path, "--nats-port", free_port())
     assert "start a worker with" in turnkeep("info", *where).stderr
-    (tmp_path / "worker.lock").write_text(f'{{"pid": {os.getpid()}, "worker": "w"}}')
-    os.utime(tmp_path / "worker.lock", (0, 0))
-    assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
+    with locking(tmp_path, f'{{"pid": {os.getpid()}, "worker": "w"}}'):
+        os.utime(tmp_path / "worker.lock", (0, 0))
+        assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
+
+
+def test_no_answer_of_a_worker_that_runs_here_is_no_reason_to_start_another_one(tmp_path: Path) -> None:
+    async def ask() -> None:
+        raise NoAnswerError("no answer")
+
+    settings = Settings(data_dir=tmp_path)
+    with (
+        locking(tmp_path, f'{{"pid": {os.getpid()}}}'),
+        pytest.raises(NoWorkerError, match="busy or stuck: see its log"),
+    ):
+        run_until_signal(settings, ask)
+    with pytest.raises(NoWorkerError, match="start a worker with"):
+        run_until_signal(settings, ask)
+
+
+def test_a_worker_whose_standard_error_is_closed_serves(tmp_path: Path, tiny_model: Path) -> None:
+    words = [sys.executable, "-m", "commands", "serve", "--data-dir", str(tmp_path / "data"), "--until-eof"]
+    words += ["--nats-port", str(free_port()), "--model", str(tiny_model)]
+    with Popen(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *words], stdin=PIPE, stdout=PIPE, env=environment()
+    ) as one:
+        assert one.stdin
+        assert one.stdout
+        assert b"ready\n" in iter(one.stdout.readline, b"")
+        one.stdin.close()
+        assert one.wait() == 0
 
 
 ASKED = ("ask", "Hello?", "--max-tokens", 2)

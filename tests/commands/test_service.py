@@ -32,6 +32,15 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 RECORDS = """#!/bin/sh
 echo "$(basename $0) $*" >> "$RECORD"
 """
+#: Holds a data directory; its other arguments are those of the service.
+HOLDS = """
+import sys, time
+from pathlib import Path
+from worker.process.datadir import DataDir
+with DataDir.open(Path(sys.argv[1]), "mine"):
+    print(flush=True)
+    time.sleep(60)
+"""
 REFUSES = "#!/bin/sh\necho 'Failed to connect to bus: No medium found' >&2\nexit 1\n"
 ROOT = Path(__file__).parents[2]
 
@@ -128,9 +137,18 @@ def test_service_installs_starts_shows_and_removes_a_systemd_unit(
     assert json.loads(run("service", "status", "--json").stdout)["settings"] == str(config)
     with DataDir.open(config.parent / "data", "mine"):
         shown = run("service", "status")
+    assert shown.returncode == 1
+    assert f"no; worker mine (pid {os.getpid()}) uses its data directory, and is another one" in shown.stdout
+    words_of_it = units.command_in(unit.read_text())[1:]
+    holds = [sys.executable, "-c", HOLDS, str(config.parent / "data")]
+    with subprocess.Popen([*holds, *words_of_it], stdout=subprocess.PIPE) as service:
+        assert service.stdout
+        service.stdout.readline()
+        shown = run("service", "status")
+        service.kill()
     assert shown.returncode == 1, "it does not answer"
     for words_ in (
-        f"worker mine (pid {os.getpid()})",
+        f"worker mine (pid {service.pid})",
         "no; no NATS server at",
         "http://127.0.0.1:8123/v1",
         str(config),

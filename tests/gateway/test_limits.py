@@ -104,6 +104,8 @@ async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_k
         ("a b c", "line 1"),
         ("\na b.c", "line 2"),
         ("# a b", "no keys"),
+        ("k acme\nclé acme", "line 2: the key has characters that are not ASCII"),
+        ("\ufeffk acme", "line 1: the key has characters that are not ASCII"),
         ("k acme requests=60/min\nj acme\nk acme at_once=4\n", "line 3: .* line 1"),
         *(
             (f"# a comment\nk acme {limits}\n", "line 2: .* is no limit")

@@ -170,6 +170,10 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: change(f, model_type="hal9000"),
         r"cannot be loaded: Model type hal9000 not supported\.$",
     ),
+    "a type that lacks a package": (
+        lambda f: change(f, model_type="olmo"),
+        "cannot be loaded: the code of its model_type olmo needs a package",
+    ),
     "a smaller vocabulary": (
         lambda f: shorten_vocabulary(f, 300),
         r"has vocab_size 300, its tokenizer has 320 tokens \('.+' is 300\); they must agree$",

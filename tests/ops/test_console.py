@@ -439,6 +439,7 @@ async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local
     answer = await client.session("other").generate(
         text="zz", max_tokens=20, response_format={"type": "choice", "choices": ["Übermut"]}
     )
+    await client.session("sharp").append(text=f"{'ß' * 40} Stachys")
     async with opened(client) as page:
 
         async def found(words: str, **more: Any) -> tuple[list[str], dict[str, str]]:
@@ -452,7 +453,9 @@ async def test_a_full_search_finds_words_anywhere_in_questions_and_answers(local
             ["garden"],
             {"garden": "...ar far Where is the Rhubarb"},
         )
+        assert await found("rhubarb", whole=1, skip=1) == ([], {}), "behind the first page"
         assert await found("üb", whole=1) == (["other"], {"other": answer.text})
+        assert await found("stach", whole=1) == (["sharp"], {"sharp": f"...{'s' * 19} stachys"})
         assert await found('"text"', whole=1) == ([], {})
 
 

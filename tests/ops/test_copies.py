@@ -87,6 +87,8 @@ async def test_an_imported_session_continues_exactly_like_the_original(
     logs = [await one.client.log("garden") for one in (worker, second)]
     kinds = [[(entry.kind, entry.build.get("worker")) for entry in log[:8]] for log in logs]
     assert kinds[0] == kinds[1]
+    times = [[entry.first_stored for entry in log[:8] if entry.kind == "out"] for log in logs]
+    assert times[0] == times[1], "so replays and further copies have the times of the first log"
     assert (await command("import", file, *where(second))).returncode == 1
     assert (await command("import", file, "--as", "copy", "--tenant", "b", *where(second))).returncode == 0
 

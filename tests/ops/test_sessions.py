@@ -20,7 +20,7 @@ from ops.log.sessions import SessionRow, list_sessions, trees
 from tests.commands.command_runs import command, where
 from tests.parts import LocalWorker
 from turnkeep_client.client import connect
-from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Append, Appended, Model, Parent, encode, failure
 from worker.sessions.dead_letters import Doubt
 
@@ -421,6 +421,11 @@ def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:
     assert [
         [part.session for part in one] for one in trees([row("a", "b"), row("b", "a"), row("c", "b")])
     ] == [["a", "b", "c"]]
+
+
+def test_forks_of_more_levels_than_can_be_shown_are_refused_in_one_line() -> None:
+    with pytest.raises(TurnkeepError, match="too many levels deep"):
+        trees([row(f"s{number}", f"s{number - 1}") for number in range(5000)])
 
 
 def row(name: str, parent: str) -> SessionRow:

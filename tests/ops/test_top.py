@@ -333,6 +333,14 @@ def test_the_history_of_a_worker_keeps_few_points_however_often_it_is_sampled() 
     assert at_s[-1] == (3 * MOST_POINTS - 1) / 100
 
 
+def test_the_history_of_a_worker_goes_on_if_the_clock_is_set_back() -> None:
+    history, fleet = FigureHistory(3600), Fleet(3600)
+    fleet.hear(metrics("w1"))
+    for at_s in (7200, 7205, 10, 15, 20):
+        history.take(fleet.sightings(), at_s)
+    assert history.course("w1")["at_s"] == [10, 15, 20]
+
+
 BOUNDS = (0.1, 0.5, 1.0, 5.0)
 
 

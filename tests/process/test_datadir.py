@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from worker.process import datadir
-from worker.process.datadir import DataDir, DataDirError, is_same
+from worker.process.datadir import DataDir, DataDirError, holder_pid, is_same, owner
 from worker.wire.broker import server_name
 
 HOLDER = """
@@ -113,3 +113,24 @@ def test_a_lock_file_that_is_still_empty_keeps_other_workers_out(tmp_path):
     with pytest.raises(DataDirError, match="another worker that is just starting"):
         DataDir.open(tmp_path)
     opened.close()
+
+
+def test_a_running_worker_is_known_by_its_lock_and_not_by_its_clock(tmp_path):
+    with DataDir.open(tmp_path, "first"):
+        os.utime(tmp_path / "worker.lock", (0, 0))  # so it is if the clock was set after the start
+        assert owner(tmp_path) == f"worker first (pid {os.getpid()})"
+        assert holder_pid(tmp_path) == os.getpid()
+    assert owner(tmp_path) is None
+
+
+def test_a_directory_can_be_locked_while_others_ask_who_has_it(tmp_path):
+    DataDir.open(tmp_path).close()
+    asking = (
+        "import sys\nfrom pathlib import Path\nfrom worker.process.datadir import owner\nprint(1, flush=True)"
+    )
+    asking = f"{asking}\nwhile True: owner(Path(sys.argv[1]))"
+    with subprocess.Popen([sys.executable, "-c", asking, tmp_path], stdout=subprocess.PIPE) as other:
+        assert other.stdout.readline() == b"1\n"
+        for _ in range(300):
+            DataDir.open(tmp_path).close()
+        other.kill()

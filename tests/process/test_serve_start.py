@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -97,6 +98,18 @@ def test_a_worker_without_a_terminal_logs_that_it_converts_a_model_and_in_no_col
     assert "\x1b" not in done.stderr
 
 
+def test_what_the_code_of_a_model_prints_is_no_report_of_its_worker(tmp_path: Path, tiny_model: Path) -> None:
+    """Importing mlx-lm's olmo prints a line on standard output, and then exits."""
+    olmo = shutil.copytree(tiny_model, tmp_path / "olmo")
+    config = json.loads((olmo / "config.json").read_text())
+    (olmo / "config.json").write_text(json.dumps(config | {"model_type": "olmo"}))
+    done = serve(tmp_path / "data", "--nats-port", str(free_port()), "--model", str(olmo))
+    told = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert (done.returncode, len(told)) == (1, 2), done.stderr
+    assert told[0].startswith("To run olmo")
+    assert told[1].startswith(f"turnkeep: {olmo} cannot be loaded: the code of its model_type olmo")
+
+
 def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_server(
     tmp_path: Path, tiny_model: Path
 ) -> None:
@@ -129,3 +142,21 @@ def test_a_log_line_is_one_write_so_that_lines_of_several_processes_never_mix():
         written = [reading.recv(4096) for _ in range(2)]
     assert [json.loads(line)["event"] for line in written] == ["one", "two"]
     assert all(line.endswith(b"\n") for line in written)
+
+
+def test_a_log_line_that_cannot_be_written_is_dropped():
+    source = "import structlog; from worker.observe.logs import configure; configure('json', 'info')"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            f"{source}; [structlog.get_logger().info('one') for _ in range(1000)]; print(1)",
+        ],
+        stderr=writing,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    os.close(writing)
+    assert done.stdout == b"1\n"

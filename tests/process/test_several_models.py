@@ -368,6 +368,36 @@ async def test_a_worker_that_fails_before_its_order_ends_serve_after_some_tries(
         await alone.run()
 
 
+async def test_the_model_of_a_worker_is_changed_even_while_requests_keep_coming(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, served = Supervisor(Settings(model="old"), {}), list[str | None]()
+    (model,) = alone._models
+    model.activator = Busy()  # type: ignore[assignment]  # a stub
+
+    async def run(_: object) -> int:
+        served.append(model.settings.model)
+        model.process = SimpleNamespace()  # type: ignore[assignment]  # a stub
+        await model.leave.wait()
+        model.wake()  # a request has come while the worker ends
+        model.process = None
+        return 0
+
+    async def fits(_: object) -> Any:
+        return UNKNOWN
+
+    monkeypatch.setattr(alone, "_run_worker", run)
+    monkeypatch.setattr(alone, "_fitting", fits)
+    model.wake()
+    serving = asyncio.create_task(alone._keep(model))
+    await until(lambda: bool(served))
+    async with asyncio.timeout(10):
+        assert "restarts with new" in await alone._change(model, "new")
+    await until(lambda: len(served) > 1)
+    assert served == ["old", "new"]
+    serving.cancel()
+
+
 async def test_workers_take_a_server_of_yours_for_one_that_syncs_every_two_minutes(
     tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

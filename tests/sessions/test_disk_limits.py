@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import json
 import os
-import pty
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -142,21 +141,6 @@ async def test_sighup_makes_a_worker_read_its_settings_file_again(
     assert (await said(worker, "read the settings again"))["changed"] == ["max_disk"]
     assert (await said(worker, "cache_limits_changed"))["max_bytes"] == 2 * 2**20
     assert worker.stop() == 0
-
-
-@pytest.mark.process
-async def test_sighup_ends_a_worker_on_a_terminal_with_exit_status_0(
-    worker_process: Callable[..., WorkerProcess],
-) -> None:
-    worker, (terminal, end) = worker_process(), pty.openpty()
-    try:
-        worker.start(end)
-        await said(worker, '"ready"')
-        os.kill(worker.pid, signal.SIGHUP)
-        assert worker.wait() == 0
-    finally:
-        os.close(terminal)
-        os.close(end)
 
 
 UNSAVED = {"snapshots": "none"}

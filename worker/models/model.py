@@ -223,6 +223,11 @@ def _read(
             loaded = _load_weights(folder, dtype)
         except Exception as error:  # noqa: BLE001  # architectures raise anything for a config that does not fit
             raise ModelError(f"{folder} cannot be loaded: {explain(text_config(written), error)}") from None
+        except SystemExit:  # mlx-lm's olmo ends the program without a package of its own, which it names
+            raise ModelError(
+                f"{folder} cannot be loaded: the code of its model_type {written['model_type']} needs a"
+                " package that it has printed before; install it, or take another model"
+            ) from None
         return written, reading.result(), loaded
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 import structlog
 
@@ -27,6 +27,25 @@ _DETAILS: Final = frozenset(
         *("features", "folder", "level", "pid", "protocol"),
     }
 )
+
+
+class _Lenient:
+    """A file for log lines, which drops a line that it cannot write: no work fails for want of its log.
+
+    The terminal may be closed, the program at the other end of the pipe gone, or the disk full.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            return self._file.write(text)
+        return 0
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
 
 
 def configure(log_format: str, log_level: str, keep: Callable[[str], object] = lambda _: None) -> None:
@@ -64,7 +83,7 @@ def configure(log_format: str, log_level: str, keep: Callable[[str], object] = l
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()["INFO" if is_auto else log_level.upper()]
         ),
-        logger_factory=structlog.WriteLoggerFactory(launchd.log_file()),
+        logger_factory=structlog.WriteLoggerFactory(_Lenient(launchd.log_file())),  # type: ignore[arg-type]
         cache_logger_on_first_use=True,
     )
 

@@ -234,24 +234,30 @@ class _Holder(NamedTuple):
 def _holder(path: Path) -> _Holder | None:
     """Return the process that has locked a data directory; None if none runs.
 
-    Does not try to lock: a worker that starts at this moment would then find the directory locked.
+    Times do not say it, as somebody may set the clock. What a killed process has started may hold the lock
+    too, so the process must run. This look at the lock is shared, and a start that meets it tries again.
     """
     import psutil  # imported here, since most commands do not need it
 
     with contextlib.suppress(OSError, psutil.Error):
         fd = os.open(path / LOCK_NAME, os.O_RDONLY)
         try:
-            note, locked_s = _read_note(fd), os.fstat(fd).st_mtime
-            pid = note.get("pid")
-            if not isinstance(pid, int):
+            pid, locked_s = _read_note(fd).get("pid"), os.fstat(fd).st_mtime
+            if not isinstance(pid, int) or not _is_locked(fd):
                 return None
-            process = psutil.Process(pid)
-            is_zombie = process.status() == psutil.STATUS_ZOMBIE
-            if process.create_time() <= locked_s + 1 and not is_zombie:
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
                 return _Holder(pid, locked_s, _owner(fd))
         finally:
             os.close(fd)
     return None
+
+
+def _is_locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _owner(lock_fd: int) -> str:
