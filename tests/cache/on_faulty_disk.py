@@ -29,7 +29,7 @@ from cache.store import Store
 
 COUNT, KILL, TEAR, FAIL, SLOW, HANG = range(6)
 FOREVER = 1 << 40
-ONE, TWO = [1, *range(9)], [2, *range(9)]
+ONE, TWO = [1, *range(9)], [2, *range(4)]
 
 LIBC = ctypes.CDLL(None)
 LIBC.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_long] * 2, ctypes.c_int, ctypes.c_long]

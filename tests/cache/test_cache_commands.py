@@ -12,7 +12,6 @@ import shutil
 import sqlite3
 import subprocess
 import tarfile
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -353,30 +352,6 @@ def listed(directory) -> set[bytes]:
     """Return the digests in a copy of the index, as a survey makes it."""
     with survey._copied(directory / "index.sqlite") as db:
         return {digest for (digest,) in db.execute("SELECT digest FROM snapshot")}
-
-
-def test_inspecting_an_index_while_a_worker_changes_it_shows_a_consistent_state(tmp_path) -> None:
-    """The worker adds and removes all rows together, so an inconsistent copy would have only some."""
-    folder = Folder(tmp_path)
-    catalog = Catalog(folder)
-    over = threading.Event()
-    rows = rows_of(300, 0)
-
-    def change() -> None:
-        while not over.is_set():
-            catalog.put(rows)
-            catalog.clear()
-
-    changing = threading.Thread(target=change)
-    changing.start()
-    try:
-        seen = {len(listed(tmp_path)) for _ in range(150)}
-    finally:
-        over.set()
-        changing.join()
-    catalog.close()
-    folder.close()
-    assert seen == {0, len(rows)}
 
 
 def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_copy(

@@ -7,45 +7,17 @@ import sys
 import threading
 from collections import Counter
 
-import numpy as np
 import pytest
-from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all
+from made_kv import BLOCK, assert_is_kv_of, cut, save_all
 
 from cache.disk import chain_reader
 from cache.index.index import SnapshotIndex
 from cache.index.nodes import Node
-from cache.kv import arrays
-from cache.kv.arrays import BlankTensors
 from cache.names import blocks
-from cache.names.snapshot import ModelLayout
-from cache.names.tokens import Chain, as_tokens
 
 TOKENS = list(range(200))
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only there threads choose their CPUs")
-
-
-@pytest.mark.parametrize("dtype", sorted(arrays.TYPES))
-def test_bytes_written_into_a_restore_buffer_appear_in_the_mlx_array(dtype) -> None:
-    mlx_type, numpy_type = arrays.TYPES[dtype]
-    blank = BlankTensors(
-        ModelLayout((("0.keys", dtype, (2, 3)), ("0.values", dtype, (2, 0)))), 5, (("state.1", dtype, (7,)),)
-    )
-    keys, values = blank.places
-    item = np.dtype(numpy_type).itemsize
-    assert ([row.nbytes for row in keys.rows], keys.token_bytes) == ([256 * 3 * item] * 2, 3 * item)
-    assert ([row.nbytes for row in values.rows], values.token_bytes) == ([0, 0], 0)
-    written = np.random.default_rng(0).integers(0, 2, (2, 256 * 3)).astype(numpy_type)
-    for row, numbers in zip(keys.rows, written, strict=True):
-        row[:] = numbers.tobytes()
-    blank.state[0][:] = written[0, :7].tobytes()
-    del keys, values, row
-    found = blank.arrays()
-    assert {name: array.dtype for name, array in found.items()} == dict.fromkeys(found, mlx_type)
-    assert found["0.keys"].shape == (1, 2, 256, 3)
-    assert found["0.values"].shape == (1, 2, 256, 0)
-    for name, expected in (("0.keys", written), ("state.1", written[0, :7])):
-        assert bytes(memoryview(found[name])) == expected.tobytes()
 
 
 @linux
@@ -182,13 +154,3 @@ async def test_eviction_does_not_go_through_all_held_blocks_for_every_evicted_bl
         store.quota.set_limits(max_bytes=0, min_free_bytes=0)
         while store.stats().stored:
             assert await store.queue.drained(30)
-
-
-async def test_a_chain_does_not_return_cached_block_names_for_other_tokens(open_store) -> None:
-    """A `Chain` caches the names of the tokens asked for last, which must not affect other tokens."""
-    tokens, other = list(range(20)), [*range(9), 99, *range(10, 20)]
-    chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)
-    for asked in (tokens, tokens[:7], other, tokens, [7], other[:12], tokens[:3]):
-        packed = as_tokens(asked)
-        fresh = Chain(chain.root, BLOCK)
-        assert list(chain.names(packed)) == list(fresh.names(packed))

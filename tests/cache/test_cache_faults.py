@@ -4,32 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import os
 import resource
 import shutil
 import sqlite3
-import stat
 import sys
 import threading
 import time
-import weakref
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-from made_kv import BLOCK, DIM, HEADS, assert_sum_rule, cut, identity, num_restored, save_all
+from made_kv import BLOCK, assert_sum_rule, cut, identity, num_restored, save_all
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
-from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
 from cache.disk.io_threads import IoThreads
 from cache.index import stored_kv
 from cache.names import blocks
 from cache.names.blocks import Span
-from cache.names.snapshot import Tensor
 from cache.names.tokens import Chain, as_tokens, pack
 
 TOKENS = list(range(10))
@@ -139,31 +133,6 @@ async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_l
     assert_sum_rule(store)
 
 
-async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_write(
-    open_store, monkeypatch
-) -> None:
-    """Otherwise the writer would try the whole queue on a full disk."""
-    store = await open_store(monotonic=Clock())
-    loop, tried = asyncio.get_running_loop(), []
-
-    def fail(draft, path, *more) -> None:
-        tried.append(path)
-        if len(tried) > 1:  # wait until the event loop has handled the first failure
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(snapshot_format, "write", fail)
-    for session in range(20):
-        save_all(store, "a", [session, 1])
-    await store.queue.drained(5)
-    failed = len(tried)
-    assert failed in (1, 2), (
-        "the one that failed, and the one that was under way when that became known, if any"
-    )
-    assert (store.stats().failed, store.stats().dropped) == (failed, {"disk_error": 20 - failed})
-    assert_sum_rule(store)
-
-
 async def test_saves_offered_while_the_writer_is_paused_are_dropped_and_counted(
     open_store, monkeypatch
 ) -> None:
@@ -198,23 +167,6 @@ async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_aft
     assert await store.queue.drained(5)
     files = [nth_file(tmp_path, n).stem for n in range(3)]
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
-
-
-async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tmp_path, monkeypatch) -> None:
-    """It does not count as stored, so the next start must not find it either."""
-    store = await open_store()
-    fsync = os.fsync
-
-    def fail_for_directories(fd) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
-            raise OSError(errno.EIO, "Input/output error")
-        fsync(fd)
-
-    monkeypatch.setattr(os, "fsync", fail_for_directories)
-    save_all(store, "a", [1, 2])
-    assert await store.queue.drained(5)
-    assert (store.stats().failed, store.stats().stored) == (1, 0)
-    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
 
 
 async def test_an_unexpected_exception_in_a_write_does_not_end_the_writer(open_store, monkeypatch) -> None:
@@ -267,48 +219,6 @@ async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_re
     assert await num_restored(await open_store(), TOKENS, "b") == 0
 
 
-@pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), MemoryError()])
-async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
-    open_store, monkeypatch, error
-) -> None:
-    """For example, SQLite out of memory raises no `sqlite3.Error`."""
-    store = await open_store()
-
-    def fail(catalog, rows) -> None:
-        raise error
-
-    for change in ("put", "remove", "use"):
-        monkeypatch.setattr(Catalog, change, fail)
-    with capture_logs() as logs:
-        save_all(store, "a", TOKENS)
-        await store.queue.drained(5)
-        assert await num_restored(store, TOKENS) == 10
-        await store.close()
-    assert [log["event"] for log in logs] == ["index_not_written"]
-    monkeypatch.undo()
-    assert await num_restored(await open_store(), TOKENS) == 10
-
-
-async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
-    """After the last snapshot, no later one would replace a reference to its tensors."""
-    store = await open_store()
-    whole = [np.ones((1, HEADS, 2, DIM), np.float32) for _ in range(4)]
-    names = ["0.keys", "0.values", "1.keys", "1.values"]
-    tensors = tuple(
-        Tensor(name, "F32", array.shape, memoryview(array).cast("B"))
-        for name, array in zip(names, whole, strict=True)
-    )
-    alive = [weakref.ref(array) for array in whole]
-    assert store.kv.save(store.kv.chain("a"), [1, 2], Span(0, 2), tensors)
-    del whole, tensors
-    for _ in range(1000):
-        if not store.stats().in_flight:
-            break
-        await asyncio.sleep(0.01)
-    gc.collect()
-    assert (store.stats().durable, [ref() is None for ref in alive]) == (1, [True] * 4)
-
-
 def nth_file(tmp_path, n, tenant="a"):
     """Return the path of the file of the n-th block of TOKENS, or of their tail."""
     root = blocks.root(identity().digest(), tenant)
@@ -321,14 +231,6 @@ def flip(path) -> None:
     whole = bytearray(path.read_bytes())
     whole[-1] ^= 1
     path.write_bytes(whole)
-
-
-def truncate(path) -> None:
-    os.truncate(path, 50)
-
-
-def remove(path) -> None:
-    path.unlink()
 
 
 @pytest.fixture
@@ -418,29 +320,6 @@ async def test_concurrent_loads_count_a_damaged_file_once(open_store, tmp_path) 
     assert store.stats().rejected == 1
 
 
-async def test_the_quarantine_keeps_a_limited_number_of_files_which_count_toward_the_disk_limit(
-    open_store, tmp_path
-) -> None:
-    store = await open_store()
-    sessions = [[session, 1] for session in range(QUARANTINE_FILES + 4)]
-    for tokens in sessions:
-        save_all(store, "a", tokens)
-    await store.queue.drained(5)
-    size = store.stats().stored_bytes // len(sessions)
-    for path in (tmp_path / "cache" / "snapshots").iterdir():
-        flip(path)
-    for tokens in sessions:
-        assert await num_restored(store, tokens) == 0
-    assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == QUARANTINE_FILES
-    await store.close()
-
-    store = await open_store(max_bytes=(QUARANTINE_FILES + 1) * size + 100)
-    assert save_all(store, "a", [1, 2]) == [True]
-    await store.queue.drained(5)
-    assert save_all(store, "b", [1, 2]) == [True]
-    assert store.stats().evicted == 1
-
-
 async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_cache(
     open_store, tmp_path
 ) -> None:
@@ -462,30 +341,6 @@ async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_
     save_all(store, "b", [1, 2])
     assert await store.queue.drained(5)
     assert store.stats().capacity_bytes == 1 << 30
-
-
-async def test_a_cancelled_load_still_counts_the_file_it_quarantined(
-    open_store, tmp_path, monkeypatch
-) -> None:
-    store = await open_store()
-    save_all(store, "a", [1, 2])
-    assert await store.queue.drained(5)
-    size = store.stats().stored_bytes
-    flip(next((tmp_path / "cache" / "snapshots").iterdir()))
-    moved, quarantine = threading.Event(), Folder.quarantine
-
-    def watched(folder, digest) -> None:
-        quarantine(folder, digest)
-        moved.set()
-
-    monkeypatch.setattr(Folder, "quarantine", watched)
-    loading = asyncio.ensure_future(store.kv.load(store.kv.match(store.kv.chain("a"), [1, 2])))
-    await asyncio.sleep(0)
-    loading.cancel()
-    await asyncio.gather(loading, return_exceptions=True)
-    assert await asyncio.to_thread(moved.wait, 10)
-    assert await store.queue.drained(5)
-    assert store.stats().capacity_bytes == (1 << 30) - size
 
 
 @pytest.mark.parametrize("room", ["snapshots", "tmp", "quarantine"])

@@ -151,16 +151,11 @@ async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files
     held = store.kv.hold(store.kv.chain("a"), TOKENS[:8])
     erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (3, False)
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0, "nobody new may use them"
     store.kv.release(held)
     erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (0, True)
     assert traces(tmp_path / "cache", TOKENS) == []
-
-
-async def test_an_erase_that_keeps_only_shared_snapshots_is_confirmed(open_store) -> None:
-    store = await stored(open_store, TOKENS, [*TOKENS[:8], 7, 8])
-    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
-    assert store.kv.match(store.kv.chain("a"), [*TOKENS[:8], 7, 8]).num_tokens == 10
 
 
 async def test_an_erase_keeps_the_snapshots_of_first_tokens_that_are_marked_as_shared(
@@ -366,19 +361,15 @@ async def test_an_erase_removes_unfinished_files_of_interrupted_writes(open_stor
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_chain_of_more_than_a_thousand_blocks_is_erased_completely(open_store, tmp_path) -> None:
-    tokens = list(range(1100 * 2))
-    store = await open_store(identity=identity(block_tokens=2))
+async def test_a_chain_of_more_than_a_thousand_blocks_is_forgotten_completely(open_store, gate) -> None:
+    store, tokens = await open_store(identity=identity(block_tokens=2)), list(range(1100 * 2))
+    kv = cut(tokens[:2], Span(0, 2))
     for start in range(0, len(tokens), 2):
-        assert store.kv.save(
-            store.kv.chain("a"),
-            tokens,
-            Span(start, start + 2),
-            cut(tokens[: start + 2], Span(start, start + 2)),
-        )
+        assert store.kv.save(store.kv.chain("a"), tokens, Span(start, start + 2), kv)
+    assert store.eraser.forget("a", pack(tokens)) == 1100
+    gate.set()
     assert await store.queue.drained(60)
-    assert (await store.eraser.erase("a", pack(tokens), 60)).num_snapshots == 1100
-    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+    assert len(store._index) == store.stats().stored == 0
 
 
 async def test_clear_returns_false_as_long_as_a_file_cannot_be_removed(

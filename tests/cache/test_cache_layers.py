@@ -123,11 +123,6 @@ def test_copying_tokens_that_the_cache_does_not_hold_raises_an_error(model, star
         layers.cut(caches, start, end)
 
 
-def test_copying_from_an_empty_cache_raises_an_error(model) -> None:
-    with pytest.raises(ValueError, match="does not hold"):
-        layers.cut(make_prompt_cache(model), 0, 1)
-
-
 def test_live_bytes_is_the_size_of_the_tokens_kv_and_not_of_the_allocated_memory(model) -> None:
     caches = make_prompt_cache(model)
     assert layers.live_bytes(caches) == 0

@@ -19,7 +19,6 @@ from mlx_lm.models.cache import (
 )
 
 from cache.kv import layers
-from cache.kv.chunk import ChunkCache
 from cache.kv.ring import SLACK, RingCache
 from cache.kv.size import KvSize, Window
 from cache.names.policy import FULL, Policy
@@ -128,16 +127,6 @@ def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens
         layers.rebuild(visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), 7)
 
 
-def test_a_ring_cache_can_be_copied_only_for_tokens_that_it_still_has() -> None:
-    caches = run(layers.make(model(KVCache), POLICY), 0, 1000)
-    assert layers.holds(caches, 700, 900)
-    assert layers.holds(caches, 0, 4)
-    for span in ((600, 700), (0, 5), (900, 1001)):
-        assert not layers.holds(caches, *span)
-        with pytest.raises(ValueError, match="not held"):
-            layers.cut(caches, *span)
-
-
 def test_ring_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() -> None:
     caches = run(layers.make(model(KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1000)
     assert layers.trimmable(caches)
@@ -167,19 +156,6 @@ def test_forking_a_ring_cache_leaves_the_source_unchanged() -> None:
     cut, again = layers.cut([quantised], 0, 7), layers.cut(copy, 0, 7)
     assert [bytes(one.data) for one in cut] == [bytes(one.data) for one in again]
     assert [one.name for one in cut[:3]] == ["0.keys.codes", "0.keys.scales", "0.keys.biases"]
-
-
-def test_a_short_ring_cache_shrinks_to_its_tokens_and_grows_again() -> None:
-    caches = run(layers.make(model(KVCache), POLICY), 0, 20)
-    assert not layers.grows(caches, 200)
-    layers.shrink(caches)
-    assert layers.allocated_bytes(caches) == 20 * TOKEN_BYTES
-    assert layers.grows(caches, 1)
-    run(caches, 20, 700)
-    assert keys_of(caches, 600, 700) == [[float(at) for at in range(600, 700)]]
-    assert not layers.grows(caches, 200)
-    layers.shrink(caches)
-    assert layers.allocated_bytes(caches) == 360 * TOKEN_BYTES
 
 
 def _run(ring: RingCache, edges: list[int]) -> None:
@@ -348,16 +324,3 @@ def test_a_chunked_attention_layer_rewinds_only_into_chunks_whose_beginning_it_s
     with pytest.raises(ValueError, match="cannot go back to 80"):
         layers.trim(caches, 80)
     assert layers.earliest(run_chunks(make_chunks(), 0, CHUNK)) == 0
-
-
-def test_a_chunked_attention_layer_trimmed_to_the_start_of_a_chunk_can_continue() -> None:
-    caches = run_chunks(make_chunks(), 0, 96)
-    layers.shrink(caches)
-    assert layers.earliest(caches) == 64
-    layers.trim(caches, 64)
-    other = layers.fork(caches, make_chunks(), 64)
-    assert layers.live_bytes(other) == 64 * CHUNK_TOKEN_BYTES
-    for one in (caches, other):
-        run_chunks(one, 64, 70)
-        assert chunk_keys_of(one[0], 64, 70) == counted(64, 70)
-    assert isinstance(other[0], ChunkCache)
