@@ -281,15 +281,6 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
             await asyncio.sleep(0.05)
 
 
-async def test_sessions_with_long_similar_names_are_replayed_apart(local_worker: Start) -> None:
-    worker = await local_worker()
-    for number in range(2):
-        session = worker.client.session(f"{'customer-' * 6}{number}")
-        await session.append(text=f"I am {number}", request_id="first")
-    done = await replay(worker, "--speed", "max", "--into-tenant", "again")
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 async def test_a_replay_shows_the_first_difference_with_its_likely_cause(
     local_worker: Start, tmp_path: Path, tiny_model: Path
 ) -> None:

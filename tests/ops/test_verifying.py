@@ -231,7 +231,7 @@ async def test_entries_stored_while_verify_reads_are_not_reported_as_faults(loca
     worker = await local_worker()
 
     async def talk_on() -> None:
-        for number in range(60):
+        for number in range(20):
             await worker.client.session(f"s{number % 3}").append(text=f"turn {number}")
 
     talking = asyncio.create_task(talk_on())
