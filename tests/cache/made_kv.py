@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,15 @@ def save_all(store: Store, tenant: str, tokens: Sequence[int]) -> list[bool]:
     """Save all spans of these tokens that `store.kv.wanted` names; return which of them were accepted."""
     spans = store.kv.wanted(store.kv.chain(tenant), tokens)
     return [store.kv.save(store.kv.chain(tenant), tokens, span, cut(tokens, span)) for span in spans]
+
+
+async def stored(open_store: Callable[..., Awaitable[Store]], *runs: Sequence[int], **settings: Any) -> Store:
+    """Open a store, save the KV of each run of tokens for the tenant `a`, and wait until it is written."""
+    store = await open_store(**settings)
+    for tokens in runs:
+        save_all(store, "a", tokens)
+        assert await store.queue.drained(10)
+    return store
 
 
 def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None:

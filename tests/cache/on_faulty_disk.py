@@ -22,6 +22,7 @@ import structlog
 from made_kv import BLOCK, LAYOUT, assert_sum_rule, identity, num_restored, save_all
 from test_cache_windows import POLICY, save
 
+import cache.kv.arrays  # noqa: F401  # else the first restore imports it, for longer than a load may take
 from cache.index import stored_kv
 from cache.names.errors import CacheError
 from cache.names.tokens import pack

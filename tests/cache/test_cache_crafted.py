@@ -16,7 +16,7 @@ import xxhash
 from click.testing import CliRunner
 from hypothesis import example, given
 from hypothesis import strategies as st
-from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all
+from made_kv import BLOCK, assert_is_kv_of, cut, identity, save_all, stored
 
 from cache.disk import format as snapshot_format
 from cache.disk.catalog import Catalog
@@ -206,9 +206,7 @@ async def test_opening_a_store_repairs_an_index_that_has_rows_of_crafted_files(
     catalog.close()
     folder.close()
     (tmp_path / "cache" / "snapshots" / f"{row.digest.hex()}.safetensors").write_bytes(b"x" * 9)
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     assert store.stats().stored == 1
 
 
@@ -334,9 +332,7 @@ async def test_a_file_with_a_forged_huge_shape_is_rejected_without_allocating_me
     tmp_path, open_store
 ) -> None:
     """The file has some hundred bytes, and its header claims a million heads of size zero."""
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     match = store.kv.match(store.kv.chain("a"), TOKENS)
     assert await store.kv.load(match) is not None, "all that it takes has been imported"
     tensors = tuple(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_kv import assert_sum_rule, num_restored, save_all
+from made_kv import assert_sum_rule, num_restored, save_all, stored
 from structlog.testing import capture_logs
 from test_cache_windows import POLICY
 
@@ -126,9 +125,7 @@ async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snap
     open_store, tmp_path
 ) -> None:
     now = 0.0
-    store = await open_store(monotonic=lambda: now)
-    save_all(store, "a", ONE)
-    await store.queue.drained(5)
+    store = await stored(open_store, ONE, monotonic=lambda: now)
     shutil.rmtree(tmp_path / "cache")
     match = store.kv.match(store.kv.chain("a"), ONE)
     assert await store.kv.load(match) is None
@@ -140,33 +137,6 @@ async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snap
     assert await store.eraser.clear()
     assert_sum_rule(store)
     assert await store.close()
-
-
-async def test_a_store_on_a_full_disk_starts_and_serves_its_stored_snapshots(open_store, mounted) -> None:
-    disk = mounted("size=1m")
-    store = await open_store(directory=disk / "cache", model="tiny")
-    save_all(store, "a", ONE)
-    await store.close()
-    with (disk / "of another process").open("wb", buffering=0) as file:
-        while True:
-            try:
-                if file.write(b"x" * 512) < 512:
-                    break
-            except OSError:
-                break
-    store = await open_store(directory=disk / "cache", model="tiny")
-    assert await num_restored(store, ONE) == 10
-    held = store.kv.hold(store.kv.chain("a"), ONE)
-    save_all(store, "a", TWO)
-    assert store.stats().dropped == {"disk_limit": 2}
-    assert await num_restored(store, ONE) == 10, "in use, it does not give way to newer ones"
-    store.kv.release(held)
-    assert_sum_rule(store)
-    await store.close()
-    (disk / "of another process").unlink()
-    with sqlite3.connect(disk / "cache" / "index.sqlite") as db:
-        assert db.execute("SELECT count(*) FROM snapshot").fetchone() == (3,), "the index is still there"
-    db.close()
 
 
 async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapshots(

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from made_kv import BLOCK, assert_sum_rule, cut, identity, num_restored, save_all
+from made_kv import BLOCK, assert_sum_rule, cut, identity, num_restored, save_all, stored
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
@@ -62,9 +62,7 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
         assert gate.wait(10)
         write(draft, path, *more)
 
-    store = await open_store(directory=small_disk / "cache", monotonic=clock)
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS, directory=small_disk / "cache", monotonic=clock)
     monkeypatch.setattr(snapshot_format, "write", held)
     save_all(store, "b", TOKENS)
     fill(small_disk / "of another process")
@@ -89,22 +87,6 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
         assert await store.queue.drained(5)
     assert [log["event"] for log in logs] == ["snapshot_writes_recovered"]
     assert await num_restored(store, TOKENS, "b") == 10
-
-
-async def test_the_cache_evicts_before_it_writes_so_that_the_required_free_space_is_left(
-    open_store, small_disk
-) -> None:
-    """No write fails and no snapshot is dropped."""
-    free = 2 << 20
-    store = await open_store(directory=small_disk / "cache", min_free_bytes=free)
-    for session in range(250):
-        save_all(store, "a", [session, *range(11)])
-        await store.queue.drained(5)
-    stats = store.stats()
-    assert (stats.failed, stats.dropped) == (0, {})
-    assert stats.evicted > 0
-    assert shutil.disk_usage(small_disk).free >= free - (64 << 10), "but for the catalog's own pages"
-    assert await num_restored(store, [249, *range(11)]) == 12
 
 
 async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_logged_once(
@@ -262,9 +244,7 @@ async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file
     open_store, tmp_path, no_files_left
 ) -> None:
     """The files are undamaged, and moving them to quarantine would lose the whole session's KV."""
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     assert await num_restored(store, TOKENS) == len(TOKENS), "and all that it takes has been imported"
     with capture_logs() as logs, no_files_left():
         assert await num_restored(store, TOKENS) == 0
@@ -312,9 +292,7 @@ async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be
 
 
 async def test_concurrent_loads_count_a_damaged_file_once(open_store, tmp_path) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     flip(nth_file(tmp_path, 1))
     assert await asyncio.gather(*(num_restored(store, TOKENS) for _ in range(4))) == [4] * 4
     assert store.stats().rejected == 1
@@ -347,9 +325,7 @@ async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_
 async def test_a_cache_folder_removed_under_a_running_store_is_created_again(
     open_store, tmp_path, room
 ) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     shutil.rmtree(tmp_path / "cache" / room)
     save_all(store, "b", TOKENS)
     assert await store.queue.drained(5)

@@ -10,7 +10,7 @@ import sqlite3
 import stat
 
 import pytest
-from made_kv import cut, identity, save_all, traces
+from made_kv import cut, identity, save_all, stored, traces
 
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
@@ -24,14 +24,6 @@ from cache.store import ErasureResult
 #: Numbers that occur nowhere else, so that a search finds their bytes wherever they are left.
 TOKENS = [0x5A5A0000 + i for i in range(10)]
 OTHER = [0x6B6B0000 + i for i in range(10)]
-
-
-async def stored(open_store, *runs: list[int], **settings):
-    store = await open_store(**settings)
-    for tokens in runs:
-        save_all(store, "a", tokens)
-    assert await store.queue.drained(10)
-    return store
 
 
 async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tmp_path) -> None:

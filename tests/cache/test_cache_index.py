@@ -7,7 +7,7 @@ import os
 import sqlite3
 
 import pytest
-from made_kv import assert_is_kv_of, save_all
+from made_kv import assert_is_kv_of, save_all, stored
 from structlog.testing import capture_logs
 
 from cache.index import catalog_repair as reconciling
@@ -52,9 +52,7 @@ TOKENS = list(range(10))
 
 
 async def stored_once(open_store) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.close()
+    await (await stored(open_store, TOKENS)).close()
 
 
 async def assert_finds_everything(open_store) -> None:
@@ -146,20 +144,6 @@ async def test_opening_a_store_removes_a_piece_of_a_tail_whose_earlier_piece_is_
         store = await open_store()
     assert [(log["lost"], log["orphans"], log["log_level"]) for log in logs] == [(1, 1, "warning")]
     assert store.stats().stored == len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
-
-
-@pytest.mark.parametrize("stray", [".DS_Store", "._x.safetensors", "Thumbs.db"])
-async def test_a_file_of_another_program_in_the_directory_does_not_cause_a_check_of_every_index_row(
-    open_store, tmp_path, monkeypatch, stray
-) -> None:
-    await stored_once(open_store)
-    (tmp_path / "cache" / "snapshots" / stray).write_bytes(b"x")
-
-    def never(*_):
-        raise AssertionError("nothing has to be mended")
-
-    monkeypatch.setattr(reconciling, "_mended", never)
-    assert (await open_store()).stats().stored == 3
 
 
 async def test_opening_a_store_that_cannot_read_its_files_fails_and_moves_no_file_away(

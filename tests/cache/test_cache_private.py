@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from made_kv import save_all
+from made_kv import stored
 
 from cache.admin import archive
 from cache.names.errors import CacheError
@@ -32,9 +32,7 @@ def open_to_all() -> Iterator[None]:
 
 @pytest.fixture
 async def filled(open_store, tmp_path) -> Path:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.close()
+    await (await stored(open_store, TOKENS)).close()
     return tmp_path / "cache"
 
 
@@ -52,9 +50,7 @@ def take(directory: Path, source: Path) -> archive.Transfer:
 
 
 async def test_other_users_have_no_access_to_any_file_of_a_cache(open_store, tmp_path) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
+    await stored(open_store, TOKENS)
     assert (tmp_path / "cache" / "index.sqlite-wal").exists()
     assert open_to_others(tmp_path / "cache") == []
 

@@ -10,7 +10,7 @@ import weakref
 from itertools import pairwise
 
 import pytest
-from made_kv import assert_sum_rule, cut, extended, identity, num_restored, save_all
+from made_kv import assert_sum_rule, cut, extended, identity, num_restored, save_all, stored
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
@@ -82,9 +82,7 @@ async def test_a_block_is_not_read_for_fewer_than_a_quarter_of_its_tokens(open_s
 
 
 async def test_a_snapshot_for_which_only_its_own_prefix_could_be_evicted_is_dropped(open_store) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS[:4])
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS[:4])
     size = store.stats().stored_bytes
     await store.close()
     store = await open_store(max_bytes=size + 100)
@@ -196,9 +194,7 @@ async def test_a_snapshot_forgotten_while_its_file_is_renamed_and_then_saved_aga
 async def test_a_forgotten_block_stays_if_a_snapshot_saved_while_a_turn_holds_it_continues_it(
     open_store,
 ) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS[:4])
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS[:4])
     match = store.kv.match(store.kv.chain("a"), TOKENS[:4])
     store.eraser.forget("a", pack(TOKENS[:4]))
     assert store.kv.save(store.kv.chain("a"), TOKENS, Span(4, 8), cut(TOKENS, Span(4, 8)))
@@ -244,8 +240,7 @@ async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
 
 
 async def test_a_closed_store_counts_saves_as_dropped_and_restores_nothing(open_store) -> None:
-    store = await open_store()
-    save_all(store, "a", [3, 4])
+    store = await stored(open_store, [3, 4])
     assert await store.close()
     assert await store.close()
     assert save_all(store, "a", [1, 2]) == [False]
@@ -254,9 +249,7 @@ async def test_a_closed_store_counts_saves_as_dropped_and_restores_nothing(open_
 
 
 async def test_a_cancelled_load_releases_its_snapshots(open_store) -> None:
-    store = await open_store()
-    save_all(store, "a", [1, 2])
-    await store.queue.drained(5)
+    store = await stored(open_store, [1, 2])
     loading = asyncio.ensure_future(store.kv.load(store.kv.match(store.kv.chain("a"), [1, 2])))
     await asyncio.sleep(0)
     loading.cancel()
@@ -284,9 +277,7 @@ async def size_of_a_block(open_store) -> int:
 
 async def test_saves_are_dropped_and_counted_when_snapshots_in_use_fill_the_disk_limit(open_store) -> None:
     size = await size_of_a_block(open_store)
-    store = await open_store(max_bytes=4 * size)
-    save_all(store, "a", TOKENS[:8])
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS[:8], max_bytes=4 * size)
     store.kv.hold(store.kv.chain("a"), TOKENS[:8])
     store.quota.set_limits(max_bytes=int(1.5 * size), min_free_bytes=0)
     assert save_all(store, "b", TOKENS[:4]) == [False]
