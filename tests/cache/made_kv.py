@@ -93,6 +93,22 @@ async def extended(
     return await store.kv.extend(store.kv.match(chain, tokens), chain, tokens)
 
 
+class Clock:
+    """A clock that stands still until a test sets it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change a bit of a file, by default in its last byte."""
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
+
+
 def traces(directory: Path, tokens: list[int]) -> list[str]:
     """Return the entries of the directory that contain two consecutive tokens, or the digest of a block."""
     chain = Chain(blocks.root(identity().digest(), "a"), BLOCK)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from made_kv import cut, identity, num_restored, save_all, stored
+from made_kv import cut, flip, identity, num_restored, save_all, stored
 
 from cache.admin import archive, survey
 from cache.admin.stored_blocks import StoredBlocks
@@ -109,9 +109,7 @@ async def test_cache_ls_lists_the_files_even_if_the_index_is_missing_or_damaged(
 async def test_cache_verify_names_damaged_files_and_quarantines_them_only_if_asked(filled, turnkeep) -> None:
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
     flipped, cut, misnamed = snapshots(filled)[:3]
-    whole = bytearray(flipped.read_bytes())
-    whole[-1] ^= 1
-    flipped.write_bytes(whole)
+    flip(flipped)
     os.truncate(cut, 60)
     misnamed.rename(misnamed.with_name("ab" * 32 + ".safetensors"))
     (filled / "snapshots" / "notes.txt").write_text("mine")

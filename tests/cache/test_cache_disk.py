@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_kv import assert_sum_rule, num_restored, save_all, stored
+from made_kv import Clock, assert_sum_rule, flip, num_restored, save_all, stored
 from structlog.testing import capture_logs
 from test_cache_windows import POLICY
 
@@ -161,13 +161,6 @@ async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapsho
         await store.close()
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 async def saved(store, tokens) -> None:
     save_all(store, "a", tokens)
     assert await store.queue.drained(5)
@@ -210,9 +203,7 @@ async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writab
     assert "snapshot_writes_recovered" in [log["event"] for log in logs]
     assert await num_restored(store, TWO) == 5
 
-    whole = bytearray(first.read_bytes())
-    whole[-1] ^= 1
-    first.write_bytes(whole)
+    flip(first)
     read_only(directory, True)
     with capture_logs() as logs:
         assert await num_restored(store, ONE) == 0, "in doubt, though it can be moved nowhere"

@@ -8,6 +8,7 @@ import os
 import resource
 import shutil
 import sqlite3
+import stat
 import sys
 import threading
 import time
@@ -15,10 +16,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
-from made_kv import BLOCK, assert_sum_rule, cut, identity, num_restored, save_all, stored
+from made_kv import BLOCK, Clock, assert_sum_rule, cut, flip, identity, num_restored, save_all, stored
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
+from cache.disk.catalog import Catalog
 from cache.disk.folder import QUARANTINE_FILES, Folder
 from cache.disk.io_threads import IoThreads
 from cache.index import stored_kv
@@ -27,13 +29,6 @@ from cache.names.blocks import Span
 from cache.names.tokens import Chain, as_tokens, pack
 
 TOKENS = list(range(10))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -151,6 +146,48 @@ async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_aft
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
 
 
+async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_write(
+    open_store, monkeypatch
+) -> None:
+    """Otherwise the writer would try the whole queue on a full disk."""
+    store = await open_store(monotonic=Clock())
+    loop, tried = asyncio.get_running_loop(), []
+
+    def fail(draft, path, *more) -> None:
+        tried.append(path)
+        if len(tried) > 1:  # wait until the event loop has handled the first failure
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot_format, "write", fail)
+    for session in range(20):
+        save_all(store, "a", [session, 1])
+    await store.queue.drained(5)
+    failed = len(tried)
+    assert failed in (1, 2), (
+        "the one that failed, and the one that was under way when that became known, if any"
+    )
+    assert (store.stats().failed, store.stats().dropped) == (failed, {"disk_error": 20 - failed})
+    assert_sum_rule(store)
+
+
+async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tmp_path, monkeypatch) -> None:
+    """It does not count as stored, so the next start must not find it either."""
+    store = await open_store()
+    fsync = os.fsync
+
+    def fail_for_directories(fd) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fail_for_directories)
+    save_all(store, "a", [1, 2])
+    assert await store.queue.drained(5)
+    assert (store.stats().failed, store.stats().stored) == (1, 0)
+    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+
+
 async def test_an_unexpected_exception_in_a_write_does_not_end_the_writer(open_store, monkeypatch) -> None:
     clock = Clock()
     store = await open_store(monotonic=clock)
@@ -201,18 +238,34 @@ async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_re
     assert await num_restored(await open_store(), TOKENS, "b") == 0
 
 
+@pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), MemoryError()])
+async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
+    open_store, monkeypatch, error
+) -> None:
+    """For example, SQLite out of memory raises no `sqlite3.Error`."""
+    store = await open_store()
+
+    def fail(catalog, rows) -> None:
+        raise error
+
+    for change in ("put", "remove", "use"):
+        monkeypatch.setattr(Catalog, change, fail)
+    with capture_logs() as logs:
+        save_all(store, "a", TOKENS)
+        await store.queue.drained(5)
+        assert await num_restored(store, TOKENS) == 10
+        await store.close()
+    assert [log["event"] for log in logs] == ["index_not_written"]
+    monkeypatch.undo()
+    assert await num_restored(await open_store(), TOKENS) == 10
+
+
 def nth_file(tmp_path, n, tenant="a"):
     """Return the path of the file of the n-th block of TOKENS, or of their tail."""
     root = blocks.root(identity().digest(), tenant)
     chain = [*Chain(root, BLOCK).names(as_tokens(TOKENS))][1:]
     chain.append(blocks.link(chain[-1], pack(TOKENS[8:])))
     return tmp_path / "cache" / "snapshots" / f"{chain[n].hex()}.safetensors"
-
-
-def flip(path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[-1] ^= 1
-    path.write_bytes(whole)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import sqlite3
 import stat
 
 import pytest
-from made_kv import cut, identity, save_all, stored, traces
+from made_kv import cut, flip, identity, save_all, stored, traces
 
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
@@ -99,7 +99,7 @@ async def test_an_erase_whose_time_runs_out_behind_other_writes_still_removes_qu
     gate.set()
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        flip(path)
     assert await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS)) is None
     gate.clear()
     save_all(store, "a", OTHER)
@@ -168,9 +168,7 @@ async def test_an_erase_removes_the_quarantined_copies_of_its_tokens_and_no_othe
 ) -> None:
     store = await stored(open_store, TOKENS, OTHER)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path)
     for tokens in (TOKENS, OTHER):
         assert await store.kv.load(store.kv.match(store.kv.chain("a"), tokens)) is None
     quarantine = tmp_path / "cache" / "quarantine"
@@ -217,8 +215,7 @@ async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantin
 ) -> None:
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
-        *content, last = path.read_bytes()
-        path.write_bytes(bytes([*content, last ^ 1]))
+        flip(path)
     match = store.kv.match(store.kv.chain("a"), TOKENS)
     assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert await store.kv.load(match) is None

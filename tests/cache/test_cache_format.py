@@ -10,7 +10,7 @@ import struct
 import mlx.core as mx
 import pytest
 import xxhash
-from made_kv import BLOCK, HEADS, assert_is_kv_of, cut, identity
+from made_kv import BLOCK, HEADS, assert_is_kv_of, cut, flip, identity
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
@@ -268,9 +268,7 @@ def test_a_file_that_needs_more_buffers_than_a_system_call_takes_is_read(path, m
 
 
 def test_a_file_is_rejected_even_if_only_an_unused_part_of_it_is_damaged(path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[-1] ^= 1
-    path.write_bytes(whole)
+    flip(path)
     with pytest.raises(DoubtfulSnapshotError, match="checksum"):
         load(path, num_tokens=1)
 
@@ -292,8 +290,6 @@ def test_a_file_that_shrinks_while_it_is_read_is_rejected(path, monkeypatch) -> 
 
 def test_verifying_a_file_detects_damage_in_its_last_byte(path) -> None:
     assert snapshot_format.prove(path) == NAME
-    whole = bytearray(path.read_bytes())
-    whole[-1] ^= 1
-    path.write_bytes(whole)
+    flip(path)
     with pytest.raises(DoubtfulSnapshotError, match="checksum"):
         snapshot_format.prove(path)

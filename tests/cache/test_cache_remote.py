@@ -90,6 +90,15 @@ async def test_a_store_restores_blocks_and_tail_that_another_store_put_in_the_sh
     assert (await two.kv.find_remote(two.kv.chain("a"), TOKENS)) is None, "it has all of it now"
 
 
+async def test_a_store_fetches_from_the_tier_only_the_blocks_it_lacks(open_two: Any) -> None:
+    one, two = await open_two()
+    await put(two, TOKENS[:4])
+    await put(one, TOKENS)
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
+    assert found is not None
+    assert (len(found.links), found.num_tokens) == (2, 10)
+
+
 async def test_a_full_block_replaces_its_tail_pieces_in_the_tier(open_two: Any, tmp_path: Path) -> None:
     one, _ = await open_two()
     await put(one, TOKENS[:9])
@@ -132,6 +141,15 @@ async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two:
     assert (await one.eraser.erase("a", pack(TOKENS))).settled
     assert len(in_tier(tmp_path)) == 3, "two blocks and the other tail"
     assert await fetched(one, other) == 10
+
+
+async def test_an_erase_keeps_the_tier_block_of_first_tokens_that_are_marked_as_shared(
+    open_two: Any, tmp_path: Path
+) -> None:
+    one, _ = await open_two()
+    await put(one, TOKENS)
+    assert (await one.eraser.erase("a", pack(TOKENS), shared=4)).settled
+    assert len(in_tier(tmp_path)) == 1
 
 
 async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identity
+from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, flip, identity
 
 from cache.disk import format as snapshot_format
 from cache.kv.arrays import BlankTensors
@@ -95,12 +95,6 @@ async def test_a_reopened_store_knows_which_snapshots_have_a_state(open_store, t
     assert {num: await restored(store, TOKENS[:num]) for num in expected} == expected
 
 
-def flip(path, at: int) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[at] ^= 1
-    path.write_bytes(whole)
-
-
 def file_of(tmp_path, tokens, end):
     root = blocks.root(IDENTITY.digest(), "a")
     start = (end - 1) // BLOCK * BLOCK
@@ -116,8 +110,8 @@ async def test_a_damaged_state_is_a_miss_and_the_next_restore_uses_the_state_bef
     for end in (4, 8, 12):
         save(store, TOKENS, end)
     assert await store.queue.drained(5)
-    flip(file_of(tmp_path, TOKENS, 12), -1)
-    flip(file_of(tmp_path, TOKENS, 4), -1)  # this state is read only by a restore that ends there
+    flip(file_of(tmp_path, TOKENS, 12))
+    flip(file_of(tmp_path, TOKENS, 4))  # this state is read only by a restore that ends there
     assert await restored(store, TOKENS) == 0
     assert store.stats().rejected == 1
     assert await restored(store, TOKENS) == 8

@@ -17,7 +17,7 @@ from ops.fleet import MAX_MESSAGES, Fleet, Gateways
 from ops.history import MOST_POINTS, SERIES, FigureHistory
 from ops.screen import amount, count, draw, seconds, span
 from tests.commands.command_runs import Terminal, turnkeep, where
-from tests.ops.test_exporter import key, page, samples
+from tests.ops.test_exporter import Clock, key, page, samples
 from tests.parts import LocalWorker
 from tests.protocol.scripted_worker import metrics
 from turnkeep_client.messages import (
@@ -30,13 +30,6 @@ from turnkeep_client.messages import (
 )
 
 NOTHING = Histogram(bounds=(1.0, 2.0), counts=(0, 0, 0), sum=0.0, count=0)
-
-
-class Clock:
-    now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def figures(*changes: dict[str, object]) -> Figures:
