@@ -35,22 +35,9 @@ from turnkeep_client.wire import Backlog
 from worker.observe.telemetry import Telemetry
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
-LABELS = {
-    "worker",
-    "others",
-    "model",
-    "device",
-    "version",
-    "sampling",
-    "reasoning",
-    "vision",
-    "makes",
-    "snapshots",
-    "by_tenant",
-} | {
-    "max_message_bytes",  # a setting, of which there is no figure
-    "model_changed_s",
-}
+LABELS = {"worker", "others", "model", "device", "version", "sampling", "reasoning", "vision", "makes"}
+LABELS |= {"snapshots", "by_tenant", "model_changed_s"}
+LABELS |= {"max_message_bytes"}  # a setting, of which there is no figure
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -202,21 +189,9 @@ class Exporter:
     """`turnkeep exporter` as a process."""
 
     def __init__(self, url: str, *options: str) -> None:
+        command = [sys.executable, "-m", "commands", "exporter", "--nats", url, "--listen", "127.0.0.1:0"]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "commands",
-                "exporter",
-                "--nats",
-                url,
-                "--listen",
-                "127.0.0.1:0",
-                *options,
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
+            [*command, *options], stderr=subprocess.PIPE, text=True, env=environment()
         )
         assert self._process.stderr is not None
         line = self._process.stderr.readline()
