@@ -65,7 +65,7 @@ from worker.process.settings import Settings  # noqa: E402
 from worker.wire.credentials import client_options, over_tls  # noqa: E402
 
 #: Fixtures that mount file systems.
-MOUNTING = {"mounted", "disk_image", "read_only"}
+MOUNTING = {"mounted", "read_only"}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -337,25 +337,6 @@ def mounted() -> Iterator[Callable[[str], Path]]:
     """Mount a tmpfs with given options (`size=1m`, `ro`); skip the test where mounting is not allowed."""
     with Mounts() as mounts:
         yield lambda options: mounts.mount("-t", "tmpfs", "-o", options, "tmpfs")
-
-
-@pytest.fixture
-def disk_image(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mount an image file with a file system; skip the test where making or mounting it is impossible."""
-    with Mounts() as mounts:
-
-        def make(size_bytes: int, options: str, *command: str) -> Path:
-            if shutil.which(command[0]) is None:
-                pytest.skip(f"there is no {command[0]} here")
-            image = tmp_path / "image"
-            if not image.exists():  # an existing image keeps its content
-                with image.open("wb") as file:
-                    file.truncate(size_bytes)
-            made = subprocess.run([*command, str(image)], check=False, capture_output=True, text=True)
-            assert made.returncode <= 1, made.stderr  # 1 says that something was repaired
-            return mounts.mount("-o", f"loop,{options}", str(image))
-
-        yield make
 
 
 @pytest.fixture

@@ -25,8 +25,8 @@ Lasting = tuple[subprocess.Popen[str], Path]
 pytestmark = pytest.mark.process
 #: Time limit of a bench that takes seconds, for a busy machine.
 PATIENCE_S = 120
-#: Options of runs that last until a test ends them. All benches share the code that ends a run, so two of
-#: them suffice: one with a single process and one with several. `make soak` tests all.
+#: Options of runs that last until a test ends them. All benches share the code that ends a run, so one of
+#: several processes is interrupted, and the only process of one is killed. `make soak` tests all.
 LONG = {
     "device": "--pieces 64 --rows 1 --rounds 10000",
     "session": "--duration 600 --every 0.1 --max-tokens 2",
@@ -45,9 +45,6 @@ def _benches(*always: str, packaging: tuple[str, ...] = ()) -> pytest.MarkDecora
 
     suites = [pytest.param(one, marks=marks(one.bench.name), id=one.bench.name) for one in SUITES]
     return pytest.mark.parametrize("suite", suites)
-
-
-two_benches = _benches("session", "peers")
 
 
 @pytest.fixture
@@ -111,7 +108,7 @@ def test_a_smoke_run_of_a_bench_succeeds_with_a_cached_hub_model_and_draws_its_p
     assert next(tmp_path.glob("*.html")).read_text().count("<svg") == len(drawn) >= len(suite.bench.plots) - 2
 
 
-@two_benches
+@_benches("peers")
 def test_an_interrupted_bench_writes_a_partial_report_and_leaves_no_process(lasting: Lasting) -> None:
     process, path = lasting
     family = psutil.Process(process.pid).children(recursive=True)
@@ -125,7 +122,7 @@ def test_an_interrupted_bench_writes_a_partial_report_and_leaves_no_process(last
     assert psutil.wait_procs(family, timeout=10)[1] == []
 
 
-@two_benches
+@_benches("session")
 def test_a_bench_whose_worker_is_killed_exits_with_code_1_and_reports_the_fault(lasting: Lasting) -> None:
     process, path = lasting
     while process.poll() is None:  # repeatedly: the bench may have been about to end the first one itself
@@ -143,9 +140,7 @@ def test_a_bench_whose_worker_is_killed_exits_with_code_1_and_reports_the_fault(
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("restart --tokens 5000", "the context is 2048"),
         ("device --prompt 5000", "is 2,048 tokens; take a shorter --prompt"),
-        ("recall --resident 2048 --tokens 1000", "take fewer resident tokens than the 1,000"),
         ("recall --depths 10,110", "depths of up to 100%"),
         ("recall --resident 64", "a window of 60 tokens is smaller than this"),  # behind a full case
     ],

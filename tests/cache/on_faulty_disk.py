@@ -19,9 +19,10 @@ import sys
 from pathlib import Path
 
 import structlog
-from made_kv import BLOCK, LAYOUT, assert_sum_rule, identity, num_restored, save_all
+from made_kv import BLOCK, LAYOUT, Clock, assert_sum_rule, identity, num_restored, save_all
 from test_cache_windows import POLICY, save
 
+import cache.kv.arrays  # noqa: F401  # else the first restore imports it, for longer than a load may take
 from cache.index import stored_kv
 from cache.names.errors import CacheError
 from cache.names.tokens import pack
@@ -29,19 +30,12 @@ from cache.store import Store
 
 COUNT, KILL, TEAR, FAIL, SLOW, HANG = range(6)
 FOREVER = 1 << 40
-ONE, TWO = [1, *range(9)], [2, *range(9)]
+ONE, TWO = [1, *range(9)], [2, *range(4)]
 
 LIBC = ctypes.CDLL(None)
 LIBC.faults_arm.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_long] * 2, ctypes.c_int, ctypes.c_long]
 for count in (LIBC.faults_disarm, LIBC.faults_seen_here, LIBC.faults_synced):
     count.restype = ctypes.c_long
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def arm(directory: Path, mode: int, first: int = 0, end: int = 0, code: int = 0, delay_us: int = 0) -> None:

@@ -12,14 +12,13 @@ import shutil
 import sqlite3
 import subprocess
 import tarfile
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from made_kv import cut, identity, num_restored, save_all
+from made_kv import cut, flip, identity, num_restored, save_all, stored
 
 from cache.admin import archive, survey
 from cache.admin.stored_blocks import StoredBlocks
@@ -55,9 +54,7 @@ async def filled(open_store, tmp_path):
     other = await open_store(identity=identity(weights="other"))
     save_all(other, "a", TOKENS[:4])
     await other.close()
-    store = await open_store(model="tiny")
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS, model="tiny")
     save_all(store, "a", OTHER)
     await store.close()
     return tmp_path / "cache"
@@ -112,9 +109,7 @@ async def test_cache_ls_lists_the_files_even_if_the_index_is_missing_or_damaged(
 async def test_cache_verify_names_damaged_files_and_quarantines_them_only_if_asked(filled, turnkeep) -> None:
     assert "5 files, 0 doubtful" in turnkeep("verify").stdout
     flipped, cut, misnamed = snapshots(filled)[:3]
-    whole = bytearray(flipped.read_bytes())
-    whole[-1] ^= 1
-    flipped.write_bytes(whole)
+    flip(flipped)
     os.truncate(cut, 60)
     misnamed.rename(misnamed.with_name("ab" * 32 + ".safetensors"))
     (filled / "snapshots" / "notes.txt").write_text("mine")
@@ -355,30 +350,6 @@ def listed(directory) -> set[bytes]:
         return {digest for (digest,) in db.execute("SELECT digest FROM snapshot")}
 
 
-def test_inspecting_an_index_while_a_worker_changes_it_shows_a_consistent_state(tmp_path) -> None:
-    """The worker adds and removes all rows together, so an inconsistent copy would have only some."""
-    folder = Folder(tmp_path)
-    catalog = Catalog(folder)
-    over = threading.Event()
-    rows = rows_of(300, 0)
-
-    def change() -> None:
-        while not over.is_set():
-            catalog.put(rows)
-            catalog.clear()
-
-    changing = threading.Thread(target=change)
-    changing.start()
-    try:
-        seen = {len(listed(tmp_path)) for _ in range(150)}
-    finally:
-        over.set()
-        changing.join()
-    catalog.close()
-    folder.close()
-    assert seen == {0, len(rows)}
-
-
 def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_copy(
     tmp_path, monkeypatch
 ) -> None:
@@ -408,9 +379,7 @@ def test_the_index_is_copied_again_if_its_write_ahead_log_restarts_during_the_co
 @pytest.fixture
 async def without_files(open_store, tmp_path, monkeypatch):
     """A closed cache whose index is lost, and whose files cannot be opened (too many open files)."""
-    store = await open_store()
-    save_all(store, "a", range(10))
-    assert await store.close()
+    await (await stored(open_store, range(10))).close()
     (tmp_path / "cache" / "index.sqlite").unlink()
 
     def lacking(path, *more):
@@ -445,9 +414,7 @@ async def test_blocks_are_listed_with_all_tokens_before_them_but_not_images_and_
     for tokens in (lost, forked, seen):
         save_all(store, "a", tokens)
     await store.close()
-    store = await open_store(identity=other)
-    save_all(store, "a", lost)
-    await store.close()
+    await (await stored(open_store, lost, identity=other)).close()
     blocks = StoredBlocks(tmp_path / "cache", PLAIN)
 
     def listed() -> list[tuple[list[int], int, str]]:
@@ -465,10 +432,10 @@ async def test_blocks_are_listed_with_all_tokens_before_them_but_not_images_and_
         ([20, 21, 22, 23], 0),
     ]
     for tokens, start, file in every:
-        stored = blocks.read(file)
-        assert stored is not None
+        found = blocks.read(file)
+        assert found is not None
         for one in cut(tokens, Span(start, len(tokens))):
-            assert (stored[one.name].shape, bytes(stored[one.name].data)) == (one.shape, bytes(one.data))
+            assert (found[one.name].shape, bytes(found[one.name].data)) == (one.shape, bytes(one.data))
     (tmp_path / "cache" / "snapshots" / every[1][2]).unlink()
     assert [file for _, _, file in listed()] == [every[i][2] for i in (0, 3, 4)]
     assert blocks.read(every[1][2]) is None

@@ -5,11 +5,9 @@ The faults come from `faulty_disk.c`, which is preloaded into child processes (`
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -18,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_kv import assert_sum_rule, num_restored, save_all
+from made_kv import Clock, assert_sum_rule, flip, num_restored, save_all, stored
 from structlog.testing import capture_logs
 from test_cache_windows import POLICY
 
@@ -26,7 +24,7 @@ from cache.admin import survey
 from cache.names.tokens import pack
 
 HERE = Path(__file__).parent
-ONE, TWO = [1, *range(9)], [2, *range(9)]
+ONE, TWO = [1, *range(9)], [2, *range(4)]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +79,7 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_b
         assert await num_restored(store, ONE) >= (10 if "two" in said else 6 if "one" in said else 0), life
         two = await num_restored(store, TWO)
         if "two" in said:  # a forget may be in progress, which removes files from the session's end
-            assert two in (0, 4, 8, 10), life
+            assert two in (0, 4, 5), life
         assert two == 0 or "forgotten" not in said, life
         save_all(store, "a", ONE)
         assert await store.queue.drained(10)
@@ -127,47 +125,18 @@ async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snap
     open_store, tmp_path
 ) -> None:
     now = 0.0
-    store = await open_store(monotonic=lambda: now)
-    save_all(store, "a", ONE)
-    await store.queue.drained(5)
+    store = await stored(open_store, ONE, monotonic=lambda: now)
     shutil.rmtree(tmp_path / "cache")
     match = store.kv.match(store.kv.chain("a"), ONE)
     assert await store.kv.load(match) is None
     save_all(store, "a", TWO)
     assert await store.queue.drained(5)
-    assert store.stats().failed + sum(store.stats().dropped.values()) == 3
+    assert store.stats().failed + sum(store.stats().dropped.values()) == 2
     assert_sum_rule(store)
     store.eraser.forget("a", pack(ONE))
     assert await store.eraser.clear()
     assert_sum_rule(store)
     assert await store.close()
-
-
-async def test_a_store_on_a_full_disk_starts_and_serves_its_stored_snapshots(open_store, mounted) -> None:
-    disk = mounted("size=1m")
-    store = await open_store(directory=disk / "cache", model="tiny")
-    save_all(store, "a", ONE)
-    await store.close()
-    with (disk / "of another process").open("wb", buffering=0) as file:
-        while True:
-            try:
-                if file.write(b"x" * 512) < 512:
-                    break
-            except OSError:
-                break
-    store = await open_store(directory=disk / "cache", model="tiny")
-    assert await num_restored(store, ONE) == 10
-    held = store.kv.hold(store.kv.chain("a"), ONE)
-    save_all(store, "a", TWO)
-    assert store.stats().dropped == {"disk_limit": 3}
-    assert await num_restored(store, ONE) == 10, "in use, it does not give way to newer ones"
-    store.kv.release(held)
-    assert_sum_rule(store)
-    await store.close()
-    (disk / "of another process").unlink()
-    with sqlite3.connect(disk / "cache" / "index.sqlite") as db:
-        assert db.execute("SELECT count(*) FROM snapshot").fetchone() == (3,), "the index is still there"
-    db.close()
 
 
 async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapshots(
@@ -190,36 +159,6 @@ async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapsho
         assert await store.queue.drained(10)
         assert store.kv.find(store.kv.chain("a"), tokens).num_tokens == 8
         await store.close()
-
-
-ONE, TWO, THREE = ([session, *range(9)] for session in (1, 2, 3))
-
-
-async def command(*words) -> str:
-    """Run a command; return its output."""
-    done = await asyncio.to_thread(subprocess.run, words, check=True, capture_output=True, text=True)
-    return done.stdout.strip()
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def fill(path) -> None:
-    with path.open("wb", buffering=0) as file:
-        for size_bytes in [1 << 16] * 100 + [1 << 12] * 100:
-            file.write(bytes(size_bytes))
-
-
-def trigger_error(device) -> None:
-    """Make ext4 report an error, after which it writes no more changes."""
-    trigger = Path("/sys/fs/ext4", device, "trigger_fs_error")
-    if not trigger.exists():
-        pytest.skip("this kernel lets nobody trigger an error of a file system")
-    trigger.write_text("a test")
 
 
 async def saved(store, tokens) -> None:
@@ -262,11 +201,9 @@ async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writab
     with capture_logs() as logs:
         await saved(store, TWO)
     assert "snapshot_writes_recovered" in [log["event"] for log in logs]
-    assert await num_restored(store, TWO) == 10
+    assert await num_restored(store, TWO) == 5
 
-    whole = bytearray(first.read_bytes())
-    whole[-1] ^= 1
-    first.write_bytes(whole)
+    flip(first)
     read_only(directory, True)
     with capture_logs() as logs:
         assert await num_restored(store, ONE) == 0, "in doubt, though it can be moved nowhere"
@@ -276,77 +213,4 @@ async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writab
     assert await store.close()
 
     store = await open_store(directory=directory)
-    assert [await num_restored(store, tokens) for tokens in (ONE, TWO)] == [10, 10]
-
-
-async def test_snapshots_that_an_erase_could_not_remove_from_a_read_only_disk_are_found_at_restart(
-    open_store, mounted, read_only
-) -> None:
-    directory = mounted("size=4m") / "cache"
-    store = await open_store(directory=directory)
-    await saved(store, ONE)
-    read_only(directory, True)
-    with capture_logs() as logs:
-        await store.eraser.erase("a", pack(ONE))
-    assert [log["event"] for log in logs].count("snapshot_not_removed") == 3
-    assert store.kv.match(store.kv.chain("a"), ONE).num_tokens == 0, "here it is gone"
-    assert_sum_rule(store)
-    await store.close()
-    read_only(directory, False)
-    store = await open_store(directory=directory)
-    assert await num_restored(store, ONE) == 10
-
-
-async def test_a_file_system_that_becomes_read_only_after_an_error_loses_no_durable_snapshot(
-    open_store, disk_image
-) -> None:
-    """It is ext4 with `errors=remount-ro`, where files that are already open cannot be written either."""
-    folder = disk_image(16 << 20, "errors=remount-ro", "mkfs.ext4", "-q")
-    device = Path(await command("findmnt", "-no", "SOURCE", folder)).name
-    clock = Clock()
-    store = await open_store(directory=folder / "cache", monotonic=clock)
-    await saved(store, ONE)
-    trigger_error(device)
-    assert await failing(store, TWO) == ["EROFS"]
-    clock.now += 1.1
-    assert await failing(store, THREE) == []
-    assert await num_restored(store, ONE) == 10, "what is stored is still served"
-    assert await store.close()
-
-    await command("umount", folder)
-    folder = disk_image(16 << 20, "errors=remount-ro", "e2fsck", "-fy")
-    store = await open_store(directory=folder / "cache", monotonic=clock)
-    assert store.stats().rejected == 0
-    assert [await num_restored(store, tokens) for tokens in (ONE, TWO)] == [10, 0]
-    await saved(store, TWO)
-    assert await num_restored(store, TWO) == 10
-
-
-async def test_a_used_up_disk_quota_pauses_the_writer_until_space_is_free_again(
-    open_store, disk_image
-) -> None:
-    """The error is EDQUOT from a btrfs quota group, which applies to root too; `statvfs` does not show it."""
-    if shutil.which("btrfs") is None:
-        pytest.skip("there is no btrfs here")
-    folder = disk_image(128 << 20, "rw", "mkfs.btrfs", "-q", "--mixed")
-    await command("btrfs", "quota", "enable", folder)
-    await command("btrfs", "qgroup", "limit", "4M", "0/5", folder)
-    clock = Clock()
-    store = await open_store(directory=folder / "cache", monotonic=clock)
-    await saved(store, ONE)
-    filler = folder / "of another program"
-    with pytest.raises(OSError, match="quota"):
-        fill(filler)
-    assert await failing(store, TWO) == ["EDQUOT"]
-    assert store.stats().free_bytes > 64 << 20, "as far as the disk says"
-    assert await num_restored(store, ONE) == 10, "what is stored is still served"
-
-    filler.unlink()
-    await command("btrfs", "filesystem", "sync", folder)  # until then it counts
-    clock.now += 1.1
-    with capture_logs() as logs:
-        await saved(store, TWO)
-    assert "snapshot_writes_recovered" in [log["event"] for log in logs]
-    assert await store.close()
-    store = await open_store(directory=folder / "cache")
-    assert [await num_restored(store, tokens) for tokens in (ONE, TWO)] == [10, 10]
+    assert [await num_restored(store, tokens) for tokens in (ONE, TWO)] == [10, 5]

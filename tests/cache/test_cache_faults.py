@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import os
 import resource
 import shutil
@@ -13,13 +12,11 @@ import stat
 import sys
 import threading
 import time
-import weakref
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-import numpy as np
 import pytest
-from made_kv import BLOCK, DIM, HEADS, assert_sum_rule, cut, identity, num_restored, save_all
+from made_kv import BLOCK, Clock, assert_sum_rule, cut, flip, identity, num_restored, save_all, stored
 from structlog.testing import capture_logs
 
 from cache.disk import format as snapshot_format
@@ -29,17 +26,9 @@ from cache.disk.io_threads import IoThreads
 from cache.index import stored_kv
 from cache.names import blocks
 from cache.names.blocks import Span
-from cache.names.snapshot import Tensor
 from cache.names.tokens import Chain, as_tokens, pack
 
 TOKENS = list(range(10))
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -68,9 +57,7 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
         assert gate.wait(10)
         write(draft, path, *more)
 
-    store = await open_store(directory=small_disk / "cache", monotonic=clock)
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS, directory=small_disk / "cache", monotonic=clock)
     monkeypatch.setattr(snapshot_format, "write", held)
     save_all(store, "b", TOKENS)
     fill(small_disk / "of another process")
@@ -97,22 +84,6 @@ async def test_a_disk_that_fills_up_while_snapshots_are_written_costs_only_those
     assert await num_restored(store, TOKENS, "b") == 10
 
 
-async def test_the_cache_evicts_before_it_writes_so_that_the_required_free_space_is_left(
-    open_store, small_disk
-) -> None:
-    """No write fails and no snapshot is dropped."""
-    free = 2 << 20
-    store = await open_store(directory=small_disk / "cache", min_free_bytes=free)
-    for session in range(250):
-        save_all(store, "a", [session, *range(11)])
-        await store.queue.drained(5)
-    stats = store.stats()
-    assert (stats.failed, stats.dropped) == (0, {})
-    assert stats.evicted > 0
-    assert shutil.disk_usage(small_disk).free >= free - (64 << 10), "but for the catalog's own pages"
-    assert await num_restored(store, [249, *range(11)]) == 12
-
-
 async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_logged_once(
     open_store, monkeypatch
 ) -> None:
@@ -136,31 +107,6 @@ async def test_repeatedly_failing_writes_cause_longer_pauses_each_time_and_are_l
     assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 60]
     assert [log["event"] for log in logs] == ["snapshot_writes_failing"]
     assert store.stats().failed == 9
-    assert_sum_rule(store)
-
-
-async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_write(
-    open_store, monkeypatch
-) -> None:
-    """Otherwise the writer would try the whole queue on a full disk."""
-    store = await open_store(monotonic=Clock())
-    loop, tried = asyncio.get_running_loop(), []
-
-    def fail(draft, path, *more) -> None:
-        tried.append(path)
-        if len(tried) > 1:  # wait until the event loop has handled the first failure
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(snapshot_format, "write", fail)
-    for session in range(20):
-        save_all(store, "a", [session, 1])
-    await store.queue.drained(5)
-    failed = len(tried)
-    assert failed in (1, 2), (
-        "the one that failed, and the one that was under way when that became known, if any"
-    )
-    assert (store.stats().failed, store.stats().dropped) == (failed, {"disk_error": 20 - failed})
     assert_sum_rule(store)
 
 
@@ -198,6 +144,31 @@ async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_aft
     assert await store.queue.drained(5)
     files = [nth_file(tmp_path, n).stem for n in range(3)]
     assert happened == [each for n, file in enumerate(files) for each in ((file, n), ("folder", n + 1))]
+
+
+async def test_after_a_failed_write_the_queued_snapshots_are_dropped_without_a_write(
+    open_store, monkeypatch
+) -> None:
+    """Otherwise the writer would try the whole queue on a full disk."""
+    store = await open_store(monotonic=Clock())
+    loop, tried = asyncio.get_running_loop(), []
+
+    def fail(draft, path, *more) -> None:
+        tried.append(path)
+        if len(tried) > 1:  # wait until the event loop has handled the first failure
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result(10)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot_format, "write", fail)
+    for session in range(20):
+        save_all(store, "a", [session, 1])
+    await store.queue.drained(5)
+    failed = len(tried)
+    assert failed in (1, 2), (
+        "the one that failed, and the one that was under way when that became known, if any"
+    )
+    assert (store.stats().failed, store.stats().dropped) == (failed, {"disk_error": 20 - failed})
+    assert_sum_rule(store)
 
 
 async def test_a_file_whose_rename_could_not_be_synced_is_removed(open_store, tmp_path, monkeypatch) -> None:
@@ -289,46 +260,12 @@ async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
     assert await num_restored(await open_store(), TOKENS) == 10
 
 
-async def test_an_idle_writer_keeps_no_tensors_alive(open_store) -> None:
-    """After the last snapshot, no later one would replace a reference to its tensors."""
-    store = await open_store()
-    whole = [np.ones((1, HEADS, 2, DIM), np.float32) for _ in range(4)]
-    names = ["0.keys", "0.values", "1.keys", "1.values"]
-    tensors = tuple(
-        Tensor(name, "F32", array.shape, memoryview(array).cast("B"))
-        for name, array in zip(names, whole, strict=True)
-    )
-    alive = [weakref.ref(array) for array in whole]
-    assert store.kv.save(store.kv.chain("a"), [1, 2], Span(0, 2), tensors)
-    del whole, tensors
-    for _ in range(1000):
-        if not store.stats().in_flight:
-            break
-        await asyncio.sleep(0.01)
-    gc.collect()
-    assert (store.stats().durable, [ref() is None for ref in alive]) == (1, [True] * 4)
-
-
 def nth_file(tmp_path, n, tenant="a"):
     """Return the path of the file of the n-th block of TOKENS, or of their tail."""
     root = blocks.root(identity().digest(), tenant)
     chain = [*Chain(root, BLOCK).names(as_tokens(TOKENS))][1:]
     chain.append(blocks.link(chain[-1], pack(TOKENS[8:])))
     return tmp_path / "cache" / "snapshots" / f"{chain[n].hex()}.safetensors"
-
-
-def flip(path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[-1] ^= 1
-    path.write_bytes(whole)
-
-
-def truncate(path) -> None:
-    os.truncate(path, 50)
-
-
-def remove(path) -> None:
-    path.unlink()
 
 
 @pytest.fixture
@@ -360,9 +297,7 @@ async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file
     open_store, tmp_path, no_files_left
 ) -> None:
     """The files are undamaged, and moving them to quarantine would lose the whole session's KV."""
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     assert await num_restored(store, TOKENS) == len(TOKENS), "and all that it takes has been imported"
     with capture_logs() as logs, no_files_left():
         assert await num_restored(store, TOKENS) == 0
@@ -410,35 +345,10 @@ async def test_files_missing_from_the_index_of_a_full_disk_are_served_and_can_be
 
 
 async def test_concurrent_loads_count_a_damaged_file_once(open_store, tmp_path) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     flip(nth_file(tmp_path, 1))
     assert await asyncio.gather(*(num_restored(store, TOKENS) for _ in range(4))) == [4] * 4
     assert store.stats().rejected == 1
-
-
-async def test_the_quarantine_keeps_a_limited_number_of_files_which_count_toward_the_disk_limit(
-    open_store, tmp_path
-) -> None:
-    store = await open_store()
-    sessions = [[session, 1] for session in range(QUARANTINE_FILES + 4)]
-    for tokens in sessions:
-        save_all(store, "a", tokens)
-    await store.queue.drained(5)
-    size = store.stats().stored_bytes // len(sessions)
-    for path in (tmp_path / "cache" / "snapshots").iterdir():
-        flip(path)
-    for tokens in sessions:
-        assert await num_restored(store, tokens) == 0
-    assert len(list((tmp_path / "cache" / "quarantine").iterdir())) == QUARANTINE_FILES
-    await store.close()
-
-    store = await open_store(max_bytes=(QUARANTINE_FILES + 1) * size + 100)
-    assert save_all(store, "a", [1, 2]) == [True]
-    await store.queue.drained(5)
-    assert save_all(store, "b", [1, 2]) == [True]
-    assert store.stats().evicted == 1
 
 
 async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_cache(
@@ -464,37 +374,11 @@ async def test_emptying_the_quarantine_by_hand_gives_its_disk_space_back_to_the_
     assert store.stats().capacity_bytes == 1 << 30
 
 
-async def test_a_cancelled_load_still_counts_the_file_it_quarantined(
-    open_store, tmp_path, monkeypatch
-) -> None:
-    store = await open_store()
-    save_all(store, "a", [1, 2])
-    assert await store.queue.drained(5)
-    size = store.stats().stored_bytes
-    flip(next((tmp_path / "cache" / "snapshots").iterdir()))
-    moved, quarantine = threading.Event(), Folder.quarantine
-
-    def watched(folder, digest) -> None:
-        quarantine(folder, digest)
-        moved.set()
-
-    monkeypatch.setattr(Folder, "quarantine", watched)
-    loading = asyncio.ensure_future(store.kv.load(store.kv.match(store.kv.chain("a"), [1, 2])))
-    await asyncio.sleep(0)
-    loading.cancel()
-    await asyncio.gather(loading, return_exceptions=True)
-    assert await asyncio.to_thread(moved.wait, 10)
-    assert await store.queue.drained(5)
-    assert store.stats().capacity_bytes == (1 << 30) - size
-
-
 @pytest.mark.parametrize("room", ["snapshots", "tmp", "quarantine"])
 async def test_a_cache_folder_removed_under_a_running_store_is_created_again(
     open_store, tmp_path, room
 ) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    assert await store.queue.drained(5)
+    store = await stored(open_store, TOKENS)
     shutil.rmtree(tmp_path / "cache" / room)
     save_all(store, "b", TOKENS)
     assert await store.queue.drained(5)

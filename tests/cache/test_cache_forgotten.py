@@ -10,7 +10,7 @@ import sqlite3
 import stat
 
 import pytest
-from made_kv import cut, identity, save_all, traces
+from made_kv import cut, flip, identity, save_all, stored, traces
 
 from cache.disk.catalog import Catalog
 from cache.disk.folder import Folder
@@ -24,14 +24,6 @@ from cache.store import ErasureResult
 #: Numbers that occur nowhere else, so that a search finds their bytes wherever they are left.
 TOKENS = [0x5A5A0000 + i for i in range(10)]
 OTHER = [0x6B6B0000 + i for i in range(10)]
-
-
-async def stored(open_store, *runs: list[int], **settings):
-    store = await open_store(**settings)
-    for tokens in runs:
-        save_all(store, "a", tokens)
-    assert await store.queue.drained(10)
-    return store
 
 
 async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tmp_path) -> None:
@@ -107,7 +99,7 @@ async def test_an_erase_whose_time_runs_out_behind_other_writes_still_removes_qu
     gate.set()
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
-        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        flip(path)
     assert await store.kv.load(store.kv.match(store.kv.chain("a"), TOKENS)) is None
     gate.clear()
     save_all(store, "a", OTHER)
@@ -151,16 +143,11 @@ async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files
     held = store.kv.hold(store.kv.chain("a"), TOKENS[:8])
     erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (3, False)
+    assert store.kv.match(store.kv.chain("a"), TOKENS).num_tokens == 0, "nobody new may use them"
     store.kv.release(held)
     erased = await store.eraser.erase("a", pack(TOKENS), 10)
     assert (erased.num_snapshots, erased.settled) == (0, True)
     assert traces(tmp_path / "cache", TOKENS) == []
-
-
-async def test_an_erase_that_keeps_only_shared_snapshots_is_confirmed(open_store) -> None:
-    store = await stored(open_store, TOKENS, [*TOKENS[:8], 7, 8])
-    assert (await store.eraser.erase("a", pack(TOKENS), 10)).settled
-    assert store.kv.match(store.kv.chain("a"), [*TOKENS[:8], 7, 8]).num_tokens == 10
 
 
 async def test_an_erase_keeps_the_snapshots_of_first_tokens_that_are_marked_as_shared(
@@ -181,9 +168,7 @@ async def test_an_erase_removes_the_quarantined_copies_of_its_tokens_and_no_othe
 ) -> None:
     store = await stored(open_store, TOKENS, OTHER)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
-        content = bytearray(path.read_bytes())
-        content[-1] ^= 1
-        path.write_bytes(content)
+        flip(path)
     for tokens in (TOKENS, OTHER):
         assert await store.kv.load(store.kv.match(store.kv.chain("a"), tokens)) is None
     quarantine = tmp_path / "cache" / "quarantine"
@@ -230,8 +215,7 @@ async def test_a_file_found_damaged_after_it_was_erased_is_not_kept_in_quarantin
 ) -> None:
     store = await stored(open_store, TOKENS)
     for path in (tmp_path / "cache" / "snapshots").iterdir():
-        *content, last = path.read_bytes()
-        path.write_bytes(bytes([*content, last ^ 1]))
+        flip(path)
     match = store.kv.match(store.kv.chain("a"), TOKENS)
     assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
     assert await store.kv.load(match) is None
@@ -366,19 +350,15 @@ async def test_an_erase_removes_unfinished_files_of_interrupted_writes(open_stor
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_chain_of_more_than_a_thousand_blocks_is_erased_completely(open_store, tmp_path) -> None:
-    tokens = list(range(1100 * 2))
-    store = await open_store(identity=identity(block_tokens=2))
+async def test_a_chain_of_more_than_a_thousand_blocks_is_forgotten_completely(open_store, gate) -> None:
+    store, tokens = await open_store(identity=identity(block_tokens=2)), list(range(1100 * 2))
+    kv = cut(tokens[:2], Span(0, 2))
     for start in range(0, len(tokens), 2):
-        assert store.kv.save(
-            store.kv.chain("a"),
-            tokens,
-            Span(start, start + 2),
-            cut(tokens[: start + 2], Span(start, start + 2)),
-        )
+        assert store.kv.save(store.kv.chain("a"), tokens, Span(start, start + 2), kv)
+    assert store.eraser.forget("a", pack(tokens)) == 1100
+    gate.set()
     assert await store.queue.drained(60)
-    assert (await store.eraser.erase("a", pack(tokens), 60)).num_snapshots == 1100
-    assert list((tmp_path / "cache" / "snapshots").iterdir()) == []
+    assert len(store._index) == store.stats().stored == 0
 
 
 async def test_clear_returns_false_as_long_as_a_file_cannot_be_removed(

@@ -7,7 +7,7 @@ import os
 import sqlite3
 
 import pytest
-from made_kv import assert_is_kv_of, save_all
+from made_kv import assert_is_kv_of, save_all, stored
 from structlog.testing import capture_logs
 
 from cache.index import catalog_repair as reconciling
@@ -52,9 +52,7 @@ TOKENS = list(range(10))
 
 
 async def stored_once(open_store) -> None:
-    store = await open_store()
-    save_all(store, "a", TOKENS)
-    await store.close()
+    await (await stored(open_store, TOKENS)).close()
 
 
 async def assert_finds_everything(open_store) -> None:
@@ -148,38 +146,6 @@ async def test_opening_a_store_removes_a_piece_of_a_tail_whose_earlier_piece_is_
     assert store.stats().stored == len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
 
-async def test_opening_a_store_quarantines_an_invalid_snapshot_and_leaves_other_files_in_place(
-    open_store, tmp_path
-) -> None:
-    await stored_once(open_store)
-    folder = tmp_path / "cache" / "snapshots"
-    (folder / f"{'ab' * 32}.safetensors").write_bytes(b"nonsense")
-    (folder / "notes.txt").write_text("left alone")
-    next(folder.glob("[0-9a-f]*")).touch()
-    with capture_logs() as logs:
-        store = await open_store()
-    assert [log["event"] for log in logs] == ["snapshot_quarantined", "index_reconciled"]
-    assert (store.stats().stored, store.stats().rejected) == (3, 1)
-    assert [path.name for path in (tmp_path / "cache" / "quarantine").iterdir()] == [
-        f"{'ab' * 32}.safetensors"
-    ]
-    assert (folder / "notes.txt").exists()
-
-
-@pytest.mark.parametrize("stray", [".DS_Store", "._x.safetensors", "Thumbs.db"])
-async def test_a_file_of_another_program_in_the_directory_does_not_cause_a_check_of_every_index_row(
-    open_store, tmp_path, monkeypatch, stray
-) -> None:
-    await stored_once(open_store)
-    (tmp_path / "cache" / "snapshots" / stray).write_bytes(b"x")
-
-    def never(*_):
-        raise AssertionError("nothing has to be mended")
-
-    monkeypatch.setattr(reconciling, "_mended", never)
-    assert (await open_store()).stats().stored == 3
-
-
 async def test_opening_a_store_that_cannot_read_its_files_fails_and_moves_no_file_away(
     open_store, tmp_path, monkeypatch
 ) -> None:
@@ -204,20 +170,3 @@ async def test_unfinished_files_of_an_earlier_process_are_removed_and_logged(ope
     assert [(log["event"], log["files"]) for log in logs] == [("unfinished_snapshots_removed", 1)]
     assert list((tmp_path / "cache" / "tmp").iterdir()) == []
     assert store.stats().stored == 3
-
-
-async def test_the_order_of_use_survives_a_restart(open_store, tmp_path) -> None:
-    """The least recently used snapshot is evicted first, not the oldest, even if the clock was set back."""
-    store = await open_store(clock=lambda: 1000.0)
-    for tenant in ("a", "b", "c"):
-        save_all(store, tenant, [1, 2])
-    await store.queue.drained(5)
-    size = store.stats().stored_bytes // 3
-    store.kv.release(store.kv.match(store.kv.chain("a"), [1, 2]))
-    await store.close()
-
-    store = await open_store(clock=lambda: 10.0, max_bytes=3 * size + 50)
-    store.kv.release(store.kv.match(store.kv.chain("c"), [1, 2]))
-    save_all(store, "d", [1, 2])
-    left = {tenant: store.kv.find(store.kv.chain(tenant), [1, 2]).num_tokens for tenant in "abc"}
-    assert left == {"a": 2, "b": 0, "c": 2}

@@ -123,23 +123,6 @@ def test_copying_tokens_that_the_cache_does_not_hold_raises_an_error(model, star
         layers.cut(caches, start, end)
 
 
-def test_copying_from_an_empty_cache_raises_an_error(model) -> None:
-    with pytest.raises(ValueError, match="does not hold"):
-        layers.cut(make_prompt_cache(model), 0, 1)
-
-
-def test_live_bytes_is_the_size_of_the_tokens_kv_and_not_of_the_allocated_memory(model) -> None:
-    caches = make_prompt_cache(model)
-    assert layers.live_bytes(caches) == 0
-    prefill(model, caches, prompt(20))
-    assert layers.live_bytes(caches) == 20 * 2 * 2 * 8 * 4 * 2  # tokens, layers, heads, dim, bytes, k and v
-    assert layers.live_bytes(caches) == sum(t.data.nbytes for t in layers.cut(caches, 0, 20))
-    layers.trim(caches, 13)
-    assert layers.live_bytes(caches) == 13 * 2 * 2 * 8 * 4 * 2
-    layers.trim(caches, 99)
-    assert [cache.offset for cache in caches] == [13, 13]
-
-
 def test_the_first_unsupported_cache_class_is_named(model) -> None:
     class Odd(KVCache):
         pass

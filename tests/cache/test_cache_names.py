@@ -151,11 +151,14 @@ def test_a_model_moved_elsewhere_keeps_its_identity(folder, tmp_path) -> None:
         ("config.json", '{"hidden_size": 16}'),
         ("tokenizer.json", '{"a": 1}'),
         ("merges.txt", "a b"),
+        ("tokenizer_config.json", "not JSON"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", "\udcff"),
     ],
 )
 def test_any_change_of_weights_config_or_tokenizer_gives_another_identity(folder, name, text) -> None:
     before = take(folder).digest()
-    (folder / name).write_text(text)
+    (folder / name).write_text(text, errors="surrogateescape")
     assert take(folder).digest() != before
 
 
@@ -168,13 +171,6 @@ def test_a_chat_template_in_any_file_does_not_change_the_identity(folder) -> Non
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     assert take(folder) == before
     config.write_text(json.dumps({"eos_token": "<end>", "chat_template": "{{ messages }}"}))
-    assert take(folder) != before
-
-
-@pytest.mark.parametrize("content", [b"not JSON", b"[]", b"\xff"])
-def test_an_invalid_tokenizer_config_changes_the_identity(folder, content) -> None:
-    before = take(folder)
-    (folder / "tokenizer_config.json").write_bytes(content)
     assert take(folder) != before
 
 
@@ -197,17 +193,6 @@ def test_weight_files_that_swap_their_contents_give_another_identity(folder) -> 
     one.write_bytes(content[1])
     two.write_bytes(content[0])
     assert take(folder).weights != before
-
-
-def test_cached_weight_digests_are_used_while_the_files_are_unchanged(folder, tmp_path) -> None:
-    memo = tmp_path / "state" / "digests.json"
-    before = take(folder, memo=memo)
-    known = json.loads(memo.read_text())
-    assert take(folder, memo=memo) == before
-    for entry in known.values():
-        entry[3] = "f" * 64
-    memo.write_text(json.dumps(known))
-    assert take(folder, memo=memo).weights != before.weights, "it was hashed again, the memo saved nothing"
 
 
 def test_a_cached_weight_digest_is_not_used_after_a_change_that_keeps_size_and_mtime(

@@ -19,9 +19,7 @@ from mlx_lm.models.cache import (
 )
 
 from cache.kv import layers
-from cache.kv.chunk import ChunkCache
 from cache.kv.ring import SLACK, RingCache
-from cache.kv.size import KvSize, Window
 from cache.names.policy import FULL, Policy
 
 POLICY = Policy(4, 100)
@@ -90,29 +88,14 @@ def test_a_policy_on_an_unsupported_layer_raises_an_error_that_names_the_layer(m
         layers.make(model(KVCache, make), POLICY)
 
 
-def test_the_layout_and_sizes_of_ring_layers_are_reported() -> None:
-    caches = run(layers.make(model(KVCache, KVCache, lambda: RotatingKVCache(50)), POLICY, rings=True), 0, 1)
-    assert layers.unsupported(caches) is None
-    rings = (Window(50 + SLACK, TOKEN_BYTES, True), Window(104 + SLACK, 2 * TOKEN_BYTES, True))
-    assert layers.sizes(caches) == KvSize(0, rings)
-    size = layers.sizes(caches)
-    assert size.held(5000, ahead=128) == size.bounded_bytes
-    assert size.snapshot(7, at=5000) == 7 * 3 * TOKEN_BYTES
-    described = layers.layout(caches, list)
-    assert described.kv == tuple(
-        (f"{i}.{part}", "F32", (2, 8)) for i in range(3) for part in ("keys", "values")
-    )
-    assert not described.states
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 103, 104, 105, 359, 360, 361, 1000])
+@pytest.mark.parametrize("num_tokens", [1, 5, 104, 105, 361, 1000])
 def test_live_bytes_of_a_ring_cache_count_only_its_visible_tokens(num_tokens) -> None:
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, num_tokens)
     assert layers.live_bytes(caches) == POLICY.num_visible(num_tokens) * 2 * TOKEN_BYTES
     assert layers.allocated_bytes(caches) == min(-(-num_tokens // SLACK) * SLACK, 360) * 2 * TOKEN_BYTES
 
 
-@pytest.mark.parametrize("num_tokens", [3, 60, 104, 105, 361, 1000])
+@pytest.mark.parametrize("num_tokens", [3, 104, 105, 1000])
 def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens) -> None:
     caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, num_tokens)
     again = layers.rebuild(
@@ -126,16 +109,6 @@ def test_a_ring_cache_rebuilt_from_copied_kv_holds_all_visible_tokens(num_tokens
     assert layers.earliest(again) == (num_tokens if num_tokens > 104 else 0)
     with pytest.raises(ValueError, match="not the keys and values"):
         layers.rebuild(visible(caches, num_tokens), layers.make(model(KVCache, KVCache), POLICY), 7)
-
-
-def test_a_ring_cache_can_be_copied_only_for_tokens_that_it_still_has() -> None:
-    caches = run(layers.make(model(KVCache), POLICY), 0, 1000)
-    assert layers.holds(caches, 700, 900)
-    assert layers.holds(caches, 0, 4)
-    for span in ((600, 700), (0, 5), (900, 1001)):
-        assert not layers.holds(caches, *span)
-        with pytest.raises(ValueError, match="not held"):
-            layers.cut(caches, *span)
 
 
 def test_ring_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() -> None:
@@ -167,19 +140,6 @@ def test_forking_a_ring_cache_leaves_the_source_unchanged() -> None:
     cut, again = layers.cut([quantised], 0, 7), layers.cut(copy, 0, 7)
     assert [bytes(one.data) for one in cut] == [bytes(one.data) for one in again]
     assert [one.name for one in cut[:3]] == ["0.keys.codes", "0.keys.scales", "0.keys.biases"]
-
-
-def test_a_short_ring_cache_shrinks_to_its_tokens_and_grows_again() -> None:
-    caches = run(layers.make(model(KVCache), POLICY), 0, 20)
-    assert not layers.grows(caches, 200)
-    layers.shrink(caches)
-    assert layers.allocated_bytes(caches) == 20 * TOKEN_BYTES
-    assert layers.grows(caches, 1)
-    run(caches, 20, 700)
-    assert keys_of(caches, 600, 700) == [[float(at) for at in range(600, 700)]]
-    assert not layers.grows(caches, 200)
-    layers.shrink(caches)
-    assert layers.allocated_bytes(caches) == 360 * TOKEN_BYTES
 
 
 def _run(ring: RingCache, edges: list[int]) -> None:
@@ -248,7 +208,6 @@ def test_a_ring_cache_refuses_a_trim_to_tokens_that_were_overwritten_or_never_wr
 
 
 CHUNK, HALF = 32, 16
-CHUNK_TOKEN_BYTES = 2 * 2 * 8 * 4  # keys and values, heads, dim, bytes
 
 
 def make_chunks(block_tokens: int | None = HALF) -> list:
@@ -285,21 +244,7 @@ def test_layers_with_attention_chunks_of_two_blocks_are_stored_by_tokens_and_oth
         assert not layers.trimmable(make_chunks(block_tokens))
 
 
-def test_a_chunked_attention_layers_kv_sizes_are_reported_and_each_tokens_kv_is_copied_once() -> None:
-    caches = run_chunks(make_chunks(), 0, 100)
-    assert layers.unsupported(caches) is None
-    described = layers.layout(caches, make_chunks)
-    assert (described.states, set(described.reaches)) == ((), {Policy(0, CHUNK), FULL})
-    assert layers.sizes(caches) == KvSize(
-        CHUNK_TOKEN_BYTES, (Window(CHUNK, CHUNK_TOKEN_BYTES, is_chunk=True),)
-    )
-    assert layers.sizes(caches).snapshot(7, at=5000) == 7 * 2 * CHUNK_TOKEN_BYTES
-    assert layers.sizes(caches).held(5000, ahead=9) == (5000 + CHUNK + 9) * CHUNK_TOKEN_BYTES
-    cut = layers.cut(caches, 80, 96, at_end=False)
-    assert sum(len(tensor.data) for tensor in cut) == 16 * 2 * CHUNK_TOKEN_BYTES
-
-
-@pytest.mark.parametrize("num_tokens", [1, 31, 32, 33, 64, 100])
+@pytest.mark.parametrize("num_tokens", [1, 32, 33, 100])
 def test_a_chunked_attention_layer_rebuilt_from_copied_blocks_holds_all_visible_tokens(num_tokens) -> None:
     caches, pieces = make_chunks(), []
     for at in range(0, num_tokens, HALF):
@@ -348,16 +293,3 @@ def test_a_chunked_attention_layer_rewinds_only_into_chunks_whose_beginning_it_s
     with pytest.raises(ValueError, match="cannot go back to 80"):
         layers.trim(caches, 80)
     assert layers.earliest(run_chunks(make_chunks(), 0, CHUNK)) == 0
-
-
-def test_a_chunked_attention_layer_trimmed_to_the_start_of_a_chunk_can_continue() -> None:
-    caches = run_chunks(make_chunks(), 0, 96)
-    layers.shrink(caches)
-    assert layers.earliest(caches) == 64
-    layers.trim(caches, 64)
-    other = layers.fork(caches, make_chunks(), 64)
-    assert layers.live_bytes(other) == 64 * CHUNK_TOKEN_BYTES
-    for one in (caches, other):
-        run_chunks(one, 64, 70)
-        assert chunk_keys_of(one[0], 64, 70) == counted(64, 70)
-    assert isinstance(other[0], ChunkCache)

@@ -44,25 +44,6 @@ def test_a_token_is_written_at_most_2_plus_log2_of_block_tokens_over_turn_tokens
     assert len(edges) <= 2 + math.isqrt(2 * block), "pieces at the end are shorter and shorter"
 
 
-async def test_a_growing_tail_does_not_rewrite_its_first_piece(open_store) -> None:
-    store = await open_store(identity=identity(block_tokens=LONG))
-    tokens = list(range(15))
-    seen = []
-    for end in (8, 9, 10, 11, 12, 15):
-        seen.append(store.kv.wanted(store.kv.chain("a"), tokens[:end]))
-        save_all(store, "a", tokens[:end])
-    assert [(span.start, span.end) for spans in seen for span in spans] == [
-        (0, 8),
-        (8, 9),
-        (8, 10),
-        (10, 11),
-        (8, 12),
-        (12, 15),
-    ]
-    await store.queue.drained(5)
-    assert piece_starts(store) == [(0, 8), (8, 12), (12, 15)]
-
-
 async def test_a_full_block_replaces_the_tail_pieces_of_its_span(open_store, tmp_path) -> None:
     store = await open_store(identity=identity(block_tokens=LONG))
     tokens = list(range(18))

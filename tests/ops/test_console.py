@@ -551,18 +551,6 @@ async def test_the_console_lists_models_and_downloads_one_unless_it_is_read_only
     SHELF.pulled.clear()
 
 
-async def test_an_unknown_page_answers_404_and_names_the_address_of_the_console(local_worker: Start) -> None:
-    worker = await local_worker()
-    async with opened(worker.client) as page:
-        answer = await page.http.get("/sesions")
-        url = str(page.http.base_url)
-        assert (answer.status_code, answer.text) == (
-            404,
-            f"There is no page /sesions; the console is at {url}/\n",
-        )
-        assert (await page.http.get("/api/nothing")).json() == {"error": "Not Found"}
-
-
 async def test_the_console_refuses_invalid_requests_and_they_change_nothing_in_the_log(
     local_worker: Start,
 ) -> None:
@@ -776,12 +764,9 @@ def test_the_pages_files_contain_no_url_of_another_host_and_insert_no_html() -> 
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(| style=", text)
 
 
-@pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
 @pytest.mark.parametrize("wrong", ["localhost", ":8080", "localhost:", "localhost:65536", "-1", "::1"])
-async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_form(
-    name: str, wrong: str
-) -> None:
-    done = await command(name, "--listen", wrong)
+async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_form(wrong: str) -> None:
+    done = await command("console", "--listen", wrong)
     assert done.returncode == 2
     assert (
         f"Error: Invalid value for '--listen': {wrong!r} is no address; it must be like 0.0.0.0:8080 or"
@@ -814,6 +799,7 @@ async def started(*arguments: object, **more: str) -> AsyncIterator[tuple[subpro
     process.stderr.close()
 
 
+@pytest.mark.packaging
 async def test_turnkeep_console_shows_the_workers_on_its_prefix_and_their_gateways_address(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 from tests.parts import LocalWorker, WorkerProcess, free_port
 from turnkeep_client.errors import TurnkeepError
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.packaging]
 
 
 async def get(http: httpx2.AsyncClient, path: str, until: Callable[[Any], bool]) -> Any:
@@ -50,7 +50,6 @@ async def console_of(worker: WorkerProcess) -> AsyncIterator[httpx2.AsyncClient]
         yield http
 
 
-@pytest.mark.packaging
 async def test_the_console_switches_its_worker_to_another_model_and_sessions_continue(
     worker_process: Callable[..., WorkerProcess], tiny_model: Path
 ) -> None:
@@ -133,7 +132,6 @@ async def test_an_unloaded_model_is_loaded_by_its_next_request(
     assert not [one for one in family if one.is_running()]
 
 
-@pytest.mark.packaging
 async def test_the_console_refuses_to_change_a_model_that_another_worker_serves_too(
     worker_process: Callable[..., WorkerProcess],
     local_worker: Callable[..., Awaitable[LocalWorker]],

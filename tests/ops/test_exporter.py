@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,31 +27,17 @@ from ops.exposition import FIGURES, families
 from ops.fleet import Fleet
 from ops.http_server import listening, server, url_of
 from tests.commands.command_runs import environment, turnkeep
-from tests.parts import LocalWorker, NatsServer
+from tests.parts import NatsServer
 from tests.protocol.scripted_worker import metrics
-from turnkeep_client.client import connect
 from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, Totals, encode
 from turnkeep_client.subjects import Subjects
 from turnkeep_client.wire import Backlog
 from worker.observe.telemetry import Telemetry
 
 #: Fields that become labels, or values of `turnkeep_..._info`.
-LABELS = {
-    "worker",
-    "others",
-    "model",
-    "device",
-    "version",
-    "sampling",
-    "reasoning",
-    "vision",
-    "makes",
-    "snapshots",
-    "by_tenant",
-} | {
-    "max_message_bytes",  # a setting, of which there is no figure
-    "model_changed_s",
-}
+LABELS = {"worker", "others", "model", "device", "version", "sampling", "reasoning", "vision", "makes"}
+LABELS |= {"snapshots", "by_tenant", "model_changed_s"}
+LABELS |= {"max_message_bytes"}  # a setting, of which there is no figure
 LABEL = {"worker": "w1", "model": "tiny", "device": "cpu"}
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -203,21 +189,9 @@ class Exporter:
     """`turnkeep exporter` as a process."""
 
     def __init__(self, url: str, *options: str) -> None:
+        command = [sys.executable, "-m", "commands", "exporter", "--nats", url, "--listen", "127.0.0.1:0"]
         self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "commands",
-                "exporter",
-                "--nats",
-                url,
-                "--listen",
-                "127.0.0.1:0",
-                *options,
-            ],
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(),
+            [*command, *options], stderr=subprocess.PIPE, text=True, env=environment()
         )
         assert self._process.stderr is not None
         line = self._process.stderr.readline()
@@ -257,42 +231,6 @@ def exporter() -> Iterator[Callable[..., Exporter]]:
 
     yield start
     assert [one.stop() for one in started] == [143] * len(started)
-
-
-async def test_the_exporter_serves_a_workers_metrics_and_shows_its_end_and_return(
-    local_worker: Callable[..., Awaitable[LocalWorker]], nats_url: str, exporter: Callable[..., Exporter]
-) -> None:
-    worker = await local_worker(worker="w1", metrics_interval_s=0.3)
-    prefix = worker.settings.prefix
-    await worker.client.session("s1").generate(text="abc", max_tokens=5)
-    serving = exporter(nats_url, "--keep-s", "3", "--prefix", prefix)
-    label = {"device": "cpu"}
-    found = await serving.scrape_until(
-        lambda found: found[key("requests_total", type="generate", outcome="ok")] == 1
-    )
-    assert 1 <= found[key("generated_tokens_total", **label)] <= 5
-    assert found[key("queue_time_seconds_count", **label)] == 1
-    assert found[key("request_duration_seconds_count", **label)] == 1
-    assert found[key("request_duration_seconds_sum")] >= found[key("queue_time_seconds_sum")] > 0
-    assert found[key("metrics_interval_seconds", **label)] == 0.3
-    # Of any number of workers.
-    other = await nats.connect(nats_url)
-    await other.publish(Subjects(prefix).metrics("w2"), encode(metrics("w2")))
-    await serving.scrape_until(lambda found: found[key("up", worker="w2")] == 1)
-    await other.close()
-
-    await serving.scrape_until(lambda found: found["turnkeep_consumer_pending", frozenset()] == 0)
-    await worker.stop()
-    await serving.scrape_until(lambda found: found[key("up")] == 0 and key("sessions") not in found)
-    async with connect(nats_url, prefix=prefix) as client:
-        waiting = asyncio.ensure_future(client.session("s1").append(text="def"))
-        found = await serving.scrape_until(
-            lambda found: found["turnkeep_consumer_pending", frozenset()] == 1 and key("up") not in found
-        )
-        assert found["turnkeep_nats_connected", frozenset()] == 1
-        await local_worker(worker="w1", metrics_interval_s=0.3)
-        await serving.scrape_until(lambda found: found[key("up")] == 1)
-        await waiting
 
 
 async def test_the_exporter_reports_that_nats_is_down_and_reconnects(

@@ -1,31 +1,22 @@
-"""The dashboard and the alert rules: each query returns data on a Prometheus that scrapes an exporter."""
+"""The dashboard and the alert rules: each query returns data from the samples that an exporter serves."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
 import re
 import shutil
 import subprocess
-import urllib.parse
-import urllib.request
-from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nats
 import pytest
 import yaml
 from msgspec import structs
 
 from ops.exposition import families
 from ops.fleet import Fleet
-from tests.ops.test_exporter import Exporter
-from tests.parts import LocalWorker, free_port
 from tests.protocol.scripted_worker import metrics
-from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures, encode
-from turnkeep_client.subjects import Subjects
+from turnkeep_client.messages import Histogram, Metrics, SnapshotCounters, TenantFigures
 from turnkeep_client.wire import Backlog
 
 needs_promtool = pytest.mark.skipif(
@@ -84,106 +75,47 @@ def busy(seconds: float) -> Metrics:
     )
 
 
-class Prometheus:
-    """A Prometheus process that scrapes one exporter and evaluates the alert rules twice a second."""
+def served(seconds: float) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Return all samples that an exporter serves of a worker which has been busy for some seconds."""
+    fleet = Fleet(60)
+    histogram = metrics("w1").batch_size
+    fleet.hear(structs.replace(busy(seconds), worker="w1", queue_time=histogram, request_duration=histogram))
+    found = families(fleet.sightings(), Backlog(0, 0, 0), connected=True)
+    return {(one.name, tuple(one.labels.items())): float(one.value) for each in found for one in each.samples}
 
-    def __init__(self, folder: Path, exporter: str, every: str = "500ms") -> None:
-        self._url = f"http://127.0.0.1:{free_port()}"
-        target = urllib.parse.urlsplit(exporter).netloc
-        jobs = [{"job_name": "turnkeep", "static_configs": [{"targets": [target]}]}]
-        config = {
-            "global": {"scrape_interval": every, "evaluation_interval": every},
-            "rule_files": [str(FOLDER / "alerts.yml")],
-            "scrape_configs": jobs,
+
+def check_rules(folder: Path, tests: list[dict[str, Any]]) -> None:
+    """Have promtool play series of metrics against the alerts, and compare what queries then return."""
+    config = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
+    (folder / "tests.yml").write_text(yaml.safe_dump(config))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "tests.yml"], cwd=folder, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_promtool
+def test_every_query_of_every_panel_and_alert_returns_data(tmp_path: Path) -> None:
+    queries = [figure(rule) for rule in RULES]
+    queries += [target["expr"] for panel in PANELS for target in panel["targets"]]
+    queries = [one.replace("$worker", ".+").replace("$__rate_interval", "5m") for one in queries]
+    early, late = served(1.0), served(61.0)
+    series = [
+        {
+            "series": f"{name}{{{','.join(f'{label}={json.dumps(value)}' for label, value in labels)}}}",
+            "values": f"{early[name, labels]:f}{late[name, labels] - early[name, labels]:+f}x20",
         }
-        (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-        listen = self._url.removeprefix("http://")
-        self._process = subprocess.Popen(
-            [
-                *("prometheus", f"--web.listen-address={listen}", "--config.file=prometheus.yml"),
-                "--storage.tsdb.path=series",  # Debian's has one folder for all
-            ],
-            cwd=folder,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def ask(self, path: str, **query: str) -> Any:
-        address = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=10) as reply:
-            return json.load(reply)["data"]
-        return None
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def find(self, expr: str) -> bool:
-        expr = expr.replace("$worker", ".+").replace("$__rate_interval", "1m")
-        data = self.ask("query", query=expr)
-        return bool(data and data["result"])
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(30)
-
-
-@pytest.fixture
-def exporter_and_prometheus(nats_url: str, tmp_path: Path) -> Iterator[Callable[[str], Prometheus]]:
-    """Return a function that starts an exporter for a subject prefix, and a Prometheus that scrapes it."""
-    started: list[Exporter | Prometheus] = []
-
-    def start(prefix: str) -> Prometheus:
-        exporter = Exporter(nats_url, "--prefix", prefix)
-        started.append(exporter)
-        prometheus = Prometheus(tmp_path, exporter.url)
-        started.append(prometheus)
-        return prometheus
-
-    yield start
-    for one in reversed(started):
-        one.stop()
-
-
-@pytest.mark.packaging
-@pytest.mark.process
-@pytest.mark.skipif(shutil.which("prometheus") is None, reason="prometheus is not installed")
-async def test_every_query_of_every_panel_and_alert_returns_data(
-    local_worker: Callable[..., Awaitable[LocalWorker]],
-    exporter_and_prometheus: Callable[[str], Prometheus],
-) -> None:
-    worker = await local_worker()
-    prometheus = exporter_and_prometheus(worker.settings.prefix)
-    queries = {rule["alert"]: figure(rule) for rule in RULES}
-    queries |= {f"{one['title']} {to['refId']}": to["expr"] for one in PANELS for to in one["targets"]}
-    connection = await nats.connect(worker.settings.nats)
-    subject = Subjects(worker.settings.prefix).metrics("busy")
-    empty, seconds = set(queries), 1.0
-    async with asyncio.timeout(60):
-        while empty:
-            await worker.client.session("s1").append(text="abc")
-            await connection.publish(subject, encode(busy(seconds)))
-            await asyncio.sleep(0.5)
-            seconds += 0.5
-            found = {name for name in empty if await asyncio.to_thread(prometheus.find, queries[name])}
-            empty -= found
-            if seconds > 30:
-                break
-    await connection.close()
-    assert empty == set()
-    groups = prometheus.ask("rules")["groups"]
-    assert {rule["name"]: rule["health"] for group in groups for rule in group["rules"]} == {
-        rule["alert"]: "ok" for rule in RULES
-    }
+        for name, labels in early
+    ]
+    one = [{"labels": "{}", "value": 1}]
+    asked = [
+        {"expr": f"count({query}) > bool 0", "eval_time": "20m", "exp_samples": one} for query in queries
+    ]
+    check_rules(tmp_path, [{"interval": "1m", "input_series": series, "promql_expr_test": asked}])
 
 
 def exported() -> set[str]:
-    """Return the names of all samples that an exporter can serve."""
-    fleet = Fleet(60)
-    histogram = metrics("w1").batch_size
-    heard = structs.replace(busy(1.0), worker="w1", queue_time=histogram, request_duration=histogram)
-    fleet.hear(heard)
-    found = families(fleet.sightings(), Backlog(0, 0, 0), connected=True)
-    return {sample.name for one in found for sample in one.samples}
+    return {name for name, _ in served(1.0)}
 
 
 @needs_promtool
@@ -286,9 +218,4 @@ def test_each_alert_fires_when_its_fault_occurs_and_for_no_healthy_worker(tmp_pa
         ]
         check = {"expr": expr, "eval_time": "20m", "exp_samples": samples}
         tests.append({"name": name, "interval": "1m", "input_series": inputs, "promql_expr_test": [check]})
-    config = {"rule_files": [str(FOLDER / "alerts.yml")], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "tests.yml").write_text(yaml.safe_dump(config))
-    done = subprocess.run(
-        ["promtool", "test", "rules", "tests.yml"], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    check_rules(tmp_path, tests)

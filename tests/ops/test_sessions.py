@@ -105,22 +105,6 @@ async def test_a_session_is_waiting_while_a_request_before_a_cancelled_one_has_n
     await raw.close()
 
 
-async def test_a_closed_session_is_listed_as_closed_after_a_repeated_or_a_refused_request(
-    local_worker: Start,
-) -> None:
-    worker = await local_worker()
-    session = worker.client.session("s")
-    await session.append(tokens=[5] * 10, request_id="r")
-    await session.close()
-    await session.append(tokens=[5] * 10, request_id="r")
-    assert await listed(worker) == []
-    assert [row["state"] for row in await listed(worker, "--state", "closed")] == ["closed"]
-    with pytest.raises(RequestFailedError, match="id_conflict"):
-        await session.append(tokens=[6], request_id="r")
-    (row,) = await listed(worker, "--state", "closed")
-    assert (row["state"], row["position"]) == ("closed", 10)
-
-
 async def test_a_session_that_was_closed_and_opened_again_is_listed_with_its_new_tags_and_words(
     local_worker: Start,
 ) -> None:
@@ -508,17 +492,6 @@ async def test_a_retry_is_refused_without_anyway_if_the_sessions_position_has_ch
     assert done.stderr.startswith("turnkeep: position_conflict: the session is at position 4")
     assert len(await given_up(bitten)) == 1
     assert (await dead(bitten, "retry", "s", "bad", "--anyway")).returncode == 0
-
-
-async def test_a_retry_that_fails_again_has_a_dead_letter_of_its_own(
-    bitten: LocalWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Doubt, "attempt", venomous)
-    done = await dead(bitten, "retry", "s", "bad")
-    assert done.returncode == 1
-    assert done.stderr.startswith("turnkeep: internal: ")
-    old, new = await given_up(bitten)
-    assert (old["letter"]["id"], new["letter"]["id"].partition("-")[0]) == ("bad", "retry")
 
 
 async def test_dropping_a_dead_letter_leaves_its_request_in_the_log(bitten: LocalWorker) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tomllib
@@ -124,23 +123,3 @@ def test_no_locked_version_is_yanked_or_unknown_to_the_registry_and_all_but_nkey
     )
     assert done.returncode == 0, done.stderr
     assert "is yanked" not in done.stderr
-
-
-@pytest.mark.packaging
-def test_tests_that_need_a_registry_are_skipped_with_a_reason_if_it_does_not_answer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        index = f"http://127.0.0.1:{closed.getsockname()[1]}/simple"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, "-m", "registry", __file__],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "UV_DEFAULT_INDEX": index},
-    )
-    assert done.returncode == 0, done.stdout
-    assert re.search(
-        r"^SKIPPED \[36\] .*: the registry does not answer uv: .*127\.0\.0\.1", done.stdout, re.MULTILINE
-    )
-    assert "passed" not in done.stdout.splitlines()[-1]
