@@ -117,9 +117,8 @@ class Keys:
                 continue
             if len(words) < 2:
                 raise TurnkeepError(f"{path}, line {number}: it must be a key, a tenant, and perhaps limits")
-            if not words[
-                0
-            ].isascii():  # a header would have other bytes; a byte order mark is not ASCII either
+            # A header would have other bytes. A byte order mark is not ASCII either.
+            if not words[0].isascii():
                 raise TurnkeepError(f"{path}, line {number}: the key has characters that are not ASCII")
             digest = _digest(words[0])
             if (first := places.setdefault(digest, number)) != number:
