@@ -471,7 +471,8 @@ class Runner:
         live_bytes, earliest = 0, None
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self.idle_kv.put(turn.request.key, ResidentKv(caches, turn.request.tokens(turn.num_cached)))
+            tokens = turn.request.tokens(turn.num_cached)
+            self.idle_kv.put(turn.request.key, ResidentKv(caches, tokens, turn.request.policy))
             live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
         del self._turns[turn]
         self._emit(
