@@ -201,7 +201,10 @@ class Runner:
         resident = self.idle_kv.get(turn.request.key)
         if resident is not None and resident.tokens == turn.request.context:
             turn.caches, turn.num_cached = resident.caches, len(resident.tokens)
-            self.cutter.cut(turn, is_over=True)
+            try:
+                self.cutter.cut(turn, is_over=True)
+            except RuntimeError as error:
+                self._survive(error)
             turn.caches = None
         self._emit(CopiedSession(turn))
 
