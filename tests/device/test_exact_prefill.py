@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
 from cache.disk.encryption import EncryptedCodec
+from cache.disk.stored_past import StoredPast
 from cache.disk.unencrypted import PLAIN
 from cache.kv import layers, paged
 from cache.names.blocks import Span
@@ -30,7 +32,7 @@ from worker.device import cutter
 from worker.device.request import TurnRequest
 from worker.engine import kv_lookup
 from worker.engine.kv_lookup import TurnSnapshots
-from worker.engine.port import DeviceFaultError
+from worker.engine.port import DeviceFaultError, StoppingError
 
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
 HELD = (POLICY.window or 0) + SLACK
@@ -298,6 +300,32 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
         assert outcome.num_prefilled == len(tokens) - 20 * CHUNK - 1
         await answering
         assert len(growing.tokens) == 1000
+
+
+@pytest.mark.parametrize("end", ["cancel", "stop"])
+async def test_a_turn_that_lacks_stored_kv_as_it_is_ended_does_not_fail(
+    model, tmp_path, monkeypatch, end: str
+) -> None:
+    """It is cancelled, or answered after the restart, whatever the disk did meanwhile."""
+    begun, is_ended = threading.Event(), threading.Event()
+
+    def parts(*_: object) -> Iterator[Any]:
+        begun.set()
+        assert is_ended.wait(20)
+        raise LostPastError("the disk does not answer")
+        yield
+
+    monkeypatch.setattr(StoredPast, "parts", parts)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        turn = asyncio.create_task(process.append(prompt(50 * CHUNK), policy=POLICY))
+        assert await asyncio.to_thread(begun.wait, 20)
+        process.engine.cancel(engine_process.key("s")) if end == "cancel" else process.engine.stop()
+        is_ended.set()
+        if end == "cancel":
+            assert not (await turn).complete
+        else:
+            with pytest.raises(StoppingError):
+                await turn
 
 
 async def test_a_paged_prompt_with_8_bit_kv_gets_nearly_the_logits_of_full_attention(

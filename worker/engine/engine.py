@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
@@ -433,7 +434,7 @@ class Engine(EnginePort):
         request, cost = end.turn.request, end.cost
         live_bytes = end.live_bytes if isinstance(end, FinishedTurn) else 0
         if isinstance(end, FaultedTurn) and not (
-            isinstance(end.error, LostKvError) and self._is_over(run, end)
+            isinstance(end.error, LostKvError | LostPastError) and self._is_over(run, end)
         ):
             if run.admitted is not None:
                 return False
