@@ -17,6 +17,7 @@ from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, prompt
 
+from cache.disk import stored_past
 from cache.disk.encryption import EncryptedCodec
 from cache.disk.stored_past import StoredPast
 from cache.disk.unencrypted import PLAIN
@@ -300,6 +301,30 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
         assert outcome.num_prefilled == len(tokens) - 20 * CHUNK - 1
         await answering
         assert len(growing.tokens) == 1000
+
+
+async def test_a_paged_prompt_does_not_wait_again_for_a_disk_that_hangs(model, tmp_path, monkeypatch) -> None:
+    """It would stop the answers beside it, too."""
+    answers, num_begun, tokens = threading.Event(), 0, as_tokens(prompt(40 * CHUNK))
+
+    def hang(*_: object) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        answers.wait()
+
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append([*tokens], policy=POLICY)
+        await process.store.queue.drained(10)
+        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        past = await process.store.kv.past(chain, tokens, 39 * CHUNK, 1.0)
+        assert past is not None
+        monkeypatch.setattr(stored_past, "read_chain", hang)
+        monkeypatch.setattr(stored_past, "_READ_S", 0.2)
+        for _ in range(3):
+            with pytest.raises(LostPastError, match="does not answer"):
+                await asyncio.to_thread(list, past.parts("1"))
+        answers.set()
+    assert num_begun == 2, "the first part, and the second in advance"
 
 
 @pytest.mark.parametrize("end", ["cancel", "stop"])
