@@ -382,9 +382,10 @@ class Engine(EnginePort):
             found_s = restores[0].start_s if restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *restores]
             num_restored = sum(phase.num_tokens for phase in restores)
-            if self._audit is not None and run.request.audited is None:
-                self._audit.note(run.request, num_restored)
-            self._telemetry.tenants.count_tokens("restored", run.key.tenant, num_restored)
+            if run.request.audited is None:
+                self._telemetry.tenants.count_tokens("restored", run.key.tenant, num_restored)
+                if self._audit is not None:
+                    self._audit.note(run.request, num_restored)
             if self._stopping:
                 raise StoppingError
             if run.waits_no_more():
