@@ -169,6 +169,26 @@ def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model)
     assert batch.remove(one.row)[0].offset == one.row.num_cached == 14
 
 
+def test_rows_keep_their_own_caches_after_memory_for_a_pool_ran_out(make_model, monkeypatch) -> None:
+    """Not even the first row joined the pool, and later there is no room for one."""
+    model, rooms = make_model("llama"), iter([True])
+    batch = batched(model, lambda _: next(rooms, False))
+    batch.step(pieces := [begin(model, prompt(7, salt)) for salt in (1, 2, 3)])
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.Pool, "join", fail)
+        with pytest.raises(MemoryError):
+            batch.step([])
+    assert batch.roll_back()
+    for _ in range(4):
+        batch.step([])
+    for piece, salt in zip(pieces, (1, 2, 3), strict=True):
+        assert [*piece.row.known[7:]] == alone(model, prompt(7, salt), 5)[0]
+
+
 def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypatch) -> None:
     """In a shared pool, attention for a short row would take as long as for a long one."""
     monkeypatch.setattr(slots, "SMALLEST", 64)

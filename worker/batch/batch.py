@@ -181,8 +181,9 @@ class Batch:
     def roll_back(self) -> bool:
         """Restore all rows to their state before a failed step; return False if that is not possible."""
         self._ahead = None
-        self._keeping.roll_back()
         own = [row for row in self.rows if row.caches is not None]
+        if len(own) < len(self.rows) and not self._keeping.roll_back():
+            return False
         if self._is_plain:
             for row in own:
                 _count_back(row)
