@@ -15,7 +15,7 @@ import pytest
 import structlog
 from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, prompt
+from tiny_models import WIDE, append, prompt
 
 from cache.disk import stored_past
 from cache.disk.encryption import EncryptedCodec
@@ -224,6 +224,18 @@ async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
         monkeypatch.undo()
         outcome = await process.append(prompt(50 * CHUNK), policy=POLICY)
         assert outcome.num_prefilled == 50 * CHUNK - 1
+
+
+def test_a_paged_prompt_that_waits_for_the_disk_does_not_delay_other_prompts(make_rig, model) -> None:
+    """Its tenant would be next, and it would run alone; it waits for room in the writer's queue."""
+    rig = make_rig(model, block_tokens=CHUNK, room=lambda: 0)
+    spans = [Span(at, at + CHUNK) for at in range(0, 39 * CHUNK, CHUNK)]
+    paged = append(prompt(40 * CHUNK), name="paged", policy=POLICY, spans=spans)
+    rig.device.submit(paged)
+    rig.run(append(prompt(5 * CHUNK), name="other", tenant="other"))  # else it would end after 30 s
+    assert rig.chunk_ends(paged) == []
+    rig.device.cancel(paged)
+    rig.finish(paged)
 
 
 async def test_the_stored_kv_of_one_layer_is_read_without_the_other_layers(model, tmp_path) -> None:
