@@ -183,8 +183,8 @@ class Folder:
             self.quarantine(digest)
 
     def remove(self, digest: bytes) -> None:
-        """Remove a snapshot's file; a missing file is no error."""
-        self.path(digest).unlink(missing_ok=True)
+        """Remove a snapshot's file, or a directory in its place; a missing file is no error."""
+        _discard(self.path(digest))
 
     def quarantine(self, digest: bytes) -> None:
         """Move a file that failed verification to quarantine, which keeps the latest `QUARANTINE_FILES`.

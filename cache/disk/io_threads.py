@@ -10,7 +10,7 @@ import asyncio
 import math
 import queue
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 #: How often a waiting restore checks for an overdue read.
 _POLL_S: Final = 0.1
+_NO_ANSWER: Final = "the disk does not answer"
 
 
 @dataclass(slots=True, eq=False)
@@ -66,18 +67,36 @@ class IoThreads:
         Raises `TimeoutError` if any thread's job has exceeded its limit; that thread cannot be used until its
         job returns.
         """
-        if not self.are_stuck():
-            waiting = asyncio.wrap_future(self.submit(work, limit_s))
-            while not self.are_stuck():
-                if (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
-                    return waiting.result()
-            waiting.cancel()
-        raise TimeoutError("the disk does not answer")
+        waiting = asyncio.wrap_future(self.submit(work, limit_s))
+        while not (await asyncio.wait([waiting], timeout=_POLL_S))[0]:
+            if self.are_stuck():
+                waiting.cancel()
+                raise TimeoutError(_NO_ANSWER)
+        return waiting.result()
+
+    def result(self, future: Future[T], timeout_s: float) -> T:
+        """Wait on the calling thread for a future of `submit`; return its result or raise its exception.
+
+        Raises `TimeoutError` as `run` does, and after `timeout_s`.
+        """
+        until = monotonic() + timeout_s
+        while not future.done():
+            if self.are_stuck() or monotonic() > until:
+                future.cancel()
+                raise TimeoutError(_NO_ANSWER)
+            wait([future], _POLL_S)
+        return future.result()
 
     def submit(self, work: Callable[[], T], limit_s: float = math.inf) -> Future[T]:
-        """Queue `work`, with a time limit of `limit_s`, and return its future. Safe on any thread."""
+        """Queue `work`, with a time limit of `limit_s`, and return its future. Safe on any thread.
+
+        The future fails with `TimeoutError` at once while any thread's job has exceeded its limit.
+        """
         job = _Job(work, limit_s)
-        self._jobs.put(job)
+        if self.are_stuck():
+            job.future.set_exception(TimeoutError(_NO_ANSWER))
+        else:
+            self._jobs.put(job)
         return job.future
 
     async def close(self, timeout_s: float) -> bool:

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
     _Part: TypeAlias = tuple[Sequence[ChainFile], Future[ReadOutcome]]
 
-#: The time limit for reading one part, and for its wait for a thread.
-_READ_S: Final = 15.0
+#: The time limit for reading one part, and for its wait for a thread. The device waits, with all answers.
+_READ_S: Final = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -85,12 +85,9 @@ class StoredPast:
 
     def _taken(self, files: Sequence[ChainFile], future: Future[ReadOutcome]) -> Arrays:
         try:
-            outcome = future.result(2 * _READ_S)
+            outcome = self.threads.result(future, 2 * _READ_S)
         except (TimeoutError, RuntimeError, MemoryError, OSError) as error:
-            future.cancel()
-            raise LostPastError(
-                f"the KV of earlier tokens could not be read: {error or 'no answer'}"
-            ) from error
+            raise LostPastError(f"the KV of earlier tokens could not be read: {error}") from error
         if outcome.restored is None or outcome.doubt is not None:
             self.doubt = files[outcome.num_read], outcome.doubt or ""
             raise LostPastError(f"the KV of earlier tokens is damaged or gone: {outcome.doubt}")

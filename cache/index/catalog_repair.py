@@ -103,10 +103,12 @@ def _mended(
 
 
 def _is_piece(folder: Folder, row: SnapshotRow) -> bool:
-    """Whether a snapshot is a piece of a tail, and not the first; also if its file cannot be read."""
+    """Whether a snapshot is a piece of a tail, and not the first; also if its file is damaged."""
     try:
         return row.start % read_header(folder.path(row.digest), folder.codec).block_tokens != 0
-    except (DoubtfulSnapshotError, OSError):
+    except (DoubtfulSnapshotError, OSError) as error:
+        if is_lack(error):
+            raise
         return True
 
 

@@ -371,13 +371,14 @@ class TierAccess:
         if not self._tier.get(key, path):
             return None
         try:
-            name = header.read_name(path, self._folder.codec)
+            name, size_bytes = header.read_name(path, self._folder.codec), path.stat().st_size
+        except FileNotFoundError:  # an erasure has removed all temporary files
+            return None
         except DoubtfulSnapshotError as error:
             _log.warning("remote_snapshot_doubtful", digest=digest.hex(), reason=error.reason)
             path.unlink(missing_ok=True)
             self._tier.remove([key])
             return None
-        size_bytes = path.stat().st_size
         if not wanted.is_set():
             path.unlink(missing_ok=True)
             return None

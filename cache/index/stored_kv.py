@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -281,10 +282,11 @@ class StoredKv:
         `tokens` must end with the block. Returns the name of its file.
         """
         digest = chain.names(as_tokens(tokens))[span.end // chain.block]
+        with suppress(TimeoutError):  # it is removed even so
+            await self._threads.run(partial(self._folder.quarantine, digest), LOAD_S)
         later = [digest]
         for one in later:
             later += [node.digest for node in self._index.children(one)]
-        await self._threads.run(partial(self._folder.quarantine, digest), LOAD_S)
         for one in reversed(later):
             if (node := self._index.get(one)) is not None:
                 self.rejected += self._remover.reject(node, why)

@@ -10,6 +10,7 @@ import pytest
 from made_kv import assert_is_kv_of, save_all, stored
 from structlog.testing import capture_logs
 
+from cache.disk.header import read_name
 from cache.index import catalog_repair as reconciling
 from cache.index.index import SnapshotIndex
 from cache.names import blocks
@@ -129,28 +130,39 @@ async def test_a_changed_index_row_is_rebuilt_from_its_file(open_store, tmp_path
     assert after == before
 
 
+@pytest.mark.parametrize("is_folder", [False, True])
 async def test_opening_a_store_removes_a_piece_of_a_tail_whose_earlier_piece_is_missing(
-    open_store, tmp_path
+    open_store, tmp_path, *, is_folder: bool
 ) -> None:
-    """Nothing finds it, and an erasure would not either."""
+    """Nothing finds it, and an erasure would not either; nor a folder that is in its place."""
     store = await open_store()
     for end in (10, 11):
         save_all(store, "a", TOKENS[:8] + [7] * (end - 8))
         assert await store.queue.drained(5)
-    first = next(node for node in store._index if (node.start, node.end) == (8, 10))
+    second, first = (store._folder.path(node.digest) for node in store._index if node.start in (8, 10))
     await store.close()
-    (tmp_path / "cache" / "snapshots" / f"{first.digest.hex()}.safetensors").unlink()
+    first.unlink()
+    if is_folder:
+        second.unlink()
+        (second / "below").mkdir(parents=True)
     with capture_logs() as logs:
         store = await open_store()
     assert [(log["lost"], log["orphans"], log["log_level"]) for log in logs] == [(1, 1, "warning")]
     assert store.stats().stored == len(list((tmp_path / "cache" / "snapshots").iterdir())) == 2
 
 
+@pytest.mark.parametrize("is_whole", [True, False])
 async def test_opening_a_store_that_cannot_read_its_files_fails_and_moves_no_file_away(
-    open_store, tmp_path, monkeypatch
+    open_store, tmp_path, monkeypatch, *, is_whole: bool
 ) -> None:
+    """Without its index, or without the first block, as after an eviction that was cut short."""
     await stored_once(open_store)
-    (tmp_path / "cache" / "index.sqlite").unlink()
+    snapshots = tmp_path / "cache" / "snapshots"
+    if is_whole:
+        (tmp_path / "cache" / "index.sqlite").unlink()
+    else:
+        next(path for path in snapshots.iterdir() if read_name(path).start == 0).unlink()
+    before = set(snapshots.iterdir())
 
     def lacking(path, *more):
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
@@ -159,7 +171,9 @@ async def test_opening_a_store_that_cannot_read_its_files_fails_and_moves_no_fil
         patched.setattr(reconciling, "read_header", lacking)
         with pytest.raises(OSError, match="Too many open files"):
             await open_store()
-    await assert_finds_everything(open_store)
+    assert set(snapshots.iterdir()) == before
+    if is_whole:
+        await assert_finds_everything(open_store)
 
 
 async def test_unfinished_files_of_an_earlier_process_are_removed_and_logged(open_store, tmp_path) -> None:

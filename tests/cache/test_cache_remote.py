@@ -434,6 +434,26 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
     assert await fetched(two, TOKENS) == 10
 
 
+async def test_an_erase_during_a_fetch_of_other_tokens_is_no_fault_of_the_tier(
+    open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes all temporary files; the tier would get no snapshots for a while."""
+    one, two = await open_two()
+    await put(one, TOKENS)
+    found, get = await two.kv.find_remote(two.kv.chain("a"), TOKENS), tier.get
+
+    def get_then_erase(key: FileKey, path: Path) -> bool:
+        there = get(key, path)
+        two._folder.clear_tmp()
+        return there
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tier, "get", get_then_erase)
+        await two.remote.fetch(found)
+    assert two.stats().remote_failed == 0
+    assert await fetched(two, TOKENS) == 10
+
+
 async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(open_two: Any) -> None:
     one, two = await open_two()
     await put(one, TOKENS)

@@ -14,13 +14,16 @@ import pytest
 from engine_process import IDENTITY, Process, open_process
 from mlx.utils import tree_map
 from parts import until
-from tiny_models import BLOCK, loaded
+from tiny_models import BLOCK, answer, key, loaded
 
 from cache.admin.stored_blocks import StoredBlocks
 from cache.disk.unencrypted import PLAIN
+from cache.names.tokens import as_tokens
 from worker.device.device import Device
+from worker.device.request import TurnRequest
 from worker.device.served_model import DeviceOptions
 from worker.engine import audit
+from worker.observe.telemetry import TenantCounters
 from worker.recomputation import ComputedBlocks, Recomputation, compare
 
 PROMPT = [1 + i % 90 for i in range(6 * BLOCK + 3)]
@@ -63,18 +66,28 @@ async def test_restored_blocks_are_computed_again_and_found_right(
     model = make_model(kind, kv_bits)
     said = await stored(model, tmp_path, trials)
     async with auditing(model, tmp_path, trials) as process:
+        tenants = process.engine._telemetry.tenants = TenantCounters(1)
         found, again, _ = await process.generate(PROMPT, 4)
+        figures = tenants.figures({})
         assert found.num_prefilled <= 3
         assert again == said
         assert await audited(process, 6) == 0
+        assert tenants.figures({}) == figures, "no tenant has asked for an audit"
         assert process.engine._telemetry.totals.prefilled_tokens == found.num_prefilled
         found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
         assert found.num_prefilled <= 2, "the session's KV is still on the device"
 
 
+@pytest.mark.parametrize("is_used", [False, True])
 async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it_are_removed(
-    build_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+    build_model: Callable[..., Any],
+    tmp_path: Path,
+    trials: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_used: bool,
 ) -> None:
+    """Also if a turn has restored it just before: its answer goes on, but leaves no KV."""
     await stored(build_model("llama"), tmp_path, trials)
     other = build_model("llama")
     other.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.1, other.parameters()))
@@ -82,11 +95,29 @@ async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it
     drawn = iter([1, 1, 0, 1, 1, 1])  # the third of six blocks is audited
     monkeypatch.setattr(audit.random, "randrange", lambda stop: next(drawn, 1))
     async with auditing(other, tmp_path, trials) as process:
+        begun, goes_on, turns = asyncio.Event(), asyncio.Event(), list[asyncio.Task[Any]]()
+        condemn = process.store.kv.condemn
+
+        async def publish(_: object) -> None:
+            begun.set()
+            await goes_on.wait()
+
+        async def condemn_beside(*args: Any) -> str:
+            if is_used:
+                asked = TurnRequest(key("used"), as_tokens(PROMPT), answer=answer(2 * BLOCK))
+                turns.append(asyncio.create_task(process.engine.run(asked, lambda: False, publish)))
+                await begun.wait()
+            return await condemn(*args)
+
+        monkeypatch.setattr(process.store.kv, "condemn", condemn_beside)
         await process.generate(PROMPT, 1)
         assert await audited(process, 1) == 1
+        goes_on.set()
+        await asyncio.gather(*turns)
+        assert await process.store.queue.drained(5)
         assert len(list((tmp_path / "quarantine").iterdir())) == 1
         assert process.store.stats().stored == 2
-        found, _, _ = await process.generate(PROMPT, 1)
+        found, _, _ = await process.generate(PROMPT, 1, name="used" if is_used else "s")
         assert found.num_cached == 2 * BLOCK, "also the session's KV on the device is gone"
 
 

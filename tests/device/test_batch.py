@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import GREEDY, WIDE, Oracle, alone, batched, begin, drafting, kv, loaded, prompt
+from tiny_models import BLOCK, GREEDY, WIDE, Oracle, alone, batched, begin, drafting, kv, loaded, prompt
 
 from tests.matrices import thinned
 from worker.batch import batch_kinds, matching, pools, slots
@@ -167,6 +167,38 @@ def test_one_or_two_rows_use_their_own_caches_and_three_share_a_pool(make_model)
     batch.step([])
     assert one.row.caches is None
     assert batch.remove(one.row)[0].offset == one.row.num_cached == 14
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "falcon_h1", "llama4"])
+def test_a_batch_lists_rows_whose_own_caches_grow_or_may_grow_in_the_next_step(make_model, kind) -> None:
+    """Whether the caches of hybrids and of chunked attention will grow is unknown."""
+    model = make_model(kind)
+    batch = batched(model, lambda _: False)
+    batch.step([begin(model, prompt(255 - BLOCK))])
+    assert batch.growing == ([] if kind == "llama" else [255 - BLOCK])
+    for _ in range(BLOCK):
+        batch.step([])
+    assert batch.growing == [255]
+
+
+def test_rows_keep_their_own_caches_after_memory_for_a_pool_ran_out(make_model, monkeypatch) -> None:
+    """Not even the first row joined the pool, and later there is no room for one."""
+    model, rooms = make_model("llama"), iter([True])
+    batch = batched(model, lambda _: next(rooms, False))
+    batch.step(pieces := [begin(model, prompt(7, salt)) for salt in (1, 2, 3)])
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(slots.Pool, "join", fail)
+        with pytest.raises(MemoryError):
+            batch.step([])
+    assert batch.roll_back()
+    for _ in range(4):
+        batch.step([])
+    for piece, salt in zip(pieces, (1, 2, 3), strict=True):
+        assert [*piece.row.known[7:]] == alone(model, prompt(7, salt), 5)[0]
 
 
 def test_rows_of_very_different_lengths_do_not_share_a_pool(make_model, monkeypatch) -> None:

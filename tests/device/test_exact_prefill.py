@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 import structlog
 from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, prompt
+from tiny_models import WIDE, append, prompt
 
+from cache.disk import stored_past
 from cache.disk.encryption import EncryptedCodec
+from cache.disk.stored_past import StoredPast
 from cache.disk.unencrypted import PLAIN
 from cache.kv import layers, paged
 from cache.names.blocks import Span
@@ -30,7 +33,7 @@ from worker.device import cutter
 from worker.device.request import TurnRequest
 from worker.engine import kv_lookup
 from worker.engine.kv_lookup import TurnSnapshots
-from worker.engine.port import DeviceFaultError
+from worker.engine.port import DeviceFaultError, StoppingError
 
 POLICY = Policy.paged(9 * CHUNK + 4, [(3 * CHUNK + 5, 3 * CHUNK + 40)], sink=4)
 HELD = (POLICY.window or 0) + SLACK
@@ -223,6 +226,18 @@ async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
         assert outcome.num_prefilled == 50 * CHUNK - 1
 
 
+def test_a_paged_prompt_that_waits_for_the_disk_does_not_delay_other_prompts(make_rig, model) -> None:
+    """Its tenant would be next, and it would run alone; it waits for room in the writer's queue."""
+    rig = make_rig(model, block_tokens=CHUNK, room=lambda: 0)
+    spans = [Span(at, at + CHUNK) for at in range(0, 39 * CHUNK, CHUNK)]
+    paged = append(prompt(40 * CHUNK), name="paged", policy=POLICY, spans=spans)
+    rig.device.submit(paged)
+    rig.run(append(prompt(5 * CHUNK), name="other", tenant="other"))  # else it would end after 30 s
+    assert rig.chunk_ends(paged) == []
+    rig.device.cancel(paged)
+    rig.finish(paged)
+
+
 async def test_the_stored_kv_of_one_layer_is_read_without_the_other_layers(model, tmp_path) -> None:
     tokens = prompt(20 * CHUNK)
     async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
@@ -298,6 +313,56 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
         assert outcome.num_prefilled == len(tokens) - 20 * CHUNK - 1
         await answering
         assert len(growing.tokens) == 1000
+
+
+async def test_a_paged_prompt_does_not_wait_again_for_a_disk_that_hangs(model, tmp_path, monkeypatch) -> None:
+    """It would stop the answers beside it, too."""
+    answers, num_begun, tokens = threading.Event(), 0, as_tokens(prompt(40 * CHUNK))
+
+    def hang(*_: object) -> None:
+        nonlocal num_begun
+        num_begun += 1
+        answers.wait()
+
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        await process.append([*tokens], policy=POLICY)
+        await process.store.queue.drained(10)
+        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        past = await process.store.kv.past(chain, tokens, 39 * CHUNK, 1.0)
+        assert past is not None
+        monkeypatch.setattr(stored_past, "read_chain", hang)
+        monkeypatch.setattr(stored_past, "_READ_S", 0.2)
+        for _ in range(3):
+            with pytest.raises(LostPastError, match="does not answer"):
+                await asyncio.to_thread(list, past.parts("1"))
+        answers.set()
+    assert num_begun == 2, "the first part, and the second in advance"
+
+
+@pytest.mark.parametrize("end", ["cancel", "stop"])
+async def test_a_turn_that_lacks_stored_kv_as_it_is_ended_does_not_fail(
+    model, tmp_path, monkeypatch, end: str
+) -> None:
+    """It is cancelled, or answered after the restart, whatever the disk did meanwhile."""
+    begun, is_ended = threading.Event(), threading.Event()
+
+    def parts(*_: object) -> Iterator[Any]:
+        begun.set()
+        assert is_ended.wait(20)
+        raise LostPastError("the disk does not answer")
+        yield
+
+    monkeypatch.setattr(StoredPast, "parts", parts)
+    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        turn = asyncio.create_task(process.append(prompt(50 * CHUNK), policy=POLICY))
+        assert await asyncio.to_thread(begun.wait, 20)
+        process.engine.cancel(engine_process.key("s")) if end == "cancel" else process.engine.stop()
+        is_ended.set()
+        if end == "cancel":
+            assert not (await turn).complete
+        else:
+            with pytest.raises(StoppingError):
+                await turn
 
 
 async def test_a_paged_prompt_with_8_bit_kv_gets_nearly_the_logits_of_full_attention(

@@ -129,6 +129,22 @@ def test_a_row_with_its_own_recurrent_or_windowed_caches_cannot_be_rolled_back(m
     assert not batch.roll_back()
 
 
+def test_merged_rows_cannot_be_rolled_back_after_an_error_has_dropped_them(make_model, monkeypatch) -> None:
+    """The error occurs while another row's memory is freed; some layers lack that row already."""
+    model = make_model("qwen3_next")
+    batch = batched(model)
+    pieces = answered_as_alone(batch, model, (9, 5, 14), 3)
+    batch.remove(pieces[0].row)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(BatchKVCache, "filter", fail)
+    with pytest.raises(MemoryError):
+        batch.step([])
+    assert not batch.roll_back()
+
+
 def answered_as_alone(batch: Any, model: Any, lengths: tuple[int, ...], num: int) -> list[PrefillPiece]:
     """Answer prompts of these lengths together, each with the first `num` tokens that it gets alone."""
     contexts = [prompt(length, salt=length) for length in lengths]

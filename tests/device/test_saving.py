@@ -19,11 +19,14 @@ from tiny_models import BLOCK, answer, key
 
 from cache.disk import format as snapshot_format
 from cache.index import write_queue as writer
+from cache.kv import layers
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
 from turnkeep_client.messages import Chunk
+from worker.device import machine
 from worker.device.request import TurnRequest
-from worker.device.turn import Starvation
+from worker.device.turn import DeviceTurn, Starvation
+from worker.engine import unsaved_kv
 from worker.engine.kv_on_device import KvOnDevice
 from worker.engine.unsaved_kv import UnsavedKv
 
@@ -253,6 +256,66 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
         if fault == "disk":
             found, _, _ = await process.generate(late, 1)
             assert found.num_prefilled <= 2, "nothing of it was queued"
+
+
+async def test_a_gpu_that_fails_while_idle_kv_is_copied_ends_neither_the_worker_nor_saving(
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    trials: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The failure is that of an earlier evaluation, which the copy is the first to report."""
+    cut, failed = layers.cut, threading.Event()
+
+    def fail(*args: Any, **options: Any) -> Any:
+        if failed.is_set():
+            return cut(*args, **options)
+        failed.set()
+        raise RuntimeError("[METAL] Command buffer execution failed")
+
+    monkeypatch.setattr(machine, "fails_late", lambda: True)
+    async with open_process(make_model("llama"), tmp_path / "kv", trials=trials) as process, saved(process):
+        for name in ("lost", "s"):
+            process.engine._device.cut_snapshots(lambda: 0)  # its turn finds no room
+            await process.append(PROMPT, name)
+            process.engine._device.cut_snapshots(process.store.queue.vacant_bytes)
+            if name == "lost":
+                monkeypatch.setattr(layers, "cut", fail)
+            await quiet(process)
+            assert failed.is_set()
+            assert process.engine._device.is_alive
+        assert process.engine._kv_on_device.sessions() == [key("s")]
+        assert process.engine._saving.unstored() == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "exaone4", "qwen3_next"])
+async def test_while_the_disk_is_full_only_one_snapshot_of_a_session_is_copied_at_a_time(
+    kind: str,
+    make_model: Callable[..., Any],
+    tmp_path: Path,
+    trials: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of them are stored once there is space: the device would copy all its KV again and again."""
+    monkeypatch.setattr(unsaved_kv, "_RETRY_S", 0.2)
+    async with open_process(make_model(kind), tmp_path / "kv", trials=trials) as process, saved(process):
+        engine, quota = process.engine, process.store.quota
+        quota.set_limits(max_bytes=2**30, min_free_bytes=2**60)
+        copy, num_copied = engine._saving._copy_spans, list[int]()
+
+        def counted(turn: DeviceTurn) -> None:
+            num_copied.append(len(turn.spans))
+            copy(turn)
+
+        monkeypatch.setattr(engine._saving, "_copy_spans", counted)
+        await process.append(PROMPT)
+        while len(num_copied) < 4:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert num_copied[0] > 10
+        assert num_copied[1:] == [1] * len(num_copied[1:])
+        quota.set_limits(max_bytes=2**30, min_free_bytes=0)
+        while engine._saving.unstored():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_disk_busy(

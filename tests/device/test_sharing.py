@@ -6,6 +6,7 @@ import pytest
 from test_turns import Wrapped
 from tiny_models import BLOCK, alone, append, generate, key, prompt
 
+from cache.names.policy import FULL, Policy
 from worker.device.starting_kv import TurnSharing
 from worker.device.turn import DeviceTurn, FaultedTurn
 
@@ -156,6 +157,26 @@ def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_sha
     assert gone.num_reused == 0
     for one in (turn, gone):
         assert rig.tokens(one) == alone(model, with_end(3, 6), 8)[0]
+
+
+WINDOWS = Policy(3, 20), Policy(3, 40)
+
+
+@pytest.mark.parametrize(("own", "other"), [WINDOWS, WINDOWS[::-1], (FULL, WINDOWS[0]), (WINDOWS[0], FULL)])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_source_session_that_was_reopened_under_another_policy_shares_nothing(
+    make_rig, model, own: Policy, other: Policy, *, is_running: bool
+) -> None:
+    """Its KV has the right tokens, but is of what these tokens saw, and at other places."""
+    rig, context = make_rig(model), prompt(700)
+    first = generate(context, 6, name="first", policy=own)
+    source = generate(context, 40, name="a", policy=other)
+    turn = generate(context, 6, name="b", policy=own, source=key("a"))
+    rig.run(first)
+    for turns in [(source, turn)] if is_running else [(source,), (turn,)]:
+        rig.run(*turns)
+    assert turn.num_reused == 0
+    assert rig.tokens(turn) == rig.tokens(first)
 
 
 def test_a_recurrent_state_that_cannot_be_trimmed_to_the_prefix_is_not_shared(make_rig, make_model) -> None:

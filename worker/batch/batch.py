@@ -106,9 +106,9 @@ class Batch:
 
     @property
     def growing(self) -> list[int]:
-        """The lengths in tokens of the rows for which the next step must allocate memory."""
+        """The lengths in tokens of the rows for which the next step must, or may, allocate memory."""
         # One step may be in flight and another launched before the next check: check for two tokens.
-        full = (row for row in self.rows if row.caches and layers.grows(row.caches, 2))
+        full = (row for row in self.rows if row.caches and layers.grows(row.caches, 2) is not False)
         return [min(row.num_cached, row.most_held) for row in full] + list(self._keeping.growing)
 
     @property
@@ -181,8 +181,9 @@ class Batch:
     def roll_back(self) -> bool:
         """Restore all rows to their state before a failed step; return False if that is not possible."""
         self._ahead = None
-        self._keeping.roll_back()
         own = [row for row in self.rows if row.caches is not None]
+        if len(own) < len(self.rows) and not self._keeping.roll_back():
+            return False
         if self._is_plain:
             for row in own:
                 _count_back(row)

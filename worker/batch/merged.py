@@ -236,12 +236,13 @@ class MergedRows(CommonKv):
         """Make the last step final: it can no longer be undone."""
         self._mark = None
 
-    def roll_back(self) -> None:
-        """Undo the last step, unless it is final."""
+    def roll_back(self) -> bool:
+        """Undo the last step, unless it is final; return False if an error has dropped all rows."""
         if self._mark is not None:
             for leaf, fields in zip(_leaves(self._caches), self._mark, strict=True):
                 vars(leaf).update(fields)
         self._mark = None
+        return bool(self._rows)
 
     def clear(self) -> None:
         """Drop all merged rows."""

@@ -50,8 +50,8 @@ class Pools(CommonKv):
                 continue
             pool = self._pools.get(key) or Pool(*key)
             if self._room(pool.growth_bytes(row.caches) + self.removal_bytes):
-                self._pools[key] = pool
-                self._slots[row], row.caches = (pool, pool.join(row.caches)), None
+                self._slots[row] = pool, pool.join(row.caches)
+                self._pools[key], row.caches = pool, None
 
     def fitted(self, drafts: Mapping[Row, list[int]]) -> dict[Row, list[int]]:
         """Pad or shorten the drafts of a pool's rows to one length, for which every slot has room.

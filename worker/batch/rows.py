@@ -181,8 +181,9 @@ class CommonKv:
     def commit(self) -> None:
         """Make the last step final: it can no longer be undone."""
 
-    def roll_back(self) -> None:
-        """Undo the last step for the kept rows, unless it is final."""
+    def roll_back(self) -> bool:
+        """Undo the last step for the kept rows, unless it is final; return False if their KV is lost."""
+        return True
 
     def clear(self) -> None:
         """Drop all kept rows and their KV."""

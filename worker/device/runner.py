@@ -201,7 +201,10 @@ class Runner:
         resident = self.idle_kv.get(turn.request.key)
         if resident is not None and resident.tokens == turn.request.context:
             turn.caches, turn.num_cached = resident.caches, len(resident.tokens)
-            self.cutter.cut(turn, is_over=True)
+            try:
+                self.cutter.cut(turn, is_over=True)
+            except RuntimeError as error:
+                self._survive(error)
             turn.caches = None
         self._emit(CopiedSession(turn))
 
@@ -471,7 +474,8 @@ class Runner:
         live_bytes, earliest = 0, None
         if caches is not None and turn.num_cached:
             layers.shrink(caches)
-            self.idle_kv.put(turn.request.key, ResidentKv(caches, turn.request.tokens(turn.num_cached)))
+            tokens = turn.request.tokens(turn.num_cached)
+            self.idle_kv.put(turn.request.key, ResidentKv(caches, tokens, turn.request.policy))
             live_bytes, earliest = layers.live_bytes(caches), layers.earliest(caches)
         del self._turns[turn]
         self._emit(

@@ -18,6 +18,8 @@ from cache.names.images import whole_end
 from .request import has_place
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from .turn import DeviceTurn
 
 
@@ -95,16 +97,16 @@ class Scheduler:
             if not queue:
                 del self._prefilling[turn.request.tenant]
 
-    def next(self, budget: int, only: DeviceTurn | None = None) -> Step:
-        """Choose a step with up to `budget` prompt tokens; if `only` is given, all of them are of that turn.
+    def next(self, budget: int, without: Collection[DeviceTurn] = ()) -> Step:
+        """Choose a step with up to `budget` prompt tokens, none of them of the turns `without`.
 
         A turn may get `DeviceTurn.scale` times as many. Only `advance` changes the scheduler's state.
         """
         rows = Counter((turn.request.tenant, turn.request.is_short) for turn in self._decoding)
         num_blocks = max(budget // self._block, 1)
         pieces: list[tuple[DeviceTurn, int]] = []
-        for turn in self._rotation() if only is None else [only]:
-            if budget == 0 or (pieces and (turn.scale > 1 or pieces[0][0].scale > 1)):
+        for turn in self._rotation():
+            if turn in without or budget == 0 or (pieces and (turn.scale > 1 or pieces[0][0].scale > 1)):
                 continue
             start = turn.num_cached
             size = self._block * max(turn.scale, min(num_blocks, turn.most_blocks))

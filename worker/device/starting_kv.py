@@ -6,13 +6,12 @@ that both share. The `runner` runs the steps and ends turns.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import structlog
 
 from cache.kv import layers
-from cache.names.tokens import as_tokens
 
 from .turn import ResidentKv
 
@@ -110,8 +109,8 @@ class Acquisition:
         """Add a turn; return False if it must wait until another turn has prefilled their common prefix."""
         turn.resident = self._idle_kv.pop(turn.request.key)
         # An abandoned turn of this session may have left KV of other tokens since the event loop looked.
-        held = turn.resident.tokens if turn.resident is not None else as_tokens()
-        turn.num_kept = min(turn.plan.num_kept, held.num_common(turn.request.context))
+        num_usable = turn.resident.num_usable(turn.request) if turn.resident is not None else 0
+        turn.num_kept = min(turn.plan.num_kept, num_usable)
         if not self._served.trimmable:
             turn.source = None
         return not self._sharing.add(turn)
@@ -132,7 +131,7 @@ class Acquisition:
             resident, usable = restored, len(restored.tokens)
         elif source is not None:
             caches = layers.fork(source.caches, self._new(turn), len(source.tokens))
-            resident, usable = ResidentKv(caches, source.tokens), len(source.tokens)
+            resident, usable = replace(source, caches=caches), len(source.tokens)
         # For an id outside of the embedding table MLX reads beyond it, and the process crashes.
         vocab_size = self._served.vocab_size
         if any(not 0 <= token < vocab_size for token in turn.request.context[usable:]):
@@ -158,18 +157,19 @@ class Acquisition:
     def _source(self, turn: DeviceTurn) -> ResidentKv | None:
         """Return another session's KV of the tokens with which the turn's context begins.
 
-        None if the turn has KV from disk, or as much KV of its own, or if the other KV cannot be trimmed.
+        None if the turn has KV from disk, or as much KV of its own, or if the other KV cannot be trimmed or
+        is of another policy.
         """
         if turn.source is None or turn.restored is not None:
             return None
         resident, other = self._idle_kv.get(turn.source), self._sharing.source(turn)
         if other is not None:
             tokens = other.request.tokens(other.num_cached)
-            resident = ResidentKv(other.current_caches(self._served.batch), tokens)
-        num_tokens = resident.tokens.num_common(turn.request.reusable) if resident is not None else 0
+            resident = ResidentKv(other.current_caches(self._served.batch), tokens, other.request.policy)
+        num_tokens = resident.num_usable(turn.request) if resident is not None else 0
         if resident is None or num_tokens <= turn.num_kept or not _reaches(resident, num_tokens):
             return None
-        return ResidentKv(resident.caches, turn.request.context[:num_tokens])
+        return replace(resident, tokens=turn.request.context[:num_tokens])
 
     def _rebuilt(self, turn: DeviceTurn) -> ResidentKv | None:
         """Build caches from restored tensors; None if there are none, or they do not fit the model."""
@@ -181,7 +181,7 @@ class Acquisition:
         except ValueError:
             log.exception("a snapshot does not fit the model", session=str(turn.request.key))
             return None
-        return ResidentKv(caches, turn.request.context[: turn.plan.num_restored])
+        return ResidentKv(caches, turn.request.context[: turn.plan.num_restored], turn.request.policy)
 
     def _trimmed(self, turn: DeviceTurn, kv: ResidentKv | None, num_tokens: int) -> None:
         """Set a turn's caches to `kv`, trimmed to `num_tokens`; to empty ones if `kv` cannot be trimmed."""

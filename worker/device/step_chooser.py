@@ -18,7 +18,7 @@ from .scheduler import Step
 from .turn import Starvation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from worker.batch.batch import Batch
 
@@ -98,13 +98,14 @@ class StepChooser:
             return ChosenStep(Step(self._scheduler.decoding, ()))
         num_rows = len(self._scheduler.decoding)
         budget = self._prefill_budget.budget(num_rows, spent_s)
+        behind: set[DeviceTurn] = set()
         while True:
-            step = self._scheduler.next(budget)
-            ready = [(turn, num) for turn, num in step.prefill if not self._cutter.is_behind(turn, num)]
-            if len(ready) < len(step.prefill):
-                step = Step(step.decode, tuple(ready))
-                if not step:
-                    return ChosenStep(_NOTHING, pause_s=_RETRY_S)
+            step = self._scheduler.next(budget, behind)
+            if more := {turn for turn, num in step.prefill if self._cutter.is_behind(turn, num)}:
+                behind |= more
+                continue
+            if behind and not step:
+                return ChosenStep(_NOTHING, pause_s=_RETRY_S)
             if (choice := self._fitting(step)) is not None:
                 return choice
             if budget > LEAST:
@@ -116,17 +117,20 @@ class StepChooser:
             elif self._idle_kv.is_promised:
                 return ChosenStep(_NOTHING, pause_s=_RETRY_S)  # the end of the restore arrives as a command
             else:
-                return self._alone()
+                return self._alone(behind)
 
-    def _alone(self) -> ChosenStep:
+    def _alone(self, behind: Collection[DeviceTurn]) -> ChosenStep:
         """Choose a step with only the prompt that has the most KV; drop other prompts' KV to make room.
+
+        Prompts that are `behind` wait for the disk.
 
         If even that step does not fit, wait `PATIENCE_S` for snapshots to leave memory; then report the
         prompt as hopeless.
         """
         self._factor = 1.0  # an earlier step's excess is no reason to refuse a prompt
-        turn = max(self._scheduler.prefilling, key=lambda turn: turn.num_cached)
-        step = self._scheduler.next(LEAST, turn)
+        prompts = self._scheduler.prefilling
+        turn = max((one for one in prompts if one not in behind), key=lambda one: one.num_cached)
+        step = self._scheduler.next(LEAST, {*prompts} - {turn})
         while (choice := self._fitting(step)) is None and self._preempt_for(turn):
             pass
         if choice is not None:

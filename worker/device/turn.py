@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import mlx.core as mx
 
     from cache.names.blocks import Span
+    from cache.names.policy import Policy
     from cache.names.snapshot import Tensor
     from cache.names.tokens import Chain, Tokens
     from cache.store import StoredPast
@@ -38,10 +39,18 @@ MOST_CUTS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class ResidentKv:
-    """A session's caches, and the tokens that they cover. Device thread only."""
+    """A session's caches, the tokens that they cover, and the policy of both. Device thread only."""
 
     caches: list[Any]
     tokens: Tokens
+    policy: Policy
+
+    def num_usable(self, request: TurnRequest) -> int:
+        """Return how many of a request's first tokens this KV covers; 0 if it is of another policy.
+
+        The event loop looks at policies too, but a session may have been reopened under another one since.
+        """
+        return self.tokens.num_common(request.reusable) if self.policy == request.policy else 0
 
 
 @dataclass(frozen=True, slots=True)

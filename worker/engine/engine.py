@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
+from cache.names.errors import LostPastError
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
@@ -381,9 +382,10 @@ class Engine(EnginePort):
             found_s = restores[0].start_s if restores else monotonic()
             run.phases += [Phase("kv_search", begun_s, found_s, num_found), *restores]
             num_restored = sum(phase.num_tokens for phase in restores)
-            if self._audit is not None and run.request.audited is None:
-                self._audit.note(run.request, num_restored)
-            self._telemetry.tenants.count_tokens("restored", run.key.tenant, num_restored)
+            if run.request.audited is None:
+                self._telemetry.tenants.count_tokens("restored", run.key.tenant, num_restored)
+                if self._audit is not None:
+                    self._audit.note(run.request, num_restored)
             if self._stopping:
                 raise StoppingError
             if run.waits_no_more():
@@ -433,7 +435,7 @@ class Engine(EnginePort):
         request, cost = end.turn.request, end.cost
         live_bytes = end.live_bytes if isinstance(end, FinishedTurn) else 0
         if isinstance(end, FaultedTurn) and not (
-            isinstance(end.error, LostKvError) and self._is_over(run, end)
+            isinstance(end.error, LostKvError | LostPastError) and self._is_over(run, end)
         ):
             if run.admitted is not None:
                 return False

@@ -63,7 +63,8 @@ class UnsavedKv:
         self._at_work = at_work
         self._copy_spans = copy
         self._kv = kv
-        #: When to look at each session next; the least recently active session first.
+        #: When to look at each session next, 0 unless its last copy was not saved; the least recently active
+        #: session first.
         self._lacking: dict[SessionKey, float] = {}
         #: The turn that stands for an idle session while the device copies its `spans`. It never runs.
         self._copied: DeviceTurn | None = None
@@ -196,6 +197,8 @@ class UnsavedKv:
     def _copy(self, key: SessionKey, spans: list[Span], spare_bytes: int) -> bool:
         tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
         kv = self._kv(policy)
+        if self._lacking[key]:  # the last copy was not saved: a full disk is tried with little
+            spans = spans[-1:]
         sizes = accumulate(kv.snapshot(span.num_tokens, at=span.end) for span in spans)
         num_fitting = sum(size_bytes <= spare_bytes for size_bytes in sizes)
         if not num_fitting and not self._store.queue.is_idle:
