@@ -81,21 +81,6 @@ async def test_a_session_erased_while_the_device_still_runs_its_abandoned_turn_l
         assert process.engine.live_bytes(key("s"), as_tokens(tokens)) == 0
 
 
-async def test_a_turn_that_follows_a_forgotten_abandoned_turn_keeps_its_kv_on_the_device(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
-) -> None:
-    model = Held(make_model("llama"))
-    async with open_process(model, tmp_path / "kv", num_blocks=32, trials=trials) as process:
-        tokens = await abandoned(process, model, fenced=True)
-        process.engine.forget(key("s"))
-        following = asyncio.create_task(process.append(tokens))
-        await asyncio.sleep(0.1)  # it has been submitted
-        model.go_on.set()
-        await following
-        turn, _, _ = await process.generate(tokens, 2)
-        assert turn.num_prefilled <= 1
-
-
 async def test_a_turn_cancelled_while_its_restore_waits_for_memory_leaves_its_snapshots_erasable(
     make_model: Callable[..., Any], tmp_path: Path, trials: Path
 ) -> None:

@@ -235,15 +235,6 @@ def test_an_answer_with_nan_or_infinite_logits_fails_and_one_beside_it_completes
     assert other.request.answer.tokens == beside
 
 
-def test_a_prompt_whose_first_logits_are_nan_fails_without_a_token(make_rig, model) -> None:
-    rig = make_rig(model)
-    spoil(model, prompt(19)[-1])
-    turn = generate(prompt(19), 8)
-    rig.run(turn)
-    assert isinstance(rig.end(turn), FaultedTurn)
-    assert turn.request.answer.tokens == []
-
-
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
 def test_a_prompt_whose_vector_is_nan_fails_alone(make_rig, build_model, kind) -> None:
     """An answer that runs and a prompt of the same step complete."""
@@ -272,19 +263,6 @@ def test_a_model_with_nan_logits_at_its_start_is_refused(make_rig, model) -> Non
     spoil(model, 0)
     with pytest.raises(ModelError, match=r"is broken: the model's logits are no finite numbers.*--dtype"):
         make_rig(model)
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf], ids=["nan", "inf"])
-@pytest.mark.parametrize("at", [0, 50, 4999])
-def test_a_nan_or_infinite_logit_is_reported_for_its_own_row_only(value: float, at: int) -> None:
-    logits = mx.random.normal((len(SAMPLINGS) + 1, 5000), key=mx.random.key(1))
-    draws = [Draw(sampling, 0) for sampling in (*SAMPLINGS.values(), GREEDY)]
-    assert all(draw_all(logits, draws).are_sound.tolist())
-    for row in range(1, len(draws)):
-        broken = logits * 1
-        broken[row, at] = value
-        sound = [i != row for i in range(len(draws))]
-        assert draw_all(broken, draws).are_sound.tolist() == sound or draws[row].takes_likeliest
 
 
 def test_logits_of_minus_infinity_are_valid_unless_a_row_has_no_others() -> None:

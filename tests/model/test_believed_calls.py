@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections import Counter
 from datetime import UTC, datetime
@@ -69,14 +68,6 @@ def test_an_argument_of_a_qwen3_coder_call_may_contain_the_markers_of_that_forma
     command = f"echo '{mark}' > a\nls"
     lines = ("<function=bash>", "<parameter=command>", command, "</parameter>", "</function>")
     assert calls_in("qwen3_coder", coder(*lines)) == [("bash", {"command": command})]
-
-
-def test_two_functions_in_one_tool_call_block_are_two_calls() -> None:
-    one = ("<function=bash>", "<parameter=command>", "ls", "</parameter>", "</function>")
-    other = ("<function=write>", "<parameter=path>", "a", "</parameter>")
-    other += ("<parameter=content>", "b", "</parameter>", "</function>")
-    wanted = [("bash", {"command": "ls"}), ("write", {"path": "a", "content": "b"})]
-    assert calls_in("qwen3_coder", coder(*one, *other)) == wanted
 
 
 @pytest.mark.parametrize(
@@ -157,11 +148,6 @@ def test_a_mistral_call_needs_an_offered_tools_exact_name_and_an_object_as_argum
         ]
 
 
-def test_a_mistral_call_may_have_a_dotted_name_if_such_a_tool_was_offered() -> None:
-    text = '[TOOL_CALLS]fs.bash[ARGS]{"command": "ls"}'
-    assert calls_in("mistral_args", text, [tool("fs.bash", command=TEXT)]) == [("fs.bash", {"command": "ls"})]
-
-
 def test_the_id_of_a_mistral_call_is_kept_unless_an_earlier_call_has_the_same_id() -> None:
     text = "[TOOL_CALLS]clock[CALL_ID]a1b2c3d4e[ARGS]{}"
     ((own, _, _), (other, _, _)) = outcome(splitter("mistral_args", tools=TOOLS), [text + text])[2]
@@ -185,15 +171,6 @@ def test_the_id_of_a_mistral_call_is_kept_unless_an_earlier_call_has_the_same_id
 )
 def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(text: str) -> None:
     assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
-
-
-def test_strings_in_calls_in_python_syntax_may_contain_escapes_and_brackets() -> None:
-    text = r"""[write(path="a\td", content='[true, (")")]'), bash(command="ls", timeout=3)]"""
-    wanted = [
-        ("write", {"path": "a\td", "content": '[true, (")")]'}),
-        ("bash", {"command": "ls", "timeout": 3}),
-    ]
-    assert calls_in("pythonic", f"<|tool_call_start|>{text}<|tool_call_end|>") == wanted
 
 
 # JSON
@@ -264,11 +241,6 @@ def test_json_data_and_code_that_cannot_become_a_call_are_streamed_at_once() -> 
     assert one.push('{"name": "Ada", "age"').text
     assert splitter("generic", tools=TOOLS).push('```python\nprint("x")').text
     assert splitter("generic", tools=TOOLS).push("[1, 2").text
-
-
-def test_a_json_call_without_markers_may_follow_reasoning() -> None:
-    text = '<think>Hm.</think>\n\n{"name": "clock", "arguments": {}}'
-    assert calls_in("json_tools", text) == [("clock", {})]
 
 
 # Other families
@@ -492,20 +464,6 @@ def test_a_call_whose_argument_contains_all_end_markers_of_a_call_stays_text_and
     assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 
-@pytest.mark.parametrize("family", TAGGED)
-def test_text_after_a_call_is_kept_and_a_stray_end_marker_between_them_is_dropped(family: str) -> None:
-    text = good(family, "a") + markup(family).calls[1] + "\nThat lists them."
-    said, _, calls, _ = outcome(splitter(family), [text])
-    assert (said, len(calls)) == ("That lists them.", 1)
-    assert outcome(splitter(family), text) == outcome(splitter(family), [text])
-
-
-def test_reasoning_after_a_call_is_streamed_at_once() -> None:
-    one = splitter("minimax_m2")
-    told = one.push(good("minimax_m2", "a") + "<think>Then")
-    assert (len(told.calls), told.reasoning, one.in_reasoning) == (1, "Then", True)
-
-
 def test_two_valid_calls_count_in_the_harmony_format_despite_an_invalid_call_between_them() -> None:
     again = "<|start|>assistant"
     bad = written("harmony", "unknown").removesuffix("<|call|>") + "<|end|>"
@@ -528,34 +486,12 @@ def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:
 # The end of an answer
 
 
-def test_an_answer_of_thousands_of_broken_call_markers_stays_text() -> None:
-    for text in ('<tool_call>{"' * 20_000, "<tool_call>{" * 20_000, '<tool_call>{"</tool_call>' * 10_000):
-        assert outcome(splitter("generic"), [text])[0] == text
-    begun = "<tool_call>\n<function=run>\n<parameter=code>\n"
-    for text in (begun * 5_000, f"{begun}</parameter>\n" * 5_000, f"{begun}</tool_call>" * 5_000):
-        assert outcome(splitter("qwen3_coder"), [text])[0].rstrip() == text.rstrip()
-        assert outcome(splitter("qwen3_coder"), re.findall(".{1,50}", text, re.DOTALL))[3]
-
-
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "harmony"])
 def test_a_complete_call_at_the_end_of_an_answer_needs_no_end_marker(family: str) -> None:
     closes = markup(family).calls[1]
     text = written(family).removesuffix(closes)
     for cut in (text, text + ("" if family.endswith("_bare") else closes[:3]), text + "\n"):
         assert len(outcome(splitter(family), [cut])[2]) == 1, cut
-
-
-@pytest.mark.parametrize(
-    ("family", "text"),
-    [
-        ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>clock:0<|tool_call_argument_begin|>{}"),
-        ("deepseek_v31", "<~tool▁calls▁begin~><~tool▁call▁begin~>clock<~tool▁sep~>{}"),
-        ("generic", '<tool_call>{"name": "clock", "arguments": {}}'),
-    ],
-)
-def test_a_call_whose_json_is_complete_needs_none_of_its_end_markers(family: str, text: str) -> None:
-    assert calls_in(family, text) == [("clock", {})]
-    assert calls_in(family, text[:-1]) == []
 
 
 def test_a_call_truncated_before_its_end_marker_counts_in_json_but_not_in_glms_format() -> None:

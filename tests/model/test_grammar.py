@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
 import numpy as np
 import pytest
 
@@ -85,28 +83,6 @@ async def test_text_that_a_grammar_forces_may_be_written_in_single_bytes_or_long
         matcher.push([words[bytes([byte])]])
     assert matcher.is_complete
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
-
-
-async def test_masks_for_a_draft_advance_no_grammar_and_allow_only_the_end_after_a_forbidden_token(
-    grammars: Grammars, tokenizer: Tokenizer
-) -> None:
-    grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
-    assert grammar is not None
-    a, c, z = (tokenizer.encode(text, at_start=False)[0] for text in "acz")
-    matcher = grammar.follow([a])
-    end = min(tokenizer.eos_ids)
-    before, *behind = map(allowed, matcher.masks([a, z, a, c]))
-    assert behind[0] != tokenizer.eos_ids
-    assert behind[1:] == [tokenizer.eos_ids] * 3
-    assert allowed(matcher.masks(())[0]) == before
-    assert list(map(allowed, matcher.masks([c, end]))) == [before, tokenizer.eos_ids, tokenizer.eos_ids]
-    matcher.push([a, c, end])
-    assert matcher.is_complete
-    again = grammar.follow([a, a, c])
-    assert allowed(again.masks(())[0]) == tokenizer.eos_ids
-    matcher.push([a])
-    assert not matcher.is_complete
-    assert allowed(matcher.masks(())[0]) == tokenizer.eos_ids
 
 
 async def test_the_json_grammar_allows_no_special_tokens_and_no_extra_white_space(
@@ -247,26 +223,6 @@ async def test_a_lenient_schema_that_is_too_deep_is_refused_with_a_grammar_error
         schema = {"type": "array", "items": schema}
     with pytest.raises(GrammarError):
         await grammars.compiled(JsonSchemaFormat(JsonSchema(schema, strict=False)))
-
-
-async def test_other_threads_run_while_a_grammar_is_compiled(grammars: Grammars) -> None:
-    properties = {f"p{n}": {"type": "string"} for n in range(3_000)}
-    await grammars.compiled(RegexFormat("warm"))
-    num, over = 0, threading.Event()
-
-    def count() -> None:
-        nonlocal num
-        while not over.wait(0.005):
-            num += 1
-
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(anyio.to_thread.run_sync, count)
-        loop = asyncio.get_running_loop()
-        began_s = loop.time()
-        await grammars.compiled(JsonSchemaFormat(JsonSchema({"properties": properties})))
-        took_s = loop.time() - began_s
-        over.set()
-    assert num > took_s / 0.005 / 4
 
 
 async def test_one_tenants_many_grammars_that_compile_slowly_do_not_delay_another_tenants(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -14,7 +13,7 @@ import pytest
 from tiny_gguf import TinyLlama
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from worker.models import catalog, model, tokenizer_files
+from worker.models import model, tokenizer_files
 from worker.models.chat_template import ChatTemplate
 from worker.models.tokenizer import Tokenizer
 
@@ -79,43 +78,6 @@ def test_a_stored_tokenizer_is_rebuilt_when_it_is_damaged_or_the_model_folder_ch
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token": "<|endoftext|>"}))
     assert tokenizer_files.load(folder, store).eos_token_id == 0
     (kept,) = store.iterdir()
-
-
-def test_a_converted_gguf_file_is_not_read_again_until_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = TinyLlama().write(tmp_path / "tiny.gguf")
-
-    def resolve() -> Path:
-        return model.resolve(str(path), tmp_path, dtype="float32")
-
-    folder = resolve()
-    with monkeypatch.context() as patched:
-        patched.setattr("worker.models.gguf_file.read", None)
-        assert resolve() == folder
-        os.utime(path)
-        with pytest.raises(TypeError):
-            resolve()
-    assert resolve() != folder
-    assert catalog.named(str(path), tmp_path).conversions == tuple(sorted((folder, resolve())))
-
-
-def test_a_gguf_file_that_is_replaced_while_it_is_converted_is_converted_again_by_the_next_start(
-    tmp_path: Path,
-) -> None:
-    path = TinyLlama().write(tmp_path / "tiny.gguf")
-    other = TinyLlama().but(general__name="other").write(tmp_path / "other.gguf")
-
-    def resolve() -> Path:
-        return model.resolve(str(path), tmp_path, dtype="float32", progress=replace)
-
-    def replace(_done: int, _total: int, _what: str) -> None:
-        if other.exists():
-            other.replace(path)
-
-    first = resolve()
-    assert resolve() != first
-    assert resolve() == resolve()
 
 
 GGUF = TinyLlama().but(tokenizer__chat_template="{{ bos_token }}{{ messages }}")
