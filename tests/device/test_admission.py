@@ -357,6 +357,24 @@ def test_a_turn_that_has_waited_long_enough_is_not_overtaken_by_a_higher_priorit
     assert place(100.0 + 3 * PRIORITY_S - 1, 3) < waiting < place(100.0 + 3 * PRIORITY_S + 1, 3)
 
 
+async def test_a_cancelled_turn_no_longer_waits_for_memory(make_engine) -> None:
+    """Caches grow by 256 tokens: the running turn reserves 768 of 1,024, so only the small one fits."""
+    engine = await make_engine(1024)
+    running = asyncio.create_task(
+        engine.run(TurnRequest(key("running"), as_tokens(prompt(590))), lambda: False)
+    )
+    await asyncio.sleep(0)
+    large = asyncio.create_task(engine.run(TurnRequest(key("large"), as_tokens(prompt(500))), lambda: False))
+    small = asyncio.create_task(engine.run(TurnRequest(key("small"), as_tokens(prompt(10))), lambda: False))
+    await asyncio.sleep(0)
+    assert (engine.num_running, engine.num_waiting) == (2, 1)
+    engine.cancel(key("large"))
+    assert await large is None
+    assert (engine.num_waiting, running.done()) == (0, False)
+    assert await small is not None
+    assert await running is not None
+
+
 async def until(holds: Callable[[], bool]) -> None:
     for _ in range(60_000):
         if holds():

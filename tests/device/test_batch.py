@@ -18,7 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import GREEDY, WIDE, Oracle, alone, batched, begin, drafting, kv, loaded, prompt
+from tiny_models import GREEDY, WIDE, alone, batched, begin, drafting, kv, loaded, prompt
 
 from tests.matrices import thinned
 from worker.batch import batch_kinds, matching, pools, slots
@@ -147,27 +147,6 @@ def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_
             row for row in firsts.values() if row.num_cached - row.sampler.num_drawn + 1 == len(tokens)
         )
         assert row.known[len(tokens) :] == alone(model, tokens, row.sampler.num_drawn)[0]
-
-
-def test_speculation_changes_only_the_number_of_steps(make_model) -> None:
-    """Some drafts are wrong. Two answers run, and their KV is compared, too."""
-    model, sampling, num_rows, dice = make_model("llama"), RowSampling(0.9, seed=3), 2, random.Random(2)
-    contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
-    answers = [alone(model, tokens, 150, sampling)[0] for tokens in contexts]
-    oracle = Oracle(answers, lambda here: [(one + (dice.random() < 1 / 6)) % 90 for one in here])
-    batch = drafting(model, 6, drafters=(oracle,))
-    pieces = [begin(model, tokens, sampling) for tokens in contexts]
-    drawn = run(batch, pieces, 20)
-    spoken = batch.speculation
-    assert 0 < spoken.num_accepted < spoken.num_drafted
-    assert sum(map(len, drawn)) == 20 * num_rows + spoken.num_accepted
-    for tokens, mine, answer, piece in zip(contexts, drawn, answers, pieces, strict=True):
-        assert mine == answer[: len(mine)]
-        num_cached = len(tokens) - 1 + len(mine)
-        caches = batch.remove(piece.row)
-        assert num_cached == piece.row.num_cached == caches[0].offset
-        reference = alone(model, tokens, len(mine), sampling)[1]
-        np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
 def test_a_model_whose_caches_cannot_be_trimmed_never_speculates(make_model) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
-import engine_process
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
 from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
-from tiny_models import BLOCK, CONFIGS, OTHERS, VOCABULARY, alone, append, generate, key, prompt
+from tiny_models import BLOCK, CONFIGS, OTHERS, VOCABULARY, alone, append, generate, prompt
 
 from cache.kv import layers
+from cache.names.blocks import Span
+from worker.device.turn import SnapshotCut
 from worker.models.model import cache_sizes
 
 KINDS = [
@@ -179,6 +179,27 @@ def test_a_snapshot_that_lacks_queue_space_omits_recurrent_states_before_keys_an
         assert cut == expected
 
 
+def test_a_turn_reserves_queue_space_for_the_recurrent_state_at_its_end(make_caches, make_rig) -> None:
+    """At earlier block boundaries a state is stored only if the queue has space for two."""
+    model, new = make_caches("mamba2")
+    caches = new()
+    run(model, caches, prompt(BLOCK))
+    state_bytes = sum(tensor.data.nbytes for tensor in layers.cut(caches, 0, BLOCK, at_end=True))
+    spans = [Span(0, BLOCK), Span(BLOCK, 2 * BLOCK), Span(2 * BLOCK, 3 * BLOCK)]
+    for room_bytes, expected in (
+        (2 * state_bytes, [True, True, True]),
+        (2 * state_bytes - 1, [False, False, True]),
+        (state_bytes - 1, [False, False, False]),
+    ):
+        rig = make_rig(model, room=lambda room_bytes=room_bytes: room_bytes)
+        turn = append(prompt(3 * BLOCK + 1), spans=spans.copy())
+        rig.run(turn)
+        cuts = [event for event in rig.of(turn) if isinstance(event, SnapshotCut)]
+        # The last one is not cut without its state: it would never get one.
+        assert [cut.span for cut in cuts] == spans[: 2 + expected[-1]]
+        assert [any(tensor.of_state for tensor in cut.tensors) for cut in cuts] == expected[: len(cuts)]
+
+
 @pytest.mark.parametrize("kind", [one for one in [*CONFIGS, "llama4", "qwen3_next"] if one != "rwkv7"])
 def test_the_kv_of_a_session_has_exactly_the_computed_size_at_any_length(make_model, make_rig, kind) -> None:
     """Sizes are equal to the byte after prompts and answers; windows and chunks do not exceed their limit."""
@@ -211,38 +232,6 @@ def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
     for _ in range(num):
         known.append(int(model(mx.array([known]))[0, -1].argmax().item()))
     return known[len(tokens) :]
-
-
-async def test_chunked_layers_are_stored_once_and_a_restore_reads_only_their_last_chunk(
-    make_model, trials, tmp_path
-) -> None:
-    """A block is half a chunk. The model has four layers, of which the fourth keeps all tokens."""
-    model, tokens, block = make_model(KIND), prompt(379), 2 * BLOCK
-
-    def open_process() -> Any:
-        return engine_process.open_process(model, tmp_path, num_blocks=2, trials=trials)
-
-    async with open_process() as process:
-        _, answered, _ = await process.generate(tokens, 3 * block)
-        await process.store.queue.drained(10)
-        num_tokens, per_token = 379 + 3 * block - 1, 4 * 2 * 2 * 32 * 4
-        assert _disk_bytes(tmp_path) <= 1.1 * num_tokens * per_token
-    session = [*tokens, *answered]
-    async with open_process() as process:
-        outcome, got, _ = await process.generate([*session, 7], 5)
-        assert (outcome.num_cached, outcome.num_prefilled) == (len(session) - 1, 2)
-        assert got == answer(model, [*session, 7], 5)
-        read = num_tokens + 3 * (CHUNK + 2 * block)
-        assert process.store.stats().restored_bytes <= 1.1 * read * per_token // 4
-        process.engine.forget(key())
-        for end in (CHUNK, 5 * CHUNK - 1, 10 * CHUNK + 13):
-            outcome, got, _ = await process.generate(session[:end], 3, name=f"s{end}")
-            assert outcome.num_prefilled == 1, "it begins anywhere in what is stored"
-            assert got == answer(model, session[:end], 3)
-
-
-def _disk_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
 @pytest.mark.parametrize("end", [3 * CHUNK + 1, 4 * CHUNK])

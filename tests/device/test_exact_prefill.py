@@ -7,13 +7,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import engine_process
 import mlx.core as mx
 import numpy as np
 import pytest
 import structlog
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, prompt
+from tiny_models import WIDE, answer, key, prompt
 
 from cache.disk.encryption import EncryptedCodec
 from cache.disk.unencrypted import PLAIN
@@ -128,15 +127,15 @@ def test_prefill_refuses_stored_kv_that_ends_before_the_kv_on_the_device_starts(
         forward([OwnPart(caches, 2 * HELD, 1)], [5])
 
 
-async def test_a_prompt_is_prefilled_again_from_a_damaged_block_on(model, tmp_path) -> None:
+async def test_a_prompt_is_prefilled_again_from_a_damaged_block_on(model, open_process) -> None:
     tokens = prompt(50 * CHUNK)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
         await process.store.queue.drained(10)
-        match = process.store.kv.match(process.store.kv.chain(engine_process.key("s").tenant, POLICY), tokens)
+        match = process.store.kv.match(process.store.kv.chain(key("s").tenant, POLICY), tokens)
         process.store.kv.release(match)
         path = process.store._folder.path(match.nodes[12].digest)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content)
@@ -148,13 +147,13 @@ async def test_a_prompt_is_prefilled_again_from_a_damaged_block_on(model, tmp_pa
 
 
 async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_no_turn_uses_it(
-    model, tmp_path
+    model, open_process, tmp_path
 ) -> None:
     tokens = prompt(50 * CHUNK)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 45 * CHUNK], policy=POLICY)
         await process.store.queue.drained(10)
-        tenant, asked = engine_process.key("s").tenant, as_tokens(tokens)
+        tenant, asked = key("s").tenant, as_tokens(tokens)
         chain = process.store.kv.chain(tenant, POLICY)
         past = await process.store.kv.past(chain, asked, 40 * CHUNK, 1.0)
         assert past is not None
@@ -167,18 +166,18 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
         assert not (await process.store.eraser.erase(tenant, pack(asked))).settled
         with pytest.raises(LostPastError, match="damaged"):
             list(past.parts("1"))
-        assert len(list((tmp_path / "quarantine").iterdir())) == 1
+        assert len(list((tmp_path / "kv" / "quarantine").iterdir())) == 1
         snapshots.release()
         assert await process.store.queue.drained(10)
-        assert list((tmp_path / "quarantine").iterdir()) == []
+        assert list((tmp_path / "kv" / "quarantine").iterdir()) == []
 
 
 async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
-    model, tmp_path, monkeypatch
+    model, open_process, monkeypatch
 ) -> None:
     monkeypatch.setattr(cutter, "PATIENCE_S", 0.1)
     monkeypatch.setattr(kv_lookup, "PATIENCE_S", 0.1)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         monkeypatch.setattr(process.store.kv, "save", lambda *_: False)
         with pytest.raises(DeviceFaultError, match="the disk lacks some of it"):
             await process.append(prompt(50 * CHUNK), policy=POLICY)
@@ -189,7 +188,7 @@ async def test_a_paged_turn_fails_with_the_reason_if_no_block_can_be_saved(
 
 @pytest.mark.parametrize("seed", first(range(4), 2))
 async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_forks_and_restarts(
-    model, tmp_path, seed: int
+    model, open_process, seed: int
 ) -> None:
     """An answer has one token, which is drawn from the prompt's logits and prefilled with the next prompt.
 
@@ -198,7 +197,7 @@ async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_fork
     codec = EncryptedCodec(bytes(range(32))) if seed % 2 else PLAIN
     rng, sessions = random.Random(seed), {"a": prompt(8 * CHUNK, seed)}
     for _ in range(3):
-        async with engine_process.open_process(model, tmp_path, num_blocks=8, codec=codec) as process:
+        async with open_process(model, num_blocks=8, codec=codec) as process:
             for _ in range(4):
                 name = rng.choice(sorted(sessions))
                 tokens = sessions[name]
@@ -215,13 +214,15 @@ async def test_paged_prompts_get_the_logits_of_full_attention_after_rewinds_fork
                 sessions[name] = [*tokens, *drawn]
 
 
-async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_beside_it(model, tmp_path) -> None:
+async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_beside_it(
+    model, open_process
+) -> None:
     tokens = prompt(50 * CHUNK)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         await process.append(tokens[: 40 * CHUNK], policy=POLICY)
         await process.store.queue.drained(10)
-        process.engine.forget(engine_process.key("s"))
-        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        process.engine.forget(key("s"))
+        chain = process.store.kv.chain(key("s").tenant, POLICY)
         match = process.store.kv.match(chain, tokens)
         process.store.kv.release(match)
         process.store._folder.path(match.nodes[20].digest).unlink()
@@ -230,9 +231,9 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
         async def publish(*_: object) -> None:
             begun.set()
 
-        growing = engine_process.answer(1000)
+        growing = answer(1000)
         beside = process.engine.run(
-            TurnRequest(engine_process.key("beside"), as_tokens(range(40)), answer=growing),
+            TurnRequest(key("beside"), as_tokens(range(40)), answer=growing),
             lambda: False,
             publish=publish,
         )
@@ -249,11 +250,11 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
 
 
 async def test_a_paged_prompt_with_8_bit_kv_gets_nearly_the_logits_of_full_attention(
-    make_model, tmp_path
+    make_model, open_process
 ) -> None:
     model, tokens, found = make_model("llama", 8), prompt(40 * CHUNK + 9), []
     for policy in (FULL, POLICY, WINDOW):
-        async with engine_process.open_process(model, tmp_path / str(policy), num_blocks=8) as process:
+        async with open_process(model, str(policy), num_blocks=8) as process:
             await process.append(tokens[: 30 * CHUNK + 5], policy=policy)
             _, _, bits = await process.generate(tokens, 1, policy=policy)
             found.append(np.frombuffer(bits[0], np.float32))

@@ -11,7 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import engine_process
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -166,12 +165,12 @@ class Reader:
 
 
 @pytest.fixture
-def open_process(trials, tmp_path) -> Callable[..., Any]:
+def open_process(open_process) -> Callable[..., Any]:
     """Return a function that runs a `Process` of a model that sees, on one of the test's directories."""
 
     def open_(seen: Seeing, folder: str = "snapshots", dtype: str = "float32", **options: Any) -> Any:
         load = partial(model.load, seen.folder, dtype=dtype, kv_bits=options.pop("kv_bits", None))
-        return engine_process.open_process(None, tmp_path / folder, trials=trials, load=load, **options)
+        return open_process(None, folder, load=load, **options)
 
     return open_
 

@@ -49,23 +49,6 @@ def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int
     return weight_bytes + low
 
 
-def test_when_memory_is_short_the_least_recently_used_idle_sessions_are_dropped_first(
-    make_rig, model
-) -> None:
-    rig = make_rig(model, limit_bytes=limit_of(4, scratch=2**17))
-    turns = [append(prompt(200), name=f"s{i}") for i in range(8)]
-    for turn in turns:
-        rig.run(turn)
-    assert rig.dropped == [f"s{i}" for i in range(len(rig.dropped))]
-    assert 2 <= len(rig.dropped) < 8
-    kept = generate(prompt(200), 3, name="s7", num_kept=200)
-    gone = generate(prompt(200), 3, name="s0", num_kept=200)
-    rig.run(kept)
-    rig.run(gone)
-    assert (kept.num_reused, gone.num_reused) == (199, 0)
-    assert rig.tokens(kept) == rig.tokens(gone) == alone(model, prompt(200), 3)[0]
-
-
 def test_a_prompt_is_prefilled_in_smaller_pieces_when_memory_is_short(make_rig, model) -> None:
     """The attention scores of 64 queries and 1,800 keys take 1.8 MB; those of 16 queries take a quarter."""
     rig = make_rig(model, block_tokens=64, limit_bytes=limit_of(8, scratch=2**20))
@@ -256,6 +239,30 @@ def test_the_shape_of_a_model_is_read_from_legacy_and_nested_configurations(
 
 def test_sizes_that_a_models_config_json_leaves_out_get_usual_values() -> None:
     assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
+
+
+def test_memory_is_reserved_for_a_step_of_the_longest_session_that_can_fit() -> None:
+    """No session can be longer than the KV that fits into memory, so no step needs more than that."""
+    shape = Shape(num_heads=8, head_dim=64, hidden=512, intermediate=2048, vocabulary=1000)
+    estimator = Estimator(
+        shape=shape,
+        limit_bytes=GIB,
+        weight_bytes=GIB // 2,
+        kv=KvSize(2**16),
+        num_layers=8,
+        fused=False,
+    )
+
+    def needed(num_tokens: int, longest: int) -> int:
+        step = estimator.scratch_bytes(4, [(128, longest)]) + estimator.growth_bytes([longest] * 4)
+        return estimator.kv.held(num_tokens) + step
+
+    room = estimator.room_for_kv(4, 128, 100_000)
+    num_tokens = room // 2**16
+    assert needed(num_tokens, num_tokens) <= GIB // 2 < needed(num_tokens + 1, num_tokens + 1)
+    assert room > GIB // 2 - needed(0, 100_000)
+    short = estimator.room_for_kv(4, 128, 1000)
+    assert short == GIB // 2 - needed(0, 1000)
 
 
 @pytest.mark.parametrize(("num_cached", "num_new"), [(0, 256), (512, 64), (1536, 256)])

@@ -10,13 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import engine_process
 import mlx.core as mx
 import numpy as np
 import pytest
 from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, loaded, prompt
+from tiny_models import WIDE, key, loaded, prompt
 
 from cache.disk import format as snapshot_format
 from cache.kv import layers, paged
@@ -182,7 +181,7 @@ def test_layers_that_match_repeated_tokens_are_selected_for_key_sketches(build_m
 
 
 async def test_a_step_of_a_long_paged_session_takes_no_more_memory_than_estimated(
-    model, tmp_path, monkeypatch
+    model, open_process, monkeypatch
 ) -> None:
     """The estimate is not so high, either, that it would refuse prompts that fit."""
     steps, learn = [], StepChooser.learn
@@ -193,7 +192,7 @@ async def test_a_step_of_a_long_paged_session_takes_no_more_memory_than_estimate
         learn(self, choice, measured_bytes)
 
     monkeypatch.setattr(StepChooser, "learn", noted)
-    async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
+    async with open_process(model, num_blocks=16) as process:
         await process.append(prompt(6000), policy=Policy.paged(2048, sink=4))
     assert len(steps) > 3
     assert all(measured <= estimated for estimated, measured in steps)
@@ -202,19 +201,19 @@ async def test_a_step_of_a_long_paged_session_takes_no_more_memory_than_estimate
 
 
 async def test_paged_sessions_restored_together_need_memory_only_for_their_resident_parts(
-    model, tmp_path
+    model, open_process
 ) -> None:
     """If the KV of all their tokens were copied, some prompts would restart for lack of memory."""
     policy, num_tokens = Policy.paged(1024, sink=4), 7_000
     said = [prompt(num_tokens, salt=i + 1) for i in range(3)]
-    async with engine_process.open_process(model, tmp_path, num_blocks=16) as process:
+    async with open_process(model, num_blocks=16) as process:
         for i, tokens in enumerate(said):
             await process.append(tokens, name=f"s{i}", policy=policy)
         await process.store.queue.drained(10)
         size = process.engine._device.kv(policy).held(num_tokens)
     gc.collect()
     limit = mx.get_active_memory() + 3 * size + 2**23
-    async with engine_process.open_process(model, tmp_path, num_blocks=16, limit_bytes=limit) as process:
+    async with open_process(model, num_blocks=16, limit_bytes=limit) as process:
         asked = [
             process.append([*tokens, *prompt(200)], name=f"s{i}", policy=policy)
             for i, tokens in enumerate(said)
@@ -230,11 +229,11 @@ def test_a_model_runs_without_key_sketches_if_choosing_their_layers_fails(model,
 
 
 async def test_the_supervisor_estimates_the_same_kv_per_token_as_a_worker_for_a_model_with_windows(
-    build_model, tmp_path
+    build_model, open_process
 ) -> None:
     """Two of eight layers keep all tokens, and neither is among the first."""
     model = build_model("exaone4", **WIDE, num_hidden_layers=8)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         kept = process.engine._device.kv(POLICY)
     sized = sizing.measure(loaded(model), POLICY, block=64, max_context=2048, limit_bytes=2**26)
     assert sized.kv.bytes_per_token == kept.bytes_per_token > 0
@@ -278,7 +277,7 @@ async def _answered(process: Process, tokens: list[int], num: int) -> tuple[Any,
 
 
 async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_part_of_the_session(
-    model, tmp_path, monkeypatch
+    model, open_process, monkeypatch
 ) -> None:
     """The prompt attends to the rest of the session from disk, which is not kept on the device."""
     wanted, read, seen_bytes = [2, 9], [], []
@@ -287,7 +286,7 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: 1.0 if chunk in wanted else 0.0)
     monkeypatch.setattr(paged, "recall", lambda *args: read.append(args[2]) or recall(*args))
     tokens = prompt(60 * CHUNK)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
         await process.store.queue.drained(10)  # what is not on the disk yet cannot come back
         outcome, answer = await _answered(process, [*tokens, 5, 6, 7], 20)
@@ -299,7 +298,7 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
         assert {9} <= {span.start // CHUNK for spans in read for span in spans} <= set(wanted)
         await process.store.queue.drained(10)
     read.clear()
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         end_past = process.store.kv.end_past
         monkeypatch.setattr(
             process.store.kv, "end_past", lambda past: seen_bytes.append(past.size_bytes) or end_past(past)
@@ -314,7 +313,9 @@ async def test_a_turn_recalls_its_relevant_chunks_and_a_restart_restores_only_pa
         assert len(session) * (per_token + sketch) > 3 * most
 
 
-async def test_every_chunk_behind_the_window_is_considered_for_recall(model, tmp_path, monkeypatch) -> None:
+async def test_every_chunk_behind_the_window_is_considered_for_recall(
+    model, open_process, monkeypatch
+) -> None:
     """This includes chunks at the end of a long prompt."""
     tokens, considered, choose = prompt(41 * CHUNK), [], Pages.choose
 
@@ -324,13 +325,13 @@ async def test_every_chunk_behind_the_window_is_considered_for_recall(model, tmp
         return found
 
     monkeypatch.setattr(Pages, "choose", noted)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         await process.generate([*tokens, 5, 6, 7], 1, policy=POLICY)
     assert considered[-1] >= (len(tokens) - (POLICY.window or 0)) // CHUNK
 
 
 async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
-    model, tmp_path, monkeypatch
+    model, open_process, monkeypatch
 ) -> None:
     monkeypatch.setattr(Pages, "choose", lambda self, _: [c for c in [2, 9] if c not in self.slots])
     monkeypatch.setattr(Pages, "_value", lambda _, chunk: float(chunk in {2, 9}))
@@ -339,17 +340,17 @@ async def test_an_answer_continues_without_a_chunk_that_is_no_longer_on_disk(
     async def none(*_: Any) -> tuple[tuple[Span, ...], dict[str, mx.array]]:
         return (), {}
 
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         await process.append(tokens, policy=POLICY)
         monkeypatch.setattr(process.store.kv, "recall", none)
         outcome, answer = await _answered(process, [*tokens, 5], 12)
         assert (outcome.num_prefilled, len(answer)) == (2, 12)
 
 
-async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model, tmp_path) -> None:
+async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model, open_process) -> None:
     """KV leaves the device only once its write is queued."""
     tokens = prompt(20 * CHUNK)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         begun, refused = time.monotonic(), 0
 
         def room() -> int:
@@ -362,7 +363,7 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
         outcome = await process.append(tokens, policy=POLICY)
         assert outcome.complete
         await process.store.queue.drained(10)
-        chain = process.store.kv.chain(engine_process.key("s").tenant, POLICY)
+        chain = process.store.kv.chain(key("s").tenant, POLICY)
         match = process.store.kv.match(chain, as_tokens(tokens))
         process.store.kv.release(match)
         assert refused > 3
@@ -371,14 +372,14 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
 
 @pytest.mark.parametrize(("kind", "num_dropped"), [("llama", 0), ("gemma3_text", 4)])
 async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dropped_ones_again(
-    build_model, tmp_path, monkeypatch, kind: str, num_dropped: int
+    build_model, open_process, monkeypatch, kind: str, num_dropped: int
 ) -> None:
     """The disk takes a block every 50 ms; each of the first waits may find the queue dropped."""
     monkeypatch.setattr(kv_lookup, "PATIENCE_S", 0.35)
     write = snapshot_format.write
     monkeypatch.setattr(snapshot_format, "write", lambda *args: time.sleep(0.05) or write(*args))
     model = build_model(kind, **WIDE)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         past, ends = process.store.kv.past, list[int]()
 
         async def dropping(chain: Any, tokens: Any, end: int, patience_s: float) -> Any:
@@ -396,39 +397,37 @@ async def test_a_paged_turn_waits_while_a_slow_disk_takes_blocks_and_prefills_dr
 
 @pytest.mark.parametrize(("kind", "policy"), [("gemma3_text", FULL), ("gpt_oss", POLICY)], ids=str)
 async def test_a_model_whose_windows_are_shorter_than_a_block_stores_all_blocks_after_a_restart(
-    build_model, tmp_path, kind: str, policy: Policy
+    build_model, open_process, kind: str, policy: Policy
 ) -> None:
     """The restart is within a block, whose beginning has left the windows."""
     model, tokens = build_model(kind, **WIDE), prompt(20 * CHUNK + 40)
     for _ in range(3):
-        async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+        async with open_process(model, num_blocks=8) as process:
             outcome, said, _ = await process.generate(tokens, 3, policy=policy)
             assert outcome.num_prefilled <= 20 * CHUNK + 40
             tokens = [*tokens, *said]
             assert await process.store.queue.drained(10)
-            chain = process.store.kv.chain(engine_process.key("s").tenant, policy)
+            chain = process.store.kv.chain(key("s").tenant, policy)
             assert process.store.kv.find(chain, tokens).num_tokens == len(tokens) - 1
             tokens += prompt(20 * CHUNK)
 
 
 async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_once(
-    model, tmp_path, monkeypatch
+    model, open_process, monkeypatch
 ) -> None:
     """Prefill waits until all KV that has left the device is on disk."""
     monkeypatch.setattr(kv_lookup, "PATIENCE_S", 600.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
     monkeypatch.setattr(snapshot_format, "write", lambda *args: may_end.wait() and write(*args))
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         engine, cancelled = process.engine, False
         running = asyncio.create_task(
-            engine.run(
-                TurnRequest(engine_process.key("s"), as_tokens(tokens), policy=POLICY), lambda: cancelled
-            )
+            engine.run(TurnRequest(key("s"), as_tokens(tokens), policy=POLICY), lambda: cancelled)
         )
         await asyncio.sleep(0.5)
         assert not running.done()
         cancelled = True
-        engine.cancel(engine_process.key("s"))
+        engine.cancel(key("s"))
         async with asyncio.timeout(20):
             await running
         may_end.set()
@@ -436,7 +435,7 @@ async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_
 
 @pytest.mark.parametrize("is_hanging", [False, True])
 async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by_a_hanging_one(
-    model, tmp_path, monkeypatch, is_hanging: bool
+    model, open_process, monkeypatch, is_hanging: bool
 ) -> None:
     monkeypatch.setattr(kv_lookup, "SETTLE_S", 0.2 if is_hanging else 60.0)
     tokens, write, may_end = prompt(40 * 64), snapshot_format.write, threading.Event()
@@ -446,7 +445,7 @@ async def test_a_rewind_waits_for_blocks_being_written_by_a_slow_disk_but_not_by
         write(*args)
 
     monkeypatch.setattr(snapshot_format, "write", slow)
-    async with engine_process.open_process(model, tmp_path, num_blocks=8) as process:
+    async with open_process(model, num_blocks=8) as process:
         await process.append(tokens, policy=WINDOW)
         assert process.store.stats().in_flight == 40
         if not is_hanging:

@@ -42,15 +42,13 @@ HOT = RowSampling(0.9, top_p=0.95, seed=77)
 
 
 @pytest.fixture
-def open_process(make_model, trials, tmp_path) -> Callable[..., AbstractAsyncContextManager[Process]]:
+def open_process(open_process, make_model) -> Callable[..., AbstractAsyncContextManager[Process]]:
     """Return a function that runs a `Process` on the test's snapshot directory in an `async with` block."""
 
     def open_(
         folder: str = "snapshots", kind: str = "llama", kv_bits: int | None = None, **sizes: int
     ) -> AbstractAsyncContextManager[Process]:
-        return engine_process.open_process(
-            make_model(kind, kv_bits), tmp_path / folder, trials=trials, **sizes
-        )
+        return open_process(make_model(kind, kv_bits), folder, **sizes)
 
     return open_
 

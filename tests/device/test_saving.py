@@ -9,11 +9,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_process import Process, open_process
+from engine_process import Process
 from tiny_models import BLOCK, answer, key
 
 from cache.disk import format as snapshot_format
@@ -52,16 +51,14 @@ async def answered(process: Process, disk: threading.Event) -> list[int]:
 
 
 @asynccontextmanager
-async def small_queue(model: Any, directory: Path, num_blocks: int, trials: Path) -> AsyncIterator[Process]:
-    """Run a `Process` whose write queue has room for few blocks, about twice `num_blocks`."""
-    async with open_process(model, directory / "measured", trials=trials) as process:
+async def small_queue(open_process: Callable[..., Any], model: Any) -> AsyncIterator[Process]:
+    """Run a `Process` whose write queue has room for about four blocks."""
+    async with open_process(model, "measured") as process:
         await process.generate(PROMPT, 2)
         await process.store.queue.drained(5)
         stats = process.store.stats()
         block_bytes = stats.stored_bytes // stats.stored
-    async with open_process(
-        model, directory / "kv", queue_bytes=num_blocks * 2 * block_bytes, trials=trials
-    ) as process:
+    async with open_process(model, queue_bytes=4 * block_bytes) as process:
         yield process
 
 
@@ -74,16 +71,16 @@ async def quiet(process: Process) -> None:
 
 @pytest.mark.parametrize("kind", ["exaone4", "qwen3_next"])
 async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_idle(
-    kind: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path, disk: threading.Event
+    make_model, open_process, disk, kind
 ) -> None:
     model = make_model(kind)
-    async with small_queue(model, tmp_path, 2, trials) as process:
+    async with small_queue(open_process, model) as process:
         saving = asyncio.create_task(process.engine.chores["saving"]())
         said = await answered(process, disk)
         await quiet(process)
         saving.cancel()
         assert process.engine._saving.unstored() == []
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+    async with open_process(model) as process:
         found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
         assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
         assert len(again) == 4
@@ -92,7 +89,7 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 @pytest.mark.parametrize("kind", ["llama", "mamba2"])
 @pytest.mark.parametrize("end", ["published", "fenced", "starved"])
 async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
-    kind: str, end: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model, open_process, kind, end
 ) -> None:
     growing, goes_on = answer(4 * BLOCK), asyncio.Event()
 
@@ -101,7 +98,7 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
         if end == "fenced":
             raise ZeroDivisionError
 
-    async with open_process(make_model(kind), tmp_path / "kv", trials=trials) as process:
+    async with open_process(make_model(kind)) as process:
         engine, store = process.engine, process.store
         saving = asyncio.create_task(engine.chores["saving"]())
         asked = TurnRequest(key("s"), as_tokens(PROMPT), answer=growing)
@@ -129,23 +126,23 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
 
 
 async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, disk: threading.Event
+    make_model, open_process, disk
 ) -> None:
     model = make_model("llama")
-    async with small_queue(model, tmp_path, 2, trials) as process:
+    async with small_queue(open_process, model) as process:
         said = await answered(process, disk)
         process.engine.stop()
         await process.engine.save_all(5)
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+    async with open_process(model) as process:
         found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
         assert found.num_prefilled <= 2
 
 
 @pytest.mark.parametrize("fault", ["hangs", "died"])
 async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_snapshots(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, fault: str, disk: threading.Event
+    make_model, open_process, disk, fault
 ) -> None:
-    async with small_queue(make_model("llama"), tmp_path, 2, trials) as process:
+    async with small_queue(open_process, make_model("llama")) as process:
         await answered(process, disk)
         process.engine.stop()
         device = process.engine._device
@@ -159,10 +156,10 @@ async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_sna
 
 @pytest.mark.parametrize("num_passes", [0, 2, 8])
 async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_no_snapshot(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int, disk: threading.Event
+    make_model, open_process, disk, num_passes
 ) -> None:
     model = make_model("llama")
-    async with small_queue(model, tmp_path, 2, trials) as process:
+    async with small_queue(open_process, model) as process:
         said = await answered(process, disk)
         saving = asyncio.create_task(process.engine.chores["saving"]())
         while process.engine._saving._copied is None:  # noqa: ASYNC110
@@ -188,7 +185,7 @@ async def saved(process: Process) -> AsyncIterator[None]:
 
 
 async def test_snapshots_that_a_fault_of_the_disk_removed_from_the_queue_are_stored_later(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+    make_model, open_process, monkeypatch
 ) -> None:
     monkeypatch.setattr(writer, "FIRST_PAUSE_S", 0.5)
     model, slow, fails = make_model("llama"), snapshot_format.write, True
@@ -200,7 +197,7 @@ async def test_snapshots_that_a_fault_of_the_disk_removed_from_the_queue_are_sto
         slow(*args)
 
     monkeypatch.setattr(snapshot_format, "write", write)
-    async with open_process(model, tmp_path / "kv", trials=trials) as process, saved(process):
+    async with open_process(model) as process, saved(process):
         await process.append(PROMPT)
         while not process.store.queue.paused:  # noqa: ASYNC110
             await asyncio.sleep(0.005)
@@ -210,17 +207,17 @@ async def test_snapshots_that_a_fault_of_the_disk_removed_from_the_queue_are_sto
         fails = False
         assert await process.store.queue.drained(5)
         assert sum(process.store.stats().dropped.values()) > 2, "there was no fault"
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+    async with open_process(model) as process:
         for tokens in (PROMPT, late):  # of the latter nothing was queued
             found, _, _ = await process.generate(tokens, 1)
             assert found.num_prefilled <= 2
 
 
 async def test_a_session_whose_early_kv_has_left_the_device_does_not_end_saving(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model, open_process
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))
-    async with open_process(make_model("llama"), tmp_path / "kv", num_blocks=64, trials=trials) as process:
+    async with open_process(make_model("llama"), num_blocks=64) as process:
         await process.engine.run(TurnRequest(key("s"), long, policy=policy), lambda: False)
         longer = long + as_tokens([1, 2, 3])
         await process.engine.run(TurnRequest(key("s"), longer, policy=policy), lambda: False)

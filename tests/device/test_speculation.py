@@ -22,6 +22,7 @@ from worker.batch import draft_model as models
 from worker.batch.batch_kinds import draft_model_for
 from worker.batch.draft_model import DraftModel
 from worker.batch.drafter import MOST_SEEN, NGRAM, Lookup, looked_up
+from worker.batch.gains import StepTimes
 from worker.batch.row_sampler import DrawnToken, RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.speculation import Speculation
@@ -160,6 +161,23 @@ def test_a_sessions_next_answer_reuses_the_draft_models_kv(make_model, draft_mod
     assert not drafter._shadows
 
 
+def test_rows_beyond_the_limit_of_sessions_with_draft_kv_decode_without_drafts(
+    make_model, draft_model, monkeypatch
+) -> None:
+    monkeypatch.setattr(models, "MOST_SHADOWS", 1)
+    model, drafter = make_model("llama"), draft_model()
+    batch = drafting(model, 4, drafters=(drafter,))
+    pieces = [begin(model, prompt(n)) for n in (20, 31)]
+    batch.step(pieces)
+    go_on(batch, 20)
+    lengths = sorted(len(piece.row.known) - n for piece, n in zip(pieces, (20, 31), strict=True))
+    assert lengths[0] == 21 < lengths[1]
+    first = pieces[0].row
+    batch.remove(first)
+    go_on(batch, 20)
+    assert len(drafter._shadows) == 1
+
+
 def test_a_long_answer_restarts_its_draft_kv_and_keeps_it_short(make_model, draft_model, monkeypatch) -> None:
     monkeypatch.setattr(models, "MOST_HELD", 96)
     monkeypatch.setattr(models, "BEGUN", 32)
@@ -237,6 +255,23 @@ def test_an_answer_continues_without_drafts_after_its_draft_model_fails(
     answer = piece.row.known[30:]
     assert answer == alone(model, prompt(30), len(answer))[0]
     assert not batch.speculation.has_drafters
+
+
+def test_the_measured_cost_of_drafts_is_forgotten_after_many_steps_without_drafts() -> None:
+    times = StepTimes()
+    for _ in range(3):
+        times.note_plain(2, 1.0, ahead=False, could=False)
+    for _ in range(3):
+        times.note_drafted(2, 4, 9.0)
+    assert times.checked(2, 4) == 9.0
+    for patience in (64, 128, 256):  # and less often, the more often it was in vain
+        for _ in range(patience - 1):
+            assert not times.note_plain(2, 1.0, ahead=False, could=False)
+        assert times.checked(2, 4) == 9.0
+        assert times.note_plain(2, 1.0, ahead=False, could=False)
+        assert times.checked(2, 4) < 1.5
+        for _ in range(3):
+            times.note_drafted(2, 4, 9.0)
 
 
 def draft(tokens: list[int], most: int) -> list[int]:

@@ -35,6 +35,14 @@ def test_a_prompt_alone_runs_in_smaller_pieces_where_its_context_makes_a_piece_t
     assert pace.budget(0) == 200
 
 
+def test_a_workers_first_prompt_for_which_a_gpu_compiles_kernels_makes_only_the_next_piece_small() -> None:
+    pace = PrefillBudget(0.25, 1024, alone_s=2.0)
+    pace.learn(0, 20, 3.0)
+    assert (pace.budget(0), pace.budget(1)) == (LEAST, LEAST)
+    pace.learn(1, LEAST, 0.02)
+    assert (pace.budget(0), pace.budget(1)) == (1024, 200)
+
+
 def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_the_smallest() -> None:
     pace, found = PrefillBudget(0.25, 1024), []
     assert pace.shrink(700), "a prompt's last piece"

@@ -145,24 +145,6 @@ def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_then_all_of_it_in_
     assert rig.cuts(turn) == [*((start, start + 8) for start in range(0, 56, 8)), (56, 59)]
 
 
-def test_a_turn_cancelled_during_prefill_keeps_the_kv_computed_so_far(make_rig, model) -> None:
-    rig = make_rig(model)
-    model.holds = lambda tokens: True
-    turn = generate(prompt(40), 10)
-    rig.device.submit(turn)
-    assert model.arrived.acquire(timeout=20)
-    rig.device.cancel(turn)
-    model.holds = lambda tokens: False
-    model.go_on.release()
-    rig.finish(turn)
-    assert turn.num_cached == rig.end(turn).cost.num_cached == BLOCK
-    assert rig.tokens(turn) == []
-    again = generate(prompt(40), 10, num_kept=turn.num_cached)
-    rig.run(again)
-    assert again.num_reused == turn.num_cached
-    assert rig.tokens(again) == alone(model, prompt(40), 10)[0]
-
-
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
 def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
     make_rig, model, phase

@@ -137,18 +137,6 @@ def test_a_windowed_hybrid_model_gives_the_same_logits_for_any_split_of_its_toke
     assert {ring.offset for ring in rings} == {150}
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
-def test_the_kv_of_a_windowed_hybrid_session_is_limited_to_its_window_and_states(
-    make_model, make_rig, kind: str
-) -> None:
-    rig = make_rig(make_model(kind))
-    turns = [append(prompt(num), name=f"s{num}", policy=POLICY) for num in (100, 400)]
-    rig.run(*turns)
-    short, long = (rig.end(turn) for turn in turns)
-    assert short.live_bytes == long.live_bytes == rig.device.kv(POLICY).live(10**6)
-    assert long.earliest == 399, "a state cannot go back"
-
-
 SINK, WINDOW = 3, 20
 TOKENS = [(i * i * 7 + i // 5) % 89 for i in range(160)]
 

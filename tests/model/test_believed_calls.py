@@ -273,13 +273,6 @@ def test_gemma_calls_may_have_nested_values_and_dotted_names_and_malformed_calls
         assert calls_in(family, text.replace(old, new), NESTED) == []
 
 
-def test_a_stray_end_marker_of_gemmas_reasoning_is_left_out_of_the_text() -> None:
-    text = "<channel|>" + written("gemma4", "run", {"code": "x"}) + "<channel|>Well."
-    said, thought, calls, _ = outcome(splitter("gemma4"), [text])
-    assert (said, thought, len(calls)) == ("Well.", "", 1)
-    assert outcome(splitter("gemma4"), text) == (said, thought, calls, False)
-
-
 def test_the_id_of_a_kimi_call_is_kept_if_it_has_a_counter_and_replaced_otherwise() -> None:
     begin, middle, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>{}", "<|tool_call_end|>"
     body = "".join(
@@ -475,12 +468,6 @@ def test_an_unclosed_string_in_one_call_does_not_swallow_the_next_call() -> None
     bad = '<tool_call>\n{"name": "bash", "arguments": {"command": "ls}}\n</tool_call>\n'
     text = bad + '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     assert calls_in("generic", text) == [("clock", {})]
-
-
-def test_text_that_only_mentions_a_call_marker_is_streamed_at_once() -> None:
-    one = splitter("generic", tools=TOOLS)
-    assert one.push("The marker `<tool_call>` begins a call").text == "The marker `<tool_call>` begins a call"
-    assert one.push(", and <tool_call> ends it no").text == ", and <tool_call> ends it no"
 
 
 # The end of an answer
@@ -683,12 +670,6 @@ def test_a_recursive_schema_is_applied_at_every_depth_and_an_endless_one_allows_
     )
     with pytest.raises(NoCallError):
         endless.believed(WrittenCall("f", {}))
-
-
-def test_an_argument_with_a_lone_surrogate_is_encoded_as_valid_json() -> None:
-    found = OfferedTools(TOOLS).believed(WrittenCall("bash", json.loads(r'{"command": "\ud800"}')))
-    assert found.arguments.encode()
-    assert json.loads(found.arguments) == {"command": "\ud800"}
 
 
 def test_a_call_whose_id_has_a_lone_surrogate_gets_an_id_that_can_be_sent() -> None:

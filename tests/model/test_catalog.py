@@ -6,11 +6,9 @@ import csv
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from fake_hub import FakeHub
 from tiny_gguf import TinyLlama
 
 from commands.servable_models import ServableModels
@@ -110,21 +108,8 @@ def test_each_known_model_fits_in_the_memory_size_it_is_listed_for(monkeypatch: 
         assert one.weights_gb == pytest.approx(one.parameters_b * 4.5 / 8, rel=0.03)
 
 
-@pytest.fixture
-def server(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    from huggingface_hub import constants
-
-    with FakeHub() as started:
-        started.add("org/tiny", tiny_model)
-        files = started.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", started.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        yield started
-
-
 def test_a_downloaded_model_is_listed_with_the_command_that_serves_it_and_the_memory_it_needs(
-    server: FakeHub, tmp_path: Path
+    cache: Path, tmp_path: Path
 ) -> None:
     models = ServableModels(Settings(data_dir=tmp_path))
     assert models.pull("org/tiny") == "downloading org/tiny"
@@ -137,9 +122,7 @@ def test_a_downloaded_model_is_listed_with_the_command_that_serves_it_and_the_me
     assert entry["needed_bytes"] > entry["size_bytes"]
 
 
-def test_a_failed_download_reports_its_error_and_can_be_started_again(
-    server: FakeHub, tmp_path: Path
-) -> None:
+def test_a_failed_download_reports_its_error_and_can_be_started_again(cache: Path, tmp_path: Path) -> None:
     models = ServableModels(Settings(data_dir=tmp_path))
     with pytest.raises(ModelError, match="is no id of the hub"):
         models.pull("tiny")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ import pytest
 from tiny_gguf import TinyLlama
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-from worker.models import model, tokenizer_files
+from worker.models import catalog, model, tokenizer_files
 from worker.models.chat_template import ChatTemplate
 from worker.models.tokenizer import Tokenizer
 
@@ -88,6 +89,25 @@ FILES = {
     "words of a user": GGUF.but(tokenizer__ggml__token_type=[1] * 310 + [4] * 7 + [3] * 3),
     "a usual token at the end": GGUF.but(tokenizer__ggml__eos_token_id=5),
 }
+
+
+def test_a_converted_gguf_file_is_not_read_again_until_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = TinyLlama().write(tmp_path / "tiny.gguf")
+
+    def resolve() -> Path:
+        return model.resolve(str(path), tmp_path, dtype="float32")
+
+    folder = resolve()
+    with monkeypatch.context() as patched:
+        patched.setattr("worker.models.gguf_file.read", None)
+        assert resolve() == folder
+        os.utime(path)
+        with pytest.raises(TypeError):
+            resolve()
+    assert resolve() != folder
+    assert catalog.named(str(path), tmp_path).conversions == tuple(sorted((folder, resolve())))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -177,20 +177,6 @@ def test_a_generate_request_continues_an_answer_that_has_no_end_token(chat: Chat
     assert chat.text == chat.render()
 
 
-def test_a_character_cut_by_the_token_limit_is_completed_when_the_answer_continues(chat: Chat) -> None:
-    smile = chat.encode("🫠")
-    assert len(smile) > 1
-    chat.say(("user", "Hi"))
-    chat.open()
-    chat.answer(smile[:1])
-    chat.open()
-    chat.answer([*smile[1:], END])
-    chat.messages[-2:] = [{"role": "assistant", "content": "🫠"}]
-    before = len(chat.tokens)
-    assert chat.say(("user", "x")).keep == before
-    assert chat.text == chat.render()
-
-
 def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
