@@ -43,11 +43,17 @@ TOOLS = [
 ]
 
 
+def read(family: str, text: str, **more: Any) -> tuple[Any, ...]:
+    """Return an answer's outcome, and check that streaming by characters gives the same."""
+    found = outcome(splitter(family, **more), [text])
+    assert outcome(splitter(family, **more), text) == found
+    return found
+
+
 def calls_in(family: str, text: str, tools: Any = TOOLS, **more: Any) -> list[tuple[str, Any]]:
-    """Return an answer's calls, and check that streaming by characters gives the same and loses no text."""
+    """Return an answer's calls, and check that it loses no text."""
     text = wide(text)
-    found = outcome(splitter(family, tools=tools, **more), [text])
-    assert outcome(splitter(family, tools=tools, **more), text) == found
+    found = read(family, text, tools=tools, **more)
     if not found[2] and not more and family != "harmony":
         assert found[0] == text, "what is no call is text, as it was written"
     return [(name, json.loads(arguments)) for _, name, arguments in found[2]]
@@ -408,10 +414,9 @@ def test_two_valid_calls_count_despite_an_invalid_call_or_a_bare_marker_between_
     bad = written(family, "unknown", {"code": "x"})
     for between in (bad, f"{opens}{closes}", f"`{opens}` is the marker", f"I write {opens} first"):
         text = f"{good(family, 'a')}\n{between}\n{good(family, 'b')}"
-        said, _, calls, _ = outcome(splitter(family), [text])
+        said, _, calls, _ = read(family, text)
         assert [json.loads(one[2])["code"] for one in calls] == ["a", "b"], between
         assert between in said
-        assert outcome(splitter(family), text) == outcome(splitter(family), [text])
 
 
 #: Families that do not quote arguments, so that an argument may contain all end markers of a call.
@@ -424,14 +429,11 @@ def test_a_call_inside_the_argument_of_another_call_is_not_a_call(family: str) -
     page = f"For example:\n{inner}\nor\n{inner}\nremoves all."
     whole = good(family, page)
     for text in (whole, f"{whole}\n{good(family, 'b')}"):
-        said, _, calls, _ = outcome(splitter(family), [text])
+        said, _, calls, _ = read(family, text)
         assert (said, json.loads(calls[0][2])["code"]) == ("", page)
-        assert outcome(splitter(family), text) == outcome(splitter(family), [text])
     unknown = written(family, "unknown", {"code": page})
     for text in (whole[: whole.rindex("all.")], whole.removesuffix(closes)[:-12], unknown):
-        said, _, calls, _ = outcome(splitter(family), [text])
-        assert (said, calls) == (text, [])
-        assert outcome(splitter(family), text) == (said, "", calls, True)
+        assert read(family, text) == (text, "", [], True)
 
 
 @pytest.mark.parametrize("family", ["generic", "hunyuan", "nemotron", "phi4", "pythonic", "olmo3"])
@@ -441,9 +443,8 @@ def test_a_call_whose_string_argument_contains_another_call_unescaped_stays_text
         good(family, "^").replace("^", f"For example:\n{inner}\nor\n{inner}\nremoves all.").replace("'", '"')
     )
     for one in (text, text[: text.rindex("all")]):
-        said, _, calls, _ = outcome(splitter(family), [one])
+        said, _, calls, _ = read(family, one)
         assert (said, calls) == (one, [])
-        assert outcome(splitter(family), one) == outcome(splitter(family), [one])
 
 
 @pytest.mark.parametrize("family", TAGGED)
@@ -452,9 +453,7 @@ def test_a_call_whose_argument_contains_all_end_markers_of_a_call_stays_text_and
 ) -> None:
     ends = good(family, "^").partition("^")[2]
     text = good(family, f"A call ends with {ends}\nand the rest")
-    said, _, calls, malformed = outcome(splitter(family), [text])
-    assert (said, calls, malformed) == (text, [], True)
-    assert outcome(splitter(family), text) == outcome(splitter(family), [text])
+    assert read(family, text) == (text, "", [], True)
 
 
 def test_two_valid_calls_count_in_the_harmony_format_despite_an_invalid_call_between_them() -> None:
@@ -507,9 +506,8 @@ def in_a_row(family: str, codes: str, between: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_calls_beyond_the_maximum_are_dropped_from_an_answer(family: str) -> None:
     text = in_a_row(family, "abc", "")
-    one = outcome(splitter(family, max_calls=1), [text])
-    assert [json.loads(call[2])["code"] for call in one[2]] == ["a"]
-    assert (one[0], outcome(splitter(family, max_calls=1), text)) == ("", one)
+    said, _, calls, _ = read(family, text, max_calls=1)
+    assert ([json.loads(call[2])["code"] for call in calls], said) == (["a"], "")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
