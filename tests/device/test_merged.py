@@ -255,6 +255,23 @@ def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make
         assert mx.get_active_memory() - before <= said + 20_000
 
 
+def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_memory(make_model) -> None:
+    """Merged KV grows by 256 tokens for all rows at once; the first time right after a join."""
+    model = make_model("deepseek_v3")
+    merged = batch_kinds.merged_for(model, tried(model, NO_RINGS))
+    own = make_prefilled(model)
+    rows = [row_of(own) for _ in range(3)]
+    merged.join(rows)
+    num_grown = 0
+    for _ in range(270):
+        told, before = merged.growing, merged.nbytes
+        mx.eval(merged_step(model, merged, rows))
+        if merged.nbytes > before:
+            assert len(told) == 3
+            num_grown += 1
+    assert num_grown == 2
+
+
 @pytest.mark.parametrize(
     ("kind", "merged_rows"),
     [*thinned(KINDS[:6], [1, 2]), *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in KINDS[6:])],

@@ -85,6 +85,28 @@ async def test_text_that_a_grammar_forces_may_be_written_in_single_bytes_or_long
     assert accepts(grammar, tokenizer.encode(tokenizer.as_text(text), at_start=False))
 
 
+async def test_masks_for_a_draft_advance_no_grammar_and_allow_only_the_end_after_a_forbidden_token(
+    grammars: Grammars, tokenizer: Tokenizer
+) -> None:
+    grammar = await grammars.compiled(RegexFormat("[ab]{1,8}c"))
+    assert grammar is not None
+    a, c, z = (tokenizer.encode(text, at_start=False)[0] for text in "acz")
+    matcher = grammar.follow([a])
+    end = min(tokenizer.eos_ids)
+    before, *behind = map(allowed, matcher.masks([a, z, a, c]))
+    assert behind[0] != tokenizer.eos_ids
+    assert behind[1:] == [tokenizer.eos_ids] * 3
+    assert allowed(matcher.masks(())[0]) == before
+    assert list(map(allowed, matcher.masks([c, end]))) == [before, tokenizer.eos_ids, tokenizer.eos_ids]
+    matcher.push([a, c, end])
+    assert matcher.is_complete
+    again = grammar.follow([a, a, c])
+    assert allowed(again.masks(())[0]) == tokenizer.eos_ids
+    matcher.push([a])
+    assert not matcher.is_complete
+    assert allowed(matcher.masks(())[0]) == tokenizer.eos_ids
+
+
 async def test_the_json_grammar_allows_no_special_tokens_and_no_extra_white_space(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:

@@ -94,17 +94,6 @@ def test_text_inside_a_session_is_tokenised_without_adding_or_losing_spaces(
     assert "".join(map(stream.push, tokens)) + stream.finish() == text
 
 
-def test_text_appended_in_two_parts_decodes_to_the_whole_text_wherever_it_is_divided(
-    llama: Tokenizer,
-) -> None:
-    for cut in range(1, len(TEXT)):
-        tokens = [
-            *llama.encode(TEXT[:cut], at_start=True),
-            *llama.encode(TEXT[cut:], at_start=False),
-        ]
-        assert llama.decode(tokens[1:]) == " " + TEXT
-
-
 def test_no_leading_space_is_added_if_the_gguf_file_says_so(make: Callable[..., Tokenizer]) -> None:
     tokenizer = make(tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False)
     assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
