@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import engine_process
 import pytest
+from engine_process import Process
 from tiny_models import BLOCK, WIDE, build, loaded
 
 from worker.device.device import Device
@@ -58,6 +61,16 @@ def make_model(build_model) -> Callable[..., Any]:
 def trials(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file for the results of model trials (how rows can run together), kept for the whole test run."""
     return tmp_path_factory.mktemp("trials") / "trials.json"
+
+
+@pytest.fixture
+def open_process(trials: Path, tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Process]]:
+    """Return a function that runs a `Process` of a model, on one of the test's snapshot directories."""
+
+    def open_(model: Any, folder: str = "kv", **options: Any) -> AbstractAsyncContextManager[Process]:
+        return engine_process.open_process(model, tmp_path / folder, trials=trials, **options)
+
+    return open_
 
 
 class Rig:

@@ -9,13 +9,10 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 from mlx import nn
-from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 
 from cache.kv.states import leaves
 from cache.names.policy import Policy
-
-THEIRS = base.scaled_dot_product_attention
 
 
 def kinds_of(model: Any, policy: Policy) -> list[tuple[int, int | None] | None]:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine_process import Process, open_process
+from engine_process import Process
+from parts import until
 from tiny_models import BLOCK, answer, key
 
 from cache.names.tokens import as_tokens, pack
 from worker.device.request import TurnRequest
+from worker.text.answer import Answer
 
 PROMPT = [1 + i % 90 for i in range(3 * BLOCK + 3)]
 
@@ -42,8 +42,8 @@ class FencedError(Exception):
     pass
 
 
-async def abandoned(process: Process, model: Held, *, fenced: bool) -> list[int]:
-    """Run a turn whose task ends while the device is in a step; return its tokens."""
+async def abandoned(process: Process, model: Held, *, fenced: bool) -> Answer:
+    """Run a turn whose task ends while the device is in a step; return its answer."""
     growing, begun = answer(40), asyncio.Event()
     model.num_steps = 0
 
@@ -61,46 +61,35 @@ async def abandoned(process: Process, model: Held, *, fenced: bool) -> list[int]
         task.cancel()
     with pytest.raises(FencedError if fenced else asyncio.CancelledError):
         await task
-    return [*PROMPT, *growing.tokens]
+    assert process.engine.num_running == 1, "the device still has its memory"
+    return growing
 
 
 @pytest.mark.parametrize("fenced", [True, False])
 async def test_a_session_erased_while_the_device_still_runs_its_abandoned_turn_leaves_no_kv(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, fenced: bool
+    make_model, open_process, fenced
 ) -> None:
     model = Held(make_model("llama"))
-    async with open_process(model, tmp_path / "kv", num_blocks=32, trials=trials) as process:
-        tokens = await abandoned(process, model, fenced=fenced)
+    async with open_process(model, num_blocks=32) as process:
+        growing = await abandoned(process, model, fenced=fenced)
+        tokens = [*PROMPT, *growing.tokens]
         erased = await process.engine.erase(key("s"), as_tokens(tokens), 0)
         model.go_on.set()
         assert erased.settled
         await process.append(PROMPT[::-1], "other")  # the abandoned turn has ended before this one
+        await until(lambda: not process.engine.num_running)
+        assert len(growing.tokens) < 40
         assert await process.store.queue.drained(5)
         chain = process.store.kv.chain(key("s").tenant)
         assert process.store.kv.find(chain, tokens).num_tokens == 0
         assert process.engine.live_bytes(key("s"), as_tokens(tokens)) == 0
 
 
-async def test_a_turn_that_follows_a_forgotten_abandoned_turn_keeps_its_kv_on_the_device(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
-) -> None:
-    model = Held(make_model("llama"))
-    async with open_process(model, tmp_path / "kv", num_blocks=32, trials=trials) as process:
-        tokens = await abandoned(process, model, fenced=True)
-        process.engine.forget(key("s"))
-        following = asyncio.create_task(process.append(tokens))
-        await asyncio.sleep(0.1)  # it has been submitted
-        model.go_on.set()
-        await following
-        turn, _, _ = await process.generate(tokens, 2)
-        assert turn.num_prefilled <= 1
-
-
 async def test_a_turn_cancelled_while_its_restore_waits_for_memory_leaves_its_snapshots_erasable(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model, open_process
 ) -> None:
     tokens, asked = [1 + i % 90 for i in range(12 * BLOCK + 3)], asyncio.Event()
-    async with open_process(make_model("llama"), tmp_path / "kv", trials=trials) as process:
+    async with open_process(make_model("llama")) as process:
         engine = process.engine
         await process.append(tokens)
         assert await process.store.queue.drained(5)

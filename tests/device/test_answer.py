@@ -66,19 +66,6 @@ def test_an_answer_resumed_from_its_first_tokens_continues_like_the_original(
         assert one.text.startswith(whole.text)
 
 
-def test_an_end_token_ends_the_answer_and_is_in_its_tokens_but_not_in_its_text(tokenizer, new_answer) -> None:
-    answer = new_answer()
-    end = min(tokenizer.eos_ids)
-    assert push_until_over(answer, [*tokenizer.encode("hi a", at_start=False), end]) == [
-        "h",
-        "i",
-        " ",
-        "",
-        "a",
-    ]
-    assert (answer.finish_reason, answer.text, answer.tokens[-1]) == ("stop", "hi a", end)
-
-
 def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(tokenizer, new_answer) -> None:
     answer = new_answer()
     texts = push_until_over(answer, tokenizer.encode("xaab", at_start=False))
@@ -134,21 +121,4 @@ def test_an_answer_whose_calls_become_too_large_has_the_calls_that_fit_and_the_r
     assert (answer.calls, answer.finish_reason) == (whole.calls[: len(answer.calls)], "length")
     assert 0.9 * 5_000 < num_bytes(answer) <= 5_000
     assert [part.id for chunk in chunks for part in chunk.tool_calls] == [call.id for call in answer.calls]
-    assert calling(text, num_bytes(whole))[0].finish_reason == "tool_calls"
-
-
-def test_a_call_that_does_not_fit_into_an_answer_is_left_out_and_ends_it_with_the_reason_length(
-    calling,
-) -> None:
-    text = f"<tool_call>{CALL}</tool_call>"
-    whole, _ = calling(text, 2**20)
-    answer, chunks = calling(f"{text}{text}", num_bytes(whole) - 20)
-    assert (answer.calls, answer.text, answer.finish_reason) == ((), "", "length")
-    assert len(chunks) < len(text) * 2
-    assert not any(chunk.tool_calls for chunk in chunks)
-
-
-def test_the_text_of_a_call_is_not_counted_beside_the_call(calling) -> None:
-    text = f'<tool_call>{{"name": "f", "arguments": {{"x": "{"a" * 2_000}"}}}}</tool_call>'
-    whole, _ = calling(text, 2**20)
     assert calling(text, num_bytes(whole))[0].finish_reason == "tool_calls"

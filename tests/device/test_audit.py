@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from engine_process import IDENTITY, Process, open_process
+from engine_process import IDENTITY, Process
 from mlx.utils import tree_map
 from parts import until
 from tiny_models import BLOCK, answer, key, loaded
@@ -30,9 +30,9 @@ PROMPT = [1 + i % 90 for i in range(6 * BLOCK + 3)]
 
 
 @asynccontextmanager
-async def auditing(model: Any, directory: Path, trials: Path) -> AsyncIterator[Process]:
+async def auditing(opened: AbstractAsyncContextManager[Process]) -> AsyncIterator[Process]:
     """Run a `Process` that audits all restored blocks."""
-    async with open_process(model, directory, trials=trials) as process:
+    async with opened as process:
         assert process.engine._audit is not None
         process.engine._audit._one_in = 1
         task = asyncio.create_task(process.engine.chores["audit"](), name="audit")
@@ -49,23 +49,21 @@ async def audited(process: Process, num: int) -> int:
     return totals.wrong_blocks
 
 
-async def stored(model: Any, directory: Path, trials: Path) -> list[int]:
+async def stored(opened: AbstractAsyncContextManager[Process]) -> list[int]:
     """Answer `PROMPT`, store its KV, and return the answer."""
-    async with open_process(model, directory, trials=trials) as process:
+    async with opened as process:
         _, said, _ = await process.generate(PROMPT, 4)
         assert await process.store.queue.drained(5)
         return said
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv_bits"), [("llama", None), ("llama", 4), ("exaone4", None), ("qwen3_next", None)]
-)
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("qwen3_next", None)])
 async def test_restored_blocks_are_computed_again_and_found_right(
-    kind: str, kv_bits: int | None, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model, open_process, kind, kv_bits
 ) -> None:
     model = make_model(kind, kv_bits)
-    said = await stored(model, tmp_path, trials)
-    async with auditing(model, tmp_path, trials) as process:
+    said = await stored(open_process(model))
+    async with auditing(open_process(model)) as process:
         tenants = process.engine._telemetry.tenants = TenantCounters(1)
         found, again, _ = await process.generate(PROMPT, 4)
         figures = tenants.figures({})
@@ -80,21 +78,16 @@ async def test_restored_blocks_are_computed_again_and_found_right(
 
 @pytest.mark.parametrize("is_used", [False, True])
 async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it_are_removed(
-    build_model: Callable[..., Any],
-    tmp_path: Path,
-    trials: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    is_used: bool,
+    build_model, open_process, tmp_path, monkeypatch, is_used
 ) -> None:
     """Also if a turn has restored it just before: its answer goes on, but leaves no KV."""
-    await stored(build_model("llama"), tmp_path, trials)
+    await stored(open_process(build_model("llama")))
     other = build_model("llama")
     other.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.1, other.parameters()))
     mx.eval(other.parameters())
     drawn = iter([1, 1, 0, 1, 1, 1])  # the third of six blocks is audited
     monkeypatch.setattr(audit.random, "randrange", lambda stop: next(drawn, 1))
-    async with auditing(other, tmp_path, trials) as process:
+    async with auditing(open_process(other)) as process:
         begun, goes_on, turns = asyncio.Event(), asyncio.Event(), list[asyncio.Task[Any]]()
         condemn = process.store.kv.condemn
 
@@ -115,7 +108,7 @@ async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it
         goes_on.set()
         await asyncio.gather(*turns)
         assert await process.store.queue.drained(5)
-        assert len(list((tmp_path / "quarantine").iterdir())) == 1
+        assert len(list((tmp_path / "kv" / "quarantine").iterdir())) == 1
         assert process.store.stats().stored == 2
         found, _, _ = await process.generate(PROMPT, 1, name="used" if is_used else "s")
         assert found.num_cached == 2 * BLOCK, "also the session's KV on the device is gone"
@@ -123,11 +116,11 @@ async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it
 
 @pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
 async def test_neither_a_stop_nor_a_fault_during_an_audit_ends_the_worker(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+    make_model, open_process, monkeypatch, fault
 ) -> None:
     model = make_model("llama")
-    await stored(model, tmp_path, trials)
-    async with auditing(model, tmp_path, trials) as process:
+    await stored(open_process(model))
+    async with auditing(open_process(model)) as process:
         read, reading = process.store.kv.block, asyncio.Event()
 
         async def broken(*args: Any) -> Any:
@@ -146,13 +139,13 @@ async def test_neither_a_stop_nor_a_fault_during_an_audit_ends_the_worker(
 
 
 async def test_a_block_is_not_compared_with_the_kv_of_an_interrupted_audit(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+    make_model, open_process, monkeypatch
 ) -> None:
     model = make_model("llama")
-    await stored(model, tmp_path, trials)
+    await stored(open_process(model))
     drawn = iter([0, 0, 1, 1, 1, 1])  # the first two of six blocks are audited
     monkeypatch.setattr(audit.random, "randrange", lambda stop: next(drawn, 1))
-    async with auditing(model, tmp_path, trials) as process:
+    async with auditing(open_process(model)) as process:
         auditor = process.engine._audit
         assert auditor is not None
         run, take, taken = process.engine.run, auditor.take, list[Any]()
@@ -174,11 +167,11 @@ async def test_a_block_is_not_compared_with_the_kv_of_an_interrupted_audit(
 
 
 async def test_an_audit_waits_until_no_request_runs_and_begins_again(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, monkeypatch: pytest.MonkeyPatch
+    make_model, open_process, monkeypatch
 ) -> None:
     model = make_model("llama")
-    await stored(model, tmp_path, trials)
-    async with auditing(model, tmp_path, trials) as process:
+    await stored(open_process(model))
+    async with auditing(open_process(model)) as process:
         read, requests, num_read = process.store.kv.block, list[asyncio.Task[Any]](), 0
 
         async def read_beside_a_request(*args: Any) -> Any:
@@ -209,59 +202,50 @@ async def recomputed(model: Any, directory: Path, trials: Path) -> tuple[Recompu
         computed.reports.put,
         DeviceOptions(block_tokens=BLOCK, max_batch=1, stall_s=0.25, trials=trials),
     )
-    with closing(_Running(device)):
-        await asyncio.to_thread(device.start)
+    await asyncio.to_thread(device.start)
+    try:
         computed.take(device)
-        stored_twice = StoredBlocks(directory, PLAIN)
+        stored = StoredBlocks(directory, PLAIN)
         identity = replace(IDENTITY, caches=device.served.caches, block_tokens=BLOCK)
-        num, blocks = stored_twice.of(identity.digest())
-        return await compare(computed, blocks, stored_twice.read), num
+        num, blocks = stored.of(identity.digest())
+        return await compare(computed, blocks, stored.read), num
+    finally:
+        assert device.stop()
 
 
-class _Running:
-    def __init__(self, device: Device) -> None:
-        self.device = device
-
-    def close(self) -> None:
-        assert self.device.stop()
-
-
-async def stored_twice(model: Any, directory: Path, trials: Path) -> None:
+async def stored_twice(opened: AbstractAsyncContextManager[Process]) -> None:
     """Store the KV of two sessions that share two blocks; the second one grows in two turns."""
-    async with open_process(model, directory, trials=trials) as process:
+    async with opened as process:
         for name, tokens in (("a", LONG), ("b", OTHER[:-2]), ("b", OTHER)):
             await process.generate(tokens, 2, name=name)
             assert await process.store.queue.drained(5)
 
 
-@pytest.mark.parametrize(
-    ("kind", "kv_bits"), [("llama", None), ("llama", 4), ("exaone4", None), ("qwen3_next", None)]
-)
+@pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("exaone4", None), ("qwen3_next", None)])
 async def test_all_blocks_and_pieces_of_a_right_directory_are_computed_again_and_found_right(
-    kind: str, kv_bits: int | None, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model, open_process, tmp_path, trials, kind, kv_bits
 ) -> None:
     model = make_model(kind, kv_bits)
-    await stored_twice(model, tmp_path, trials)
-    found, num = await recomputed(model, tmp_path, trials)
+    await stored_twice(open_process(model))
+    found, num = await recomputed(model, tmp_path / "kv", trials)
     assert (found.num_blocks, found.wrong) == (num, [])
-    assert num == len(list((tmp_path / "snapshots").iterdir())) >= 7
+    assert num == len(list((tmp_path / "kv" / "snapshots").iterdir())) >= 7
 
 
 @pytest.mark.parametrize("kv_bits", [None, 4])
 async def test_each_file_that_other_weights_have_written_under_the_same_identity_is_named(
-    kv_bits: int | None,
-    make_model: Callable[..., Any],
-    tmp_path: Path,
-    trials: Path,
+    make_model, open_process, tmp_path, trials, kv_bits
 ) -> None:
     model = make_model("llama", kv_bits)
-    await stored_twice(model, tmp_path, trials)
+    await stored_twice(open_process(model))
     right = model.parameters()
     model.update(tree_map(lambda w: w + mx.random.normal(w.shape) * 0.1, right))
     mx.eval(model.parameters())
     try:
-        found, num = await recomputed(model, tmp_path, trials)
+        found, num = await recomputed(model, tmp_path / "kv", trials)
     finally:
         model.update(right)
-    assert {file for file, _ in found.wrong} == {path.name for path in (tmp_path / "snapshots").iterdir()}
+    assert {file for file, _ in found.wrong} == {
+        path.name for path in (tmp_path / "kv" / "snapshots").iterdir()
+    }
     assert found.num_blocks == num

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import engine_process
 import mlx.core as mx
 import pytest
 from mlx_lm.models import llama
-from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, make_prompt_cache
-from tiny_models import BLOCK, CONFIGS, OTHERS, VOCABULARY, alone, append, generate, key, prompt
+from mlx_lm.models.cache import ConcatenateKVCache, make_prompt_cache
+from tiny_models import BLOCK, CONFIGS, OTHERS, VOCABULARY, alone, append, generate, prompt
 
 from cache.kv import layers
 from cache.names.blocks import Span
@@ -79,14 +75,12 @@ def run(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
     return logits
 
 
-def decode(model: Any, caches: list[Any], first: int, num: int) -> tuple[list[int], list[bytes]]:
-    """Decode greedily; return the tokens, and the bits of all logits."""
-    tokens, bits = [first], []
-    for _ in range(num):
-        logits = run(model, caches, tokens[-1:])
-        bits.append(bytes(memoryview(logits).cast("B")))
-        tokens.append(int(mx.argmax(logits).item()))
-    return tokens, bits
+def arrays(tensors: dict[str, Any]) -> dict[str, mx.array]:
+    types = {"F32": mx.float32, "I64": mx.int64}
+    return {
+        name: mx.view(mx.array(tensor.data), types[tensor.dtype]).reshape(tensor.shape)
+        for name, tensor in tensors.items()
+    }
 
 
 @pytest.mark.parametrize("kind", sorted(CONFIGS | OTHERS))
@@ -108,39 +102,19 @@ def test_the_tensors_of_a_snapshot_match_the_layout_computed_for_the_model(build
         layout.check_states(tuple((one.name, one.dtype, one.shape) for one in cut if one.of_state), position)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_snapshot_does_not_change_while_its_caches_continue(make_caches, kind) -> None:
-    """The writer thread reads the snapshot later, while a ring cache is overwritten in place."""
-    model, new = make_caches(kind)
-    caches = new()
-    for at in range(0, 3 * BLOCK, BLOCK):
-        run(model, caches, prompt(3 * BLOCK)[at : at + BLOCK])
-    decode(model, caches, 1, 2)
-    tensors = layers.cut(caches, 3 * BLOCK, 3 * BLOCK + 2, at_end=True)
-    before = [bytes(tensor.data) for tensor in tensors]
-    decode(model, caches, 5, 20)
-    assert [bytes(tensor.data) for tensor in tensors] == before
-    assert any(tensor.of_state for tensor in tensors) == (kind not in PLAIN)
-
-
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in PLAIN])
 def test_a_layers_state_is_copied_and_restored_only_at_its_own_token_position(make_caches, kind) -> None:
     model, new = make_caches(kind)
     caches = new()
     run(model, caches, prompt(2 * BLOCK)[:BLOCK])
     early = {tensor.name: tensor for tensor in layers.cut(caches, 0, BLOCK, at_end=True)}
+    before = [bytes(tensor.data) for tensor in early.values()]
     run(model, caches, prompt(2 * BLOCK)[BLOCK:])
     late = {tensor.name: tensor for tensor in layers.cut(caches, 0, 2 * BLOCK, at_end=True)}
     assert early.keys() == late.keys()
+    assert [bytes(tensor.data) for tensor in early.values()] == before, "the writer thread reads it later"
     behind = layers.cut(caches, 0, BLOCK)
     assert [tensor.name for tensor in behind] == [name for name in early if not early[name].of_state]
-
-    def arrays(tensors: dict[str, Any]) -> dict[str, mx.array]:
-        types = {"F32": mx.float32, "I64": mx.int64}
-        return {
-            name: mx.view(mx.array(tensor.data), types[tensor.dtype]).reshape(tensor.shape)
-            for name, tensor in tensors.items()
-        }
 
     layers.rebuild(arrays(late), new(), 2 * BLOCK)
     mixed = {name: (early if name.startswith("state.") else late)[name] for name in late}
@@ -163,43 +137,25 @@ def test_checking_restored_recurrent_states_leaves_mlxs_default_device_unchanged
     caches = new()
     run(model, caches, prompt(BLOCK))
     prove = layers.layout(caches, new).prove
-    state = layers.cut(caches, 0, BLOCK, at_end=True)
-    types = {"F32": mx.float32, "I64": mx.int64}
-    arrays = {
-        tensor.name: mx.view(mx.array(tensor.data), types[tensor.dtype]).reshape(tensor.shape)
-        for tensor in state
-    }
-    mx.eval(arrays)
+    state = arrays({one.name: one for one in layers.cut(caches, 0, BLOCK, at_end=True)})
+    mx.eval(state)
     seen: list[mx.Device] = []
-    has_begun, may_end = threading.Event(), threading.Event()
 
     class Watched(dict[str, mx.array]):
         def items(self) -> Any:
             seen.append(mx.default_device())
             return super().items()
 
-    class Waiting(Watched):
-        def items(self) -> Any:
-            has_begun.set()
-            assert may_end.wait(10)
-            return super().items()
-
     gpu, ours = mx.Device(mx.cpu, 1), mx.default_device()
     mx.set_default_device(gpu)
     try:
-        with ThreadPoolExecutor(2) as threads:
-            first = threads.submit(prove, Waiting(arrays), BLOCK)
-            assert has_begun.wait(10)
-            second = threads.submit(prove, Watched(arrays), BLOCK)
-            may_end.set()
-            first.result(10)
-            second.result(10)
+        prove(Watched(state), BLOCK)
         seen.append(mx.default_device())
     finally:
         mx.set_default_device(ours)
-    assert seen == [gpu] * 3
+    assert seen == [gpu] * 2
     with pytest.raises(ValueError, match=f"after {BLOCK + 1} tokens"):
-        prove(arrays, BLOCK + 1)
+        prove(state, BLOCK + 1)
 
 
 def test_a_snapshot_that_lacks_queue_space_omits_recurrent_states_before_keys_and_values(make_caches) -> None:
@@ -244,15 +200,15 @@ def test_a_turn_reserves_queue_space_for_the_recurrent_state_at_its_end(make_cac
         assert [any(tensor.of_state for tensor in cut.tensors) for cut in cuts] == expected[: len(cuts)]
 
 
-@pytest.mark.parametrize("kind", [*CONFIGS, "gemma3_text", "gpt_oss", "llama4", "qwen3_next"])
+@pytest.mark.parametrize("kind", [one for one in [*CONFIGS, "llama4", "qwen3_next"] if one != "rwkv7"])
 def test_the_kv_of_a_session_has_exactly_the_computed_size_at_any_length(make_model, make_rig, kind) -> None:
     """Sizes are equal to the byte after prompts and answers; windows and chunks do not exceed their limit."""
     model = make_model(kind)
     size, rig, history = cache_sizes(model), make_rig(model), []
     assert layers.live_bytes(make_prompt_cache(model)) == size.held(0) == 0
-    for turn_index in range(4):
+    for turn_index in range(3):
         num_held = max(len(history) - 1, 0)
-        history = history + prompt((3, 6, 40, 1)[turn_index], salt=turn_index + 1)
+        history = history + prompt((3, 40, 6)[turn_index], salt=turn_index + 1)
         added = append(history, num_kept=num_held)
         rig.run(added)
         assert rig.end(added).live_bytes == size.held(added.num_cached)
@@ -262,27 +218,8 @@ def test_the_kv_of_a_session_has_exactly_the_computed_size_at_any_length(make_mo
         assert rig.tokens(turn) == alone(model, history, 2 + 3 * turn_index)[0]
         history = history + rig.tokens(turn)
     assert size.held(10_000) == size.bytes_per_token * 10_000 + size.bounded_bytes
-    per_token = {"mamba2": 0, "rwkv7": 0, "exaone4": 128, "gemma3_text": 128, "gpt_oss": 128, "llama4": 128}
+    per_token = {"mamba2": 0, "exaone4": 128, "llama4": 128}
     assert size.bytes_per_token == per_token.get(kind, size.bytes_per_token)
-
-
-def test_the_live_bytes_of_a_cache_exclude_memory_allocated_in_advance() -> None:
-    plain, chunked, joined = KVCache(), ChunkedKVCache(4), ConcatenateKVCache()
-    keys = mx.random.normal((1, 2, 10, 64))
-    for cache in (plain, chunked, joined):
-        cache.update_and_fetch(keys, keys)
-    assert (
-        layers.live_bytes([plain])
-        == layers.live_bytes([joined])
-        == layers.live_bytes([chunked])
-        == 2 * keys.nbytes
-    )
-    chunked.maybe_trim_front()
-    assert layers.live_bytes([chunked]) == 2 * keys.nbytes * 4 // 10
-    quantised = plain.to_quantized(group_size=32, bits=8)
-    assert layers.live_bytes([quantised]) == 2 * (10 * 2 * 64 + 10 * 2 * 2 * 2 * 4)
-    assert layers.trimmable([plain, quantised, joined])
-    assert not layers.trimmable([plain, chunked])
 
 
 KIND = "llama4_chunks"
@@ -297,39 +234,7 @@ def answer(model: Any, tokens: Sequence[int], num: int) -> list[int]:
     return known[len(tokens) :]
 
 
-async def test_chunked_layers_are_stored_once_and_a_restore_reads_only_their_last_chunk(
-    make_model, trials, tmp_path
-) -> None:
-    """A block is half a chunk. The model has four layers, of which the fourth keeps all tokens."""
-    model, tokens, block = make_model(KIND), prompt(699), 2 * BLOCK
-
-    def open_process() -> Any:
-        return engine_process.open_process(model, tmp_path, num_blocks=2, trials=trials)
-
-    async with open_process() as process:
-        _, answered, _ = await process.generate(tokens, 3 * block)
-        await process.store.queue.drained(10)
-        num_tokens, per_token = 699 + 3 * block - 1, 4 * 2 * 2 * 32 * 4
-        assert _disk_bytes(tmp_path) <= 1.1 * num_tokens * per_token
-    session = [*tokens, *answered]
-    async with open_process() as process:
-        outcome, got, _ = await process.generate([*session, 7], 5)
-        assert (outcome.num_cached, outcome.num_prefilled) == (len(session) - 1, 2)
-        assert got == answer(model, [*session, 7], 5)
-        read = num_tokens + 3 * (CHUNK + 2 * block)
-        assert process.store.stats().restored_bytes <= 1.1 * read * per_token // 4
-        process.engine.forget(key())
-        for end in (CHUNK, 5 * CHUNK - 1, 10 * CHUNK + 13):
-            outcome, got, _ = await process.generate(session[:end], 3, name=f"s{end}")
-            assert outcome.num_prefilled == 1, "it begins anywhere in what is stored"
-            assert got == answer(model, session[:end], 3)
-
-
-def _disk_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize("end", [3 * CHUNK + 1, 3 * CHUNK + 5, 4 * CHUNK - 1, 4 * CHUNK])
+@pytest.mark.parametrize("end", [3 * CHUNK + 1, 4 * CHUNK])
 def test_a_rewind_within_the_last_chunk_prefills_one_token_and_a_longer_one_prefills_all(
     make_model, make_rig, end
 ) -> None:

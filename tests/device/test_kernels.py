@@ -231,17 +231,8 @@ def test_swiglu_in_numpy_equals_mlxs_swiglu_even_for_very_large_gates(tokens: in
 
 
 @ON_CPU
-def test_swiglu_does_not_change_its_inputs() -> None:
-    gate, x = normal(16, 1, 512, seed=5), normal(16, 1, 512, seed=6)
-    before = np.array(gate), np.array(x)
-    mx.eval(cpu.swiglu(gate, x))
-    np.testing.assert_array_equal(np.array(gate), before[0])
-    np.testing.assert_array_equal(np.array(x), before[1])
-
-
-@ON_CPU
-@pytest.mark.parametrize("num_queries", [1, 3, 48])
-@pytest.mark.parametrize("num_tokens", [64, 4096, 12_352])
+@pytest.mark.parametrize("num_queries", [1, 48])
+@pytest.mark.parametrize("num_tokens", [64, 12_352])
 @pytest.mark.parametrize(("heads", "size"), [(1, 32), (3, 64), (2, 128)])
 def test_comparing_queries_with_2_bit_keys_in_numpy_equals_the_result_of_mlx(
     monkeypatch: pytest.MonkeyPatch, heads: int, size: int, num_tokens: int, num_queries: int
@@ -278,7 +269,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @ON_CPU
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("num_rows", [5, 96, 97])
-@pytest.mark.parametrize("num", [*range(1, 18), 128])
+@pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8, 9, 16, 17, 128])
 def test_a_divided_product_equals_the_whole_one(num: int, num_rows: int) -> None:
     x = mx.random.normal((num, 1, 64), key=mx.random.key(num))
     weight = mx.random.normal((num_rows, 64), key=mx.random.key(1))
@@ -314,15 +305,6 @@ def logits(forward: Any, num: int) -> mx.array:
     found: mx.array = forward([OwnPart(caches, 0, num)], [5] * num)
     mx.eval(found)
     return found
-
-
-@ON_CPU
-@pytest.mark.usefixtures("threads")
-def test_products_are_not_divided_on_one_core(
-    monkeypatch: pytest.MonkeyPatch, build_model: Callable[..., Any]
-) -> None:
-    monkeypatch.setattr(Threads, "num", 1)
-    assert products_for(build_model("llama")) is None
 
 
 @ON_CPU

@@ -47,7 +47,7 @@ def reference(model: Any, context: list[int], tokens: list[int]) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
-@pytest.mark.parametrize("kind", ["llama", "exaone4", "gemma2", "qwen3_next", "mamba2", "llama4"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next", "llama4"])
 def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
     make_model, grammar, kind
 ) -> None:
@@ -80,7 +80,7 @@ def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
             )
 
 
-@pytest.mark.parametrize("sampling", [TOLD, PENALISED, BIASED], ids=["told", "penalised", "biased"])
+@pytest.mark.parametrize("sampling", [PENALISED, BIASED], ids=["penalised", "biased"])
 def test_speculation_changes_neither_tokens_nor_logprobs(make_model, sampling) -> None:
     """The text repeats itself, so that prompt lookup finds drafts."""
     model = make_model("llama")
@@ -117,13 +117,12 @@ def text(tokens: list[int]) -> str:
     return b"".join(TEXTS[token] for token in tokens).decode()
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_speculation_under_a_grammar_changes_no_token_and_some_drafts_are_accepted(
-    make_model, grammar, temperature
+    make_model, grammar
 ) -> None:
     model = make_model("llama")
     bias = ((1, 30.0), (4, 30.0), (6, 29.0))
-    sampling = RowSampling(temperature, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
+    sampling = RowSampling(0.7, grammar=grammar("(a{3}b{2}){90}"), logit_bias=bias, seed=7)
     (plain,), (drafted,) = (run(model, [sampling], 100, most=most) for most in (0, 6))
     assert [one.token for one in drafted] == [one.token for one in plain]
     batch = drafting(model, 6)

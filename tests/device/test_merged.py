@@ -23,18 +23,9 @@ from worker.batch.trials import Trials
 
 #: Recurrent states, windows, hybrids of them with each other and with plain caches, attention of other kinds.
 KINDS = [
-    "mamba2",
-    "rwkv7",
-    "recurrent_gemma",
-    "baichuan_m1",
-    "qwen3_next",
-    "falcon_h1",
-    "longcat_flash",
-    "deepseek_v3",
-    "gemma2",
-    "exaone4",
-    "gemma3_text",
-    "gpt_oss",
+    *("mamba2", "baichuan_m1", "qwen3_next", "deepseek_v3", "exaone4", "gemma2"),
+    # As some of these: their merged caches are of the same classes
+    *("rwkv7", "recurrent_gemma", "falcon_h1", "longcat_flash", "gemma3_text", "gpt_oss"),
 ]
 #: Where `_no_rings` changes the trials.
 NO_RINGS = "no rings"
@@ -246,7 +237,7 @@ def make_prefilled(model: Any, num_tokens: int = 5) -> list[Any]:
     return caches
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "exaone4", "baichuan_m1"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
 def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory(make_model, kind) -> None:
     """Its arrays are copies: a view would pin the buffers of the whole batch."""
     model = make_model(kind)
@@ -263,12 +254,12 @@ def test_a_row_that_leaves_merged_caches_does_not_keep_the_whole_batch_in_memory
     assert 0 < before - mx.get_active_memory() < all_bytes / 8
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3_next", "exaone4", "baichuan_m1"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "baichuan_m1"])
 def test_a_row_that_joins_merged_caches_takes_no_more_memory_than_estimated(make_model, kind) -> None:
     """The estimate is `joining_bytes`; a row joins only if so much memory is free."""
     model = make_model(kind)
     merged, rows = batch_kinds.merged_for(model, tried(model, NO_RINGS)), []
-    for i in range(6):
+    for i in range(4):
         caches = make_prefilled(model, 20 + 90 * i)
         said, before = merged.joining_bytes([caches]), mx.get_active_memory()
         mx.reset_peak_memory()
@@ -297,7 +288,10 @@ def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_mem
     assert num_grown == 2
 
 
-@pytest.mark.parametrize(("kind", "merged_rows"), thinned(KINDS, [1, 2]))
+@pytest.mark.parametrize(
+    ("kind", "merged_rows"),
+    [*thinned(KINDS[:6], [1, 2]), *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in KINDS[6:])],
+)
 def test_merged_rows_launch_steps_ahead_and_get_the_same_tokens_if_rows_leave_or_are_read(
     make_model, kind, merged_rows
 ) -> None:

@@ -27,7 +27,6 @@ from tiny_models import BLOCK, VOCABULARY, alone, generate, key, prompt
 
 from cache.disk import format as snapshot_format
 from cache.disk import header
-from cache.kv import layers
 from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.snapshot import ITEM_BYTES, Tensor
@@ -43,40 +42,15 @@ HOT = RowSampling(0.9, top_p=0.95, seed=77)
 
 
 @pytest.fixture
-def open_process(make_model, trials, tmp_path) -> Callable[..., AbstractAsyncContextManager[Process]]:
+def open_process(open_process, make_model) -> Callable[..., AbstractAsyncContextManager[Process]]:
     """Return a function that runs a `Process` on the test's snapshot directory in an `async with` block."""
 
     def open_(
         folder: str = "snapshots", kind: str = "llama", kv_bits: int | None = None, **sizes: int
     ) -> AbstractAsyncContextManager[Process]:
-        return engine_process.open_process(
-            make_model(kind, kv_bits), tmp_path / folder, trials=trials, **sizes
-        )
+        return open_process(make_model(kind, kv_bits), folder, **sizes)
 
     return open_
-
-
-@pytest.mark.parametrize("num_new", [4, 30, 400], ids=["no growth", "to the turn's end", "in steps"])
-async def test_a_restore_allocates_caches_with_space_for_the_turns_first_tokens(
-    open_process, monkeypatch, num_new
-) -> None:
-    """Caches grow by 256 tokens, which the session nearly fills."""
-    tokens = prompt(250)
-    async with open_process() as before:
-        await before.append(tokens)
-        await before.store.queue.drained(10)
-    capacities = []
-    rebuild = layers.rebuild
-    monkeypatch.setattr(
-        layers,
-        "rebuild",
-        lambda tensors, *rest: (
-            capacities.append({tensor.shape[2] for tensor in tensors.values()}) or rebuild(tensors, *rest)
-        ),
-    )
-    async with open_process() as after:
-        await after.generate(tokens + prompt(num_new, salt=5), 2)
-    assert capacities == [{256 if num_new == 4 else 512}]
 
 
 async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device(open_process) -> None:
@@ -88,23 +62,6 @@ async def test_a_much_longer_prefix_on_disk_replaces_a_sessions_kv_on_the_device
         outcome, tokens, _ = await process.generate(long, 5, name="reader")
         assert outcome.num_prefilled <= 1
         assert tokens == alone(process.model, long, 5)[0]
-
-
-async def test_the_next_turn_stores_the_blocks_that_a_full_queue_dropped(open_process) -> None:
-    """The write queue is full for a whole turn; the next turn stores that turn's blocks."""
-    tokens = prompt(5 * BLOCK)
-    async with open_process() as process:
-        process.engine._device.cut_snapshots(lambda: 0)
-        await process.append(tokens)
-        stats = process.store.stats()
-        assert stats.dropped["queue_full"] == 5
-        assert stats.stored == 0
-        process.engine._device.cut_snapshots(process.store.queue.vacant_bytes)
-        _, answered, _ = await process.generate(tokens, 3)
-        await process.store.queue.drained(10)
-    async with open_process() as after:
-        outcome = await after.append(tokens + answered)
-        assert outcome.num_prefilled <= 1
 
 
 async def test_a_turn_completes_although_saving_its_snapshot_raises_an_error(
@@ -144,13 +101,12 @@ CUT = (WINDOWED, CHUNKED)
 
 
 #: Layers of other kinds: states and windows, short chunks, latent attention, several caches in a layer.
-OTHERS = ["gemma3_text", "rwkv7", "granitemoehybrid", "recurrent_gemma", "baichuan_m1", "llama4"]
-OTHERS += ["deepseek_v3", "longcat_flash"]
+OTHERS = ["rwkv7", "recurrent_gemma", "baichuan_m1", "llama4", "deepseek_v3", "longcat_flash"]
 #: Plain, recurrent, windowed and chunked layers, quantised KV, and a window of the policy.
 EXACT = [
     *((kind, None, FULL) for kind in ("llama", *STATEFUL, *CUT, *OTHERS)),
-    *((kind, None, WINDOW) for kind in ("qwen3_next", "falcon_h1")),
-    *((kind, bits, FULL) for kind, bits in (("llama", 8), ("llama", 4), ("exaone4", 8), ("qwen3_next", 4))),
+    ("qwen3_next", None, WINDOW),
+    *((kind, bits, FULL) for kind, bits in (("llama", 8), ("exaone4", 8), ("qwen3_next", 4))),
 ]
 
 
@@ -163,8 +119,8 @@ async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_f
     Turns end before, on and behind the boundaries of blocks. A turn is repeated after its KV has left the
     device, too.
     """
-    turns = [(1, BLOCK - 1), (1, 6), (8, 8), (3, 2), (30, 11)]  # tokens added and answered
-    turns = turns[3:] if kind in OTHERS else turns
+    turns = [(1, BLOCK), (8, 7), (30, 12)]  # tokens added and answered
+    turns = turns[1:] if kind in OTHERS else turns
     history: list[int] = []
     async with open_process(folder="whole", kind=kind, kv_bits=kv_bits) as whole:
         expected = []
@@ -189,7 +145,7 @@ async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_f
             history = history + tokens
 
 
-@pytest.mark.parametrize("kind", [*STATEFUL, *CUT])
+@pytest.mark.parametrize("kind", ["qwen3_next", *CUT])
 async def test_a_rewound_session_continues_from_stored_kv_or_the_last_stored_recurrent_state(
     open_process, kind
 ) -> None:
@@ -203,47 +159,6 @@ async def test_a_rewound_session_continues_from_stored_kv_or_the_last_stored_rec
             outcome, got, _ = await process.generate(context, 6)
             assert outcome.num_cached == (num_kept if kind in CUT else num_kept // BLOCK * BLOCK)
             assert got == alone(process.model, context, 6)[0]
-
-
-@pytest.mark.parametrize("kind", STATEFUL)
-async def test_dropped_recurrent_states_do_not_keep_later_states_from_being_stored(
-    open_process, kind
-) -> None:
-    """The next turn stores missing keys and values; lost states stay lost, the next one is kept."""
-    tokens = prompt(5 * BLOCK + 1)
-    async with open_process(folder="whole", kind=kind) as whole:
-        await whole.append(tokens)
-        _, answered, _ = await whole.generate(tokens, BLOCK + 3)
-        expected = await whole.generate([*tokens, *answered], 6)
-    async with open_process(kind=kind) as process:
-        process.engine._device.cut_snapshots(lambda: 0)
-        await process.append(tokens)
-        # What a block has beside its state is no bytes; of the end nothing is stored without its state.
-        assert process.store.stats().dropped == {"queue_full": 1 if kind == "mamba2" else 5}
-        assert process.store.stats().accepted == 5
-        process.engine._device.cut_snapshots(process.store.queue.vacant_bytes)
-        await process.generate(tokens, BLOCK + 3)
-    async with open_process(kind=kind) as after:
-        outcome, *got = await after.generate(tokens[: 3 * BLOCK + 2], 6, name="other")
-        assert outcome.num_cached == 0, "no state was kept up to there"
-        outcome, *got = await after.generate([*tokens, *answered], 6)
-        assert got == list(expected[1:])
-        assert outcome.num_prefilled == 1
-
-
-async def test_after_a_damaged_recurrent_state_prefill_starts_at_the_stored_state_before_it(
-    open_process, tmp_path
-) -> None:
-    tokens = prompt(2 * BLOCK + 5)
-    async with open_process(kind="falcon_h1") as before:
-        await before.append(tokens)
-    tail = max((tmp_path / "snapshots").rglob("*.safetensors"), key=lambda path: path.stat().st_mtime_ns)
-    tail.write_bytes(tail.read_bytes()[:-1] + b"\x55")
-    async with open_process(kind="falcon_h1") as after:
-        outcome, got, _ = await after.generate(tokens, 6)
-        assert (outcome.num_cached, outcome.num_prefilled) == (2 * BLOCK, 5)
-        assert got == alone(after.model, tokens, 6)[0]
-        assert after.store.stats().rejected == 1
 
 
 def remade(path: Path, identity: Identity, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
@@ -272,10 +187,6 @@ def another_type(tensors: list[Tensor]) -> list[Tensor]:
 
 def one_layer_less(tensors: list[Tensor]) -> list[Tensor]:
     return tensors[:-2]
-
-
-def one_layer_more(tensors: list[Tensor]) -> list[Tensor]:
-    return [*tensors, *(replace(one, name=f"9{one.name[1:]}") for one in tensors[-2:])]
 
 
 def heads_of_nothing(tensors: list[Tensor]) -> list[Tensor]:
@@ -312,16 +223,10 @@ def states_of_other_heads(tensors: list[Tensor]) -> list[Tensor]:
         ("llama", more_heads),
         ("llama", another_type),
         ("llama", one_layer_less),
-        ("llama", one_layer_more),
         ("llama", heads_of_nothing),
-        ("gemma3_text", states_of_other_heads),
-        ("gemma3_text", numbers(0, 7)),
-        ("gemma3_text", numbers(1, 99)),
         ("gemma3_text", numbers(1, -1)),
         ("llama4", numbers(1, 1 << 40)),
-        ("llama4", numbers(1, -5)),
         ("falcon_h1", numbers(0, 7)),
-        ("falcon_h1", numbers(1, 0)),
         ("falcon_h1", states_of_other_heads),
     ],
 )
@@ -389,13 +294,8 @@ def test_a_restore_is_tried_again_after_refusals() -> None:
     assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50
 
 
-@pytest.mark.parametrize(
-    ("file_s", "token_s", "is_restored"),
-    [(0.0, 1000.0, True), (0.01, 1e-6, False)],
-    ids=["a fast disk", "a slow disk"],
-)
 async def test_a_session_is_prefilled_again_where_the_disk_was_seen_to_be_slower(
-    open_process, monkeypatch, file_s: float, token_s: float, is_restored: bool
+    open_process, monkeypatch
 ) -> None:
     """The first session is restored from a disk of unknown speed, which that measures."""
     monkeypatch.setattr(measured, "_LEAST_BYTES", 1)
@@ -406,15 +306,15 @@ async def test_a_session_is_prefilled_again_where_the_disk_was_seen_to_be_slower
     read = snapshot_format.read
 
     def slow(*args: Any, **options: Any) -> int:
-        time.sleep(file_s)
+        time.sleep(0.01)
         return read(*args, **options)
 
     monkeypatch.setattr(snapshot_format, "read", slow)
     async with open_process() as after:
-        after.engine._finder.rates.prefilled.learn(1000, seconds=1000 * token_s)
+        after.engine._finder.rates.prefilled.learn(1000, seconds=0.001)
         first, second = [await after.append(tokens, name=f"s{i}") for i, tokens in enumerate(texts)]
     assert (first.num_cached, first.num_prefilled) == (8 * BLOCK - 1, 0)
-    assert (second.num_prefilled == 0) == is_restored
+    assert second.num_prefilled == 8 * BLOCK - 1
 
 
 KINDS = ["llama", "qwen3_moe", "qwen3_next", "gemma3_text", "qwen3_moe in 4 bits"]

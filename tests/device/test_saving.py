@@ -9,12 +9,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-from engine_process import Process, open_process
+from engine_process import Process
 from tiny_models import BLOCK, answer, key
 
 from cache.disk import format as snapshot_format
@@ -27,11 +25,8 @@ from worker.device import machine
 from worker.device.request import TurnRequest
 from worker.device.turn import DeviceTurn, Starvation
 from worker.engine import unsaved_kv
-from worker.engine.kv_on_device import KvOnDevice
-from worker.engine.unsaved_kv import UnsavedKv
 
 PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
-KINDS = ["llama", "exaone4", "mamba2", "qwen3_next"]
 
 
 @pytest.fixture(autouse=True)
@@ -59,16 +54,14 @@ async def answered(process: Process, disk: threading.Event) -> list[int]:
 
 
 @asynccontextmanager
-async def small_queue(model: Any, directory: Path, num_blocks: int, trials: Path) -> AsyncIterator[Process]:
-    """Run a `Process` whose write queue has room for few blocks, about twice `num_blocks`."""
-    async with open_process(model, directory / "measured", trials=trials) as process:
+async def small_queue(open_process: Callable[..., Any], model: Any) -> AsyncIterator[Process]:
+    """Run a `Process` whose write queue has room for about four blocks."""
+    async with open_process(model, "measured") as process:
         await process.generate(PROMPT, 2)
         await process.store.queue.drained(5)
         stats = process.store.stats()
         block_bytes = stats.stored_bytes // stats.stored
-    async with open_process(
-        model, directory / "kv", queue_bytes=num_blocks * 2 * block_bytes, trials=trials
-    ) as process:
+    async with open_process(model, queue_bytes=4 * block_bytes) as process:
         yield process
 
 
@@ -79,18 +72,18 @@ async def quiet(process: Process) -> None:
         assert await process.store.queue.drained(5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["exaone4", "qwen3_next"])
 async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_idle(
-    kind: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path, disk: threading.Event
+    make_model, open_process, disk, kind
 ) -> None:
     model = make_model(kind)
-    async with small_queue(model, tmp_path, 2, trials) as process:
+    async with small_queue(open_process, model) as process:
         saving = asyncio.create_task(process.engine.chores["saving"]())
         said = await answered(process, disk)
         await quiet(process)
         saving.cancel()
         assert process.engine._saving.unstored() == []
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+    async with open_process(model) as process:
         found, again, _ = await process.generate([*PROMPT, *said, 5], 4)
         assert found.num_prefilled <= 2, "only the last token and the new one are prefilled"
         assert len(again) == 4
@@ -99,7 +92,7 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 @pytest.mark.parametrize("kind", ["llama", "mamba2"])
 @pytest.mark.parametrize("end", ["published", "fenced", "starved"])
 async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
-    kind: str, end: str, make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model, open_process, kind, end
 ) -> None:
     growing, goes_on = answer(4 * BLOCK), asyncio.Event()
 
@@ -108,7 +101,7 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
         if end == "fenced":
             raise ZeroDivisionError
 
-    async with open_process(make_model(kind), tmp_path / "kv", trials=trials) as process:
+    async with open_process(make_model(kind)) as process:
         engine, store = process.engine, process.store
         saving = asyncio.create_task(engine.chores["saving"]())
         asked = TurnRequest(key("s"), as_tokens(PROMPT), answer=growing)
@@ -135,31 +128,24 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
         saving.cancel()
 
 
-def test_an_idle_session_whose_kv_is_all_stored_is_looked_at_only_once() -> None:
-    unsaved = UnsavedKv(Mock(**{"kv.wanted.return_value": []}), KvOnDevice(), set, Mock(), Mock())
-    unsaved._note(key("s"))
-    assert not unsaved._copy_next()
-    assert unsaved._due() == []
-
-
 async def test_a_stopping_worker_stores_the_snapshots_that_a_full_queue_dropped(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, disk: threading.Event
+    make_model, open_process, disk
 ) -> None:
     model = make_model("llama")
-    async with small_queue(model, tmp_path, 2, trials) as process:
+    async with small_queue(open_process, model) as process:
         said = await answered(process, disk)
         process.engine.stop()
         await process.engine.save_all(5)
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
+    async with open_process(model) as process:
         found, _, _ = await process.generate([*PROMPT, *said, 5], 1)
         assert found.num_prefilled <= 2
 
 
 @pytest.mark.parametrize("fault", ["hangs", "died"])
 async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_snapshots(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, fault: str, disk: threading.Event
+    make_model, open_process, disk, fault
 ) -> None:
-    async with small_queue(make_model("llama"), tmp_path, 2, trials) as process:
+    async with small_queue(open_process, make_model("llama")) as process:
         await answered(process, disk)
         process.engine.stop()
         device = process.engine._device
@@ -171,12 +157,12 @@ async def test_a_worker_whose_device_hangs_or_died_stops_without_the_missing_sna
         await asyncio.wait_for(process.engine.save_all(0.2 if fault == "hangs" else 30), 5)
 
 
-@pytest.mark.parametrize("num_passes", [0, 2, 8, 32])
+@pytest.mark.parametrize("num_passes", [0, 2, 8])
 async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_leaves_no_snapshot(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path, num_passes: int, disk: threading.Event
+    make_model, open_process, disk, num_passes
 ) -> None:
     model = make_model("llama")
-    async with small_queue(model, tmp_path, 2, trials) as process:
+    async with small_queue(open_process, model) as process:
         said = await answered(process, disk)
         saving = asyncio.create_task(process.engine.chores["saving"]())
         while process.engine._saving._copied is None:  # noqa: ASYNC110
@@ -191,24 +177,6 @@ async def test_a_session_erased_while_its_dropped_snapshots_are_stored_again_lea
         saving.cancel()
 
 
-async def test_a_session_can_run_turns_while_its_dropped_snapshots_are_stored_again(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
-) -> None:
-    model, context = make_model("llama"), list(PROMPT)
-    async with small_queue(model, tmp_path, 2, trials) as process:
-        saving = asyncio.create_task(process.engine.chores["saving"]())
-        for _ in range(6):
-            turn, said, _ = await process.generate(context, 3)
-            assert turn.num_prefilled <= len(PROMPT)
-            context += [*said, 7]
-            await asyncio.sleep(0.01)
-        await quiet(process)
-        saving.cancel()
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
-        found, _, _ = await process.generate(context, 1)
-        assert found.num_prefilled <= 2
-
-
 @asynccontextmanager
 async def saved(process: Process) -> AsyncIterator[None]:
     """Save what the disk lacks beside the block and after it, until the process is quiet."""
@@ -219,16 +187,11 @@ async def saved(process: Process) -> AsyncIterator[None]:
     saving.cancel()
 
 
-@pytest.mark.parametrize("fault", ["disk", "memory"])
-async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
-    make_model: Callable[..., Any],
-    tmp_path: Path,
-    trials: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    fault: str,
+async def test_snapshots_that_a_fault_of_the_disk_removed_from_the_queue_are_stored_later(
+    make_model, open_process, monkeypatch
 ) -> None:
-    monkeypatch.setattr(writer, "FIRST_PAUSE_S", 0.5)
-    model, slow, fails = make_model("llama"), snapshot_format.write, fault == "disk"
+    monkeypatch.setattr(writer, "FIRST_PAUSE_S", 1.0)
+    model, slow, fails = make_model("llama"), snapshot_format.write, True
 
     def write(*args: Any) -> None:
         if fails:
@@ -237,32 +200,24 @@ async def test_snapshots_that_a_fault_removed_from_the_queue_are_stored_later(
         slow(*args)
 
     monkeypatch.setattr(snapshot_format, "write", write)
-    async with open_process(model, tmp_path / "kv", trials=trials) as process, saved(process):
+    async with open_process(model) as process, saved(process):
         await process.append(PROMPT)
-        if fault == "memory":
-            process.engine._handle_event(Starvation())
-        else:
-            while not process.store.queue.paused:  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-            late = [*reversed(PROMPT)]
-            await process.append(late, "late")
-            assert process.store.queue.paused
-            fails = False
-        assert await process.store.queue.drained(5)
+        while not process.store.queue.paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        late = [*reversed(PROMPT)]
+        await process.append(late, "late")
+        assert process.store.queue.paused
+        fails = False
+        assert await process.store.queue.drained(20)
         assert sum(process.store.stats().dropped.values()) > 2, "there was no fault"
-    async with open_process(model, tmp_path / "kv", trials=trials) as process:
-        found, _, _ = await process.generate(PROMPT, 1)
-        assert found.num_prefilled <= 2
-        if fault == "disk":
-            found, _, _ = await process.generate(late, 1)
-            assert found.num_prefilled <= 2, "nothing of it was queued"
+    async with open_process(model) as process:
+        for tokens in (PROMPT, late):  # of the latter nothing was queued
+            found, _, _ = await process.generate(tokens, 1)
+            assert found.num_prefilled <= 2
 
 
 async def test_a_gpu_that_fails_while_idle_kv_is_copied_ends_neither_the_worker_nor_saving(
-    make_model: Callable[..., Any],
-    tmp_path: Path,
-    trials: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_model: Callable[..., Any], open_process: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure is that of an earlier evaluation, which the copy is the first to report."""
     cut, failed = layers.cut, threading.Event()
@@ -274,7 +229,7 @@ async def test_a_gpu_that_fails_while_idle_kv_is_copied_ends_neither_the_worker_
         raise RuntimeError("[METAL] Command buffer execution failed")
 
     monkeypatch.setattr(machine, "fails_late", lambda: True)
-    async with open_process(make_model("llama"), tmp_path / "kv", trials=trials) as process, saved(process):
+    async with open_process(make_model("llama")) as process, saved(process):
         for name in ("lost", "s"):
             process.engine._device.cut_snapshots(lambda: 0)  # its turn finds no room
             await process.append(PROMPT, name)
@@ -292,13 +247,12 @@ async def test_a_gpu_that_fails_while_idle_kv_is_copied_ends_neither_the_worker_
 async def test_while_the_disk_is_full_only_one_snapshot_of_a_session_is_copied_at_a_time(
     kind: str,
     make_model: Callable[..., Any],
-    tmp_path: Path,
-    trials: Path,
+    open_process: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All of them are stored once there is space: the device would copy all its KV again and again."""
     monkeypatch.setattr(unsaved_kv, "_RETRY_S", 0.2)
-    async with open_process(make_model(kind), tmp_path / "kv", trials=trials) as process, saved(process):
+    async with open_process(make_model(kind)) as process, saved(process):
         engine, quota = process.engine, process.store.quota
         quota.set_limits(max_bytes=2**30, min_free_bytes=2**60)
         copy, num_copied = engine._saving._copy_spans, list[int]()
@@ -318,46 +272,11 @@ async def test_while_the_disk_is_full_only_one_snapshot_of_a_session_is_copied_a
             await asyncio.sleep(0.01)
 
 
-async def test_missing_snapshots_are_stored_although_other_sessions_keep_the_disk_busy(
-    make_model: Callable[..., Any],
-    tmp_path: Path,
-    trials: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with small_queue(make_model("llama"), tmp_path, 4, trials) as process:
-        store, chain = process.store, process.store.kv.chain(key("s").tenant)
-        write, may_write, num_written = snapshot_format.write, threading.Semaphore(0), 0
-        monkeypatch.setattr(snapshot_format, "write", lambda *args: may_write.acquire() and write(*args))
-        _, said, _ = await process.generate(PROMPT, 4)
-        context = as_tokens([*PROMPT, *said[:-1]])
-        saving = asyncio.create_task(process.engine.chores["saving"]())
-        for number in range(90):
-            if store.kv.find(chain, context).num_tokens == len(context):
-                break
-            await process.append([1 + number] * (BLOCK + 1), "other")
-            while store.stats().in_flight > 1:  # so there is always a write
-                may_write.release()
-                num_written += 1
-                while store.stats().durable < num_written:  # noqa: ASYNC110
-                    await asyncio.sleep(0)
-        saving.cancel()
-        may_write.release(1000)
-        assert store.kv.find(chain, context).num_tokens == len(context), "it waits until the disk is idle"
-
-
-async def test_only_snapshots_that_found_no_room_in_the_queue_count_as_such(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
-) -> None:
-    async with open_process(make_model("llama"), tmp_path / "kv", max_bytes=100, trials=trials) as process:
-        await process.generate(PROMPT, 4)
-        assert process.store.stats().dropped.keys() <= {"too_large", "no_parent"}
-
-
 async def test_a_session_whose_early_kv_has_left_the_device_does_not_end_saving(
-    make_model: Callable[..., Any], tmp_path: Path, trials: Path
+    make_model, open_process
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))
-    async with open_process(make_model("llama"), tmp_path / "kv", num_blocks=64, trials=trials) as process:
+    async with open_process(make_model("llama"), num_blocks=64) as process:
         await process.engine.run(TurnRequest(key("s"), long, policy=policy), lambda: False)
         longer = long + as_tokens([1, 2, 3])
         await process.engine.run(TurnRequest(key("s"), longer, policy=policy), lambda: False)

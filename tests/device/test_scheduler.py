@@ -52,22 +52,6 @@ def carry_out(scheduler: Scheduler, budget: int = BLOCK) -> Step:
     return step
 
 
-def test_a_short_prompt_overtakes_a_long_one() -> None:
-    long, short = Turn(80), Turn(5)
-    scheduler = scheduler_of(long)
-    carry_out(scheduler)
-    scheduler.add(short)
-    step = carry_out(scheduler)
-    assert step.prefill == ((short, 5), (long, 3))  # what the short one leaves of the budget
-    assert carry_out(scheduler).decode == (short,)
-
-
-def test_several_short_prompts_are_prefilled_in_one_step() -> None:
-    turns = [Turn(3), Turn(2), Turn(9, draws=False)]
-    step = carry_out(scheduler_of(*turns))
-    assert [num for _, num in step.prefill] == [2, 3, 3]
-
-
 def test_prompt_pieces_end_at_block_boundaries() -> None:
     turn = Turn(30, num_cached=5)
     scheduler = scheduler_of(turn)
@@ -93,28 +77,6 @@ def test_a_prompt_that_needs_long_pieces_runs_in_steps_without_other_prompts() -
         carry_out(scheduler, 6)
     assert long.ran == [24, 3, 24, 8, 11], "24 tokens for a budget of 6, up to a multiple of four blocks"
     assert [one.ran for one in others] == [[3], [3, 5, 6, 2]]
-
-
-def test_a_tenant_with_many_prompts_does_not_block_another_tenant() -> None:
-    many = [Turn(80, tenant="many") for _ in range(10)]
-    one = Turn(80, tenant="one")
-    scheduler = scheduler_of(*many, one)
-    for _ in range(20):
-        carry_out(scheduler)
-    assert one.num_cached == 80
-    assert sum(turn.num_cached for turn in many) == 80
-
-
-def test_the_last_token_of_a_prompt_waits_for_a_free_row_in_the_batch() -> None:
-    first, second, third = Turn(4), Turn(6), Turn(3, draws=False)
-    scheduler = scheduler_of(first, second, third, max_rows=1)
-    carry_out(scheduler, 64)
-    assert (first.num_cached, second.num_cached, third.num_cached) == (4, 5, 3)
-    step = carry_out(scheduler)
-    assert (step.decode, step.prefill) == ((first,), ())
-    scheduler.remove(first)
-    assert carry_out(scheduler).prefill == ((second, 1),)
-    assert carry_out(scheduler).decode == (second,)
 
 
 def test_a_short_answer_gets_an_extra_row_at_once_when_long_answers_hold_all_rows() -> None:
@@ -168,17 +130,6 @@ def test_a_tenant_gets_no_more_rows_than_its_share_even_if_more_are_free() -> No
     assert sorted(turn.tenant for turn in scheduler.decoding) == ["a", "a", "b"]
 
 
-def test_an_empty_step_and_an_empty_scheduler_are_false() -> None:
-    scheduler = scheduler_of()
-    assert not scheduler
-    assert not scheduler.next(BLOCK)
-    turn = Turn(1)
-    scheduler.add(turn)
-    assert scheduler
-    assert turn in scheduler
-    assert scheduler.next(BLOCK)
-
-
 @pytest.mark.parametrize("num_refused", range(4))
 def test_choosing_a_step_again_does_not_change_the_rotation_of_tenants(num_refused: int) -> None:
     """When memory is short, a step is chosen again with smaller pieces of the same prompts."""
@@ -230,14 +181,6 @@ def test_tenants_of_equal_priority_take_turns_however_long_some_have_waited() ->
     scheduler.add(late)
     ran = [carry_out(scheduler).prefill[0][0] for _ in range(10)]
     assert 4 <= ran.count(late) <= 5
-
-
-def test_a_free_row_goes_to_the_prompt_with_the_higher_priority() -> None:
-    low, high = Turn(1), Turn(1, priority=1)
-    scheduler = scheduler_of(low, high, max_rows=1)
-    assert carry_out(scheduler).prefill == ((high, 1),)
-    scheduler.remove(high)
-    assert carry_out(scheduler).prefill == ((low, 1),)
 
 
 @given(st.integers(1, 4), st.integers(1, 20), SCRIPT)

@@ -57,20 +57,6 @@ def test_one_of_several_sessions_that_start_together_prefills_their_common_prefi
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_session_may_wait_for_the_prefix_of_a_session_that_waits_itself(make_rig, model) -> None:
-    rig = make_rig(model)
-    longer = with_end(2 * BLOCK, 5)
-    turns = [
-        generate(with_end(1, 9), 4, name="a"),
-        shared("b", [*longer, 1], 4, "a"),
-        shared("c", [*longer, 2, 3], 4, "b"),
-    ]
-    rig.run(*turns)
-    assert [turn.num_prefilled for turn in turns] == [len(COMMON) + 1, 2 * BLOCK + 1, 2]
-    for turn in turns:
-        assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 4)[0]
-
-
 def test_a_new_session_copies_the_prompt_of_a_running_answer(make_rig, model) -> None:
     """Several answers run, so that their KV is in the slots of a pool."""
     rig = make_rig(model)
@@ -108,24 +94,6 @@ def test_waiting_sessions_prefill_the_prefix_themselves_if_its_source_is_cancell
     assert isinstance(rig.end(first), FaultedTurn) == (ending == "failed")
     for turn in others:
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
-
-
-def test_a_session_cancelled_while_it_waits_for_a_shared_prefix_keeps_its_own_kv(make_rig, model) -> None:
-    rig = make_rig(model)
-    own = COMMON[: BLOCK + 2]
-    rig.run(append(own, name="b"))
-    calls = iter(range(100))
-    model.holds = lambda tokens: next(calls) == 1
-    first = generate(with_end(7, 5), 8, name="a")
-    rig.device.submit(first)
-    assert model.arrived.acquire(timeout=20)
-    waiting = append(with_end(4, 6), name="b", num_kept=len(own) - 1, source=key("a"))
-    rig.device.submit(waiting)
-    rig.device.cancel(waiting)
-    model.go_on.release()
-    rig.finish(first, waiting)
-    assert rig.end(waiting).cost.num_cached == len(own) - 1
-    assert waiting.num_prefilled == 0
 
 
 def test_a_session_cancelled_while_it_waits_ends_once_even_if_its_turn_cannot_start(make_rig, model) -> None:
@@ -187,15 +155,6 @@ def test_a_recurrent_state_that_cannot_be_trimmed_to_the_prefix_is_not_shared(ma
     rig.run(turn)
     assert turn.num_reused == 0
     assert rig.tokens(turn) == alone(model, with_end(3, 6), 8)[0]
-
-
-def test_no_turn_waits_for_the_last_token_of_another_turns_prompt() -> None:
-    sharing = TurnSharing()
-    leader = generate(COMMON, 8, name="a")
-    leader.num_cached = len(COMMON) - 1
-    assert not sharing.add(leader)
-    assert not sharing.add(shared("b", with_end(3, 6), 8, "a"))
-    assert sharing.ready() == []
 
 
 def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority() -> None:

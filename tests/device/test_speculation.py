@@ -14,7 +14,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from mlx.utils import tree_map
-from test_logprobs import PENALISED, grammar
+from test_logprobs import PENALISED
 from tiny_models import GREEDY, VOCABULARY, alone, begin, drafting, loaded, prompt, tried
 
 from cache.kv import layers
@@ -22,7 +22,7 @@ from worker.batch import draft_model as models
 from worker.batch.batch_kinds import draft_model_for
 from worker.batch.draft_model import DraftModel
 from worker.batch.drafter import MOST_SEEN, NGRAM, Lookup, looked_up
-from worker.batch.gains import Acceptance, StepTimes
+from worker.batch.gains import StepTimes
 from worker.batch.row_sampler import DrawnToken, RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
 from worker.batch.speculation import Speculation
@@ -31,8 +31,6 @@ from worker.device.drafting import check
 from worker.device.drafting import draft_model as draft_model_of
 from worker.device.served_model import DeviceOptions, ServedModel
 from worker.models.model_files import ModelError
-
-__all__ = ["grammar"]  # a fixture
 
 SAMPLED = RowSampling(0.8, seed=3, top_p=0.9)
 
@@ -113,14 +111,12 @@ def test_a_draft_model_changes_only_the_number_of_steps(make_model, draft_model,
     assert found.saved_s > 0
 
 
-@pytest.mark.parametrize("num_rows", [3, 5])
 def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_without(
-    make_model, draft_model, num_rows
+    make_model, draft_model
 ) -> None:
     """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
-    model = make_model("llama")
-    contexts = [prompt(110 + 7 * i, salt=i) for i in range(num_rows)]
-    samplings = [GREEDY, SAMPLED, GREEDY, PENALISED, SAMPLED][:num_rows]
+    model, samplings = make_model("llama"), [GREEDY, SAMPLED, GREEDY, PENALISED, SAMPLED]
+    contexts = [prompt(110 + 7 * i, salt=i) for i in range(len(samplings))]
     batch = drafting(model, 4, drafters=(Lookup(), draft_model()))
     rows = [ask(batch, model, *one) for one in zip(contexts, samplings, strict=True)]
     for row in rows:
@@ -138,41 +134,6 @@ def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_withou
         assert answer == plain(model, tokens, sampling, len(answer))
         assert row is rows[1] or row.num_left == 0
     assert batch.speculation.num_accepted > 0.3 * batch.speculation.num_drafted > 30
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_under_a_grammar_some_drafts_of_a_bad_draft_model_are_accepted_and_change_no_token(
-    make_model, draft_model, grammar, temperature
-) -> None:
-    """Drafts follow the grammar, so even a bad draft model is right where only one token is allowed."""
-    model = make_model("llama")
-    sampling = RowSampling(temperature, grammar=grammar("(a{3}b{2}x){90}"), seed=7)
-    plain, drafted = (drafting(model, 6, drafters=some) for some in ((), (draft_model(off=0.3),)))
-    answers = []
-    for batch in (plain, drafted):
-        piece = begin(model, prompt(9), sampling)
-        batch.step([piece])
-        go_on(batch, 60)
-        answers.append(piece.row.known[9:])
-    assert answers[1][: len(answers[0])] == answers[0]
-    assert drafted.speculation.num_accepted > 0
-
-
-@pytest.mark.parametrize("off", [0.003, 0.3])
-def test_the_drafter_with_the_higher_expected_gain_drafts_first(make_model, draft_model, off) -> None:
-    """The text repeats itself, so prompt lookup drafts well. The draft model is mostly right or wrong."""
-    model, asked = make_model("llama"), []
-    drafter = draft_model(off=off)
-    propose = drafter.propose
-    drafter.propose = lambda wanted: (asked.append(len(wanted)), propose(wanted))[1]  # type: ignore[method-assign]
-    batch = drafting(model, 6, drafters=(Lookup(), drafter))
-    piece = begin(model, prompt(20))
-    batch.step([piece])
-    go_on(batch, 130)
-    answer = piece.row.known[20:]
-    assert answer == alone(model, prompt(20), len(answer))[0]
-    assert (len(asked) > 100) == (off < 0.1)
-    assert batch.speculation.num_accepted > 100
 
 
 def test_a_sessions_next_answer_reuses_the_draft_models_kv(make_model, draft_model, monkeypatch) -> None:
@@ -198,24 +159,6 @@ def test_a_sessions_next_answer_reuses_the_draft_models_kv(make_model, draft_mod
     assert [*drafter._shadows] == ["s"]
     batch.speculation.forget("s")
     assert not drafter._shadows
-
-
-def test_a_session_rewound_to_before_its_draft_kv_gets_new_draft_kv(
-    make_model, draft_model, monkeypatch
-) -> None:
-    monkeypatch.setattr(models, "BEGUN", 32)
-    model, drafter = make_model("llama"), draft_model()
-    batch = drafting(model, 4, drafters=(drafter,))
-    for tokens in (prompt(100), prompt(40)):
-        piece = begin(model, tokens)
-        piece.row.session = "s"
-        batch.step([piece])
-        go_on(batch, 12)
-        answer = piece.row.known[len(tokens) :]
-        assert answer == alone(model, tokens, len(answer))[0]
-        batch.remove(piece.row)
-        assert len(tokens) - 32 <= drafter._shadows["s"].start + 1 <= len(tokens)
-    assert batch.speculation.has_drafters
 
 
 def test_rows_beyond_the_limit_of_sessions_with_draft_kv_decode_without_drafts(
@@ -331,18 +274,6 @@ def test_the_measured_cost_of_drafts_is_forgotten_after_many_steps_without_draft
             times.note_drafted(2, 4, 9.0)
 
 
-def test_the_acceptance_of_drafts_is_learned_and_returns_to_its_prior_over_time() -> None:
-    acceptance = Acceptance(0.9, 0.99)
-    assert acceptance.share(0.7) == pytest.approx(0.7)
-    for _ in range(20):
-        acceptance.learn(0, 4)
-    low = acceptance.share(0.7)
-    assert low < 0.25
-    for _ in range(500):
-        acceptance.fade()
-    assert acceptance.share(0.7) > 0.65
-
-
 def draft(tokens: list[int], most: int) -> list[int]:
     return looked_up(array("I", tokens), most)
 
@@ -350,10 +281,6 @@ def draft(tokens: list[int], most: int) -> list[int]:
 def test_prompt_lookup_drafts_the_tokens_that_followed_the_same_last_tokens_earlier() -> None:
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 3) == [4, 5, 9]
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
-
-
-def test_prompt_lookup_uses_the_latest_earlier_occurrence_of_the_last_tokens() -> None:
-    assert draft([1, 2, 3, 7, 1, 2, 3, 8, 1, 2, 3], 1) == [8]
 
 
 def test_prompt_lookup_drafts_nothing_if_the_last_tokens_did_not_occur_before() -> None:
@@ -379,18 +306,6 @@ def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_session() ->
 def test_prompt_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[int]) -> None:
     places = [at for at in range(NGRAM, len(tokens)) if tokens[at - NGRAM : at] == tokens[-NGRAM:]]
     assert draft(tokens, 1) == ([tokens[places[-1]]] if places else [])
-
-
-@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 10))
-def test_every_draft_repeats_tokens_that_followed_the_same_tokens_before(
-    tokens: list[int], most: int
-) -> None:
-    proposed = draft(tokens, most)
-    assert len(proposed) <= most
-    if proposed:
-        run = [*tokens[-NGRAM:], *proposed]
-        longer = tokens + proposed
-        assert any(longer[i : i + len(run)] == run for i in range(len(tokens) - NGRAM))
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
@@ -497,13 +412,3 @@ def test_speculation_slows_answers_by_at_most_3_percent_and_good_drafts_make_the
     plain = World(num_rows, late, checked, ()).rate(20)
     drafting = World(num_rows, late, checked, ((right / 2, 0.0), (right, pass_share))).rate(20)
     assert drafting > (least if num_rows == 1 else 0.97) * plain
-
-
-@pytest.mark.parametrize("num_rows", [1, 2, 4, 8])
-def test_the_first_short_answers_pay_little_to_find_out_that_drafts_do_not_pay(num_rows: int) -> None:
-    """Reading the prompt, of 200 tokens, with the draft model would be most of the cost."""
-    drafts = ((0.3, 0.0), (0.5, 0.35))
-    rates = [
-        World(num_rows, 1.0, 0.1, some, seed, answer=48).rate(1) for seed in range(8) for some in ((), drafts)
-    ]
-    assert sum(rates[1::2]) > 0.97 * sum(rates[::2])

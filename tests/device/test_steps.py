@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from tiny_models import GREEDY, append, batched, begin, loaded, prompt
+from tiny_models import append, loaded
 
-from worker.batch.row_sampler import RowSampling
 from worker.device.memory import Estimator, shape_of
 from worker.device.prefill_budget import LEAST, PrefillBudget
 from worker.device.scheduler import AGE_STEPS, Scheduler
@@ -25,23 +21,6 @@ def learned(token_s: float, row_s: float, *, stall_s: float = 0.25, most: int = 
         pace.learn(4, 0, row_s)
         pace.learn(4, 32, row_s + 32 * token_s)
     return pace
-
-
-def test_a_prompt_without_answers_beside_it_is_prefilled_in_whole_blocks() -> None:
-    assert PrefillBudget(0.01, 128).budget(0) == 128
-    assert learned(1.0, 1.0).budget(0) == 128
-
-
-def test_prompts_beside_answers_prefill_as_many_tokens_per_step_as_the_stall_limit_allows() -> None:
-    """As on a GPU, a step takes 15 ms plus 20 us a token: 2,048 tokens stall answers for only 56 ms."""
-    pace, budgets = PrefillBudget(0.25, 2048), []
-    for _ in range(4):
-        budgets.append(pace.budget(1))
-        pace.learn(1, 0, 0.005)
-        pace.learn(1, budgets[-1], 0.005 + 0.01 + budgets[-1] * 20e-6)
-    assert budgets[0] == LEAST
-    assert budgets[2:] == [2048, 2048], "not more than a step may have"
-    assert PrefillBudget(0.25, 2048).budget(0) == 2048
 
 
 def test_a_prompt_alone_runs_in_smaller_pieces_where_its_context_makes_a_piece_too_long_for_the_device() -> (
@@ -75,11 +54,6 @@ def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_
     assert PrefillBudget(0.25, 1024).shrink(8) is False
 
 
-def test_prompt_pieces_are_small_until_step_times_have_been_measured() -> None:
-    assert PrefillBudget(0.25, 128).budget(3) == LEAST
-    assert PrefillBudget(0.25, 8).budget(3) == 8
-
-
 @pytest.mark.parametrize(
     ("token_s", "row_s", "budget"),
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],
@@ -89,14 +63,6 @@ def test_prompt_pieces_fill_the_part_of_the_stall_limit_that_answers_leave(
 ) -> None:
     """50 ms for the answers leave 200 ms, in which 64 tokens of 3 ms fit and 128 do not."""
     assert learned(token_s, row_s).budget(4) == budget
-
-
-def test_prompt_pieces_shrink_when_the_device_becomes_slower() -> None:
-    pace = learned(0.001, 0.05)
-    assert pace.budget(4) == 128
-    for _ in range(20):
-        pace.learn(4, 128, 0.05 + 128 * 0.01)
-    assert pace.budget(4) == LEAST
 
 
 @pytest.mark.parametrize("before_s", [None, 0.3], ids=["nothing", "a hiccup"])
@@ -201,69 +167,3 @@ def test_a_step_that_took_more_memory_than_estimated_raises_later_estimates_for_
     for _ in range(400):
         chooser.learn(choice := chooser.choose(), 0)
     assert choice.scratch_bytes == pytest.approx(first.scratch_bytes, rel=0.01)
-
-
-HOT = RowSampling(0.8, seed=1)
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count the calls of MLX that evaluate, wait, or copy numbers to the device (`array`) or from it."""
-    counted: Counter[str] = Counter()
-
-    def counting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def count(*args: Any, **options: Any) -> Any:
-            counted[name] += 1
-            return call(*args, **options)
-
-        return count
-
-    for name in ("eval", "async_eval", "synchronize"):
-        monkeypatch.setattr(mx, name, counting(name, getattr(mx, name)))
-    array = mx.array
-    for name in ("item", "tolist", "__array__", "__bool__", "__int__", "__float__"):
-        if hasattr(array, name):
-            monkeypatch.setattr(array, name, counting(name, getattr(array, name)))
-
-    class Kind(type):
-        def __instancecheck__(cls, one: Any) -> bool:
-            return isinstance(one, array)
-
-        def __call__(cls, *args: Any) -> Any:
-            counted["array"] += 1
-            return array(*args)
-
-    class Array(metaclass=Kind):
-        pass
-
-    monkeypatch.setattr(mx, "array", Array)
-    return counted
-
-
-@pytest.mark.parametrize(
-    ("samplings", "num_left", "num_copied"),
-    [
-        pytest.param([GREEDY], 0, 1, id="one row: its position"),
-        pytest.param([GREEDY] * 4, 0, 3, id="four rows in a pool: positions, for layers and pool, and slots"),
-        pytest.param([GREEDY] * 4, 1, 5, id="a free slot between them: which slots are rows, and whose"),
-        pytest.param([HOT], 0, 3, id="one sampled row: its temperature and key"),
-        pytest.param([HOT] * 4, 0, 5, id="four sampled rows"),
-    ],
-)
-def test_a_decode_step_evaluates_and_waits_once_and_copies_few_numbers_to_the_device(
-    make_model, calls, samplings: list[RowSampling], num_left: int, num_copied: int
-) -> None:
-    """The next step is launched before the tokens of this one, and whether they are sound, are read."""
-    model = make_model("llama")
-    pieces = [begin(model, prompt(9 + i, salt=i), one) for i, one in enumerate(samplings)]
-    batch = batched(model)
-    batch.step(pieces)
-    batch.step([])
-    for piece in pieces[1 : 1 + num_left]:
-        batch.remove(piece.row)
-    batch.step([], run_ahead=True)
-    for _ in range(3):
-        calls.clear()
-        batch.step([], run_ahead=True)
-        assert batch.is_ahead
-        assert calls == {"async_eval": 1, "eval": 1, "tolist": 2, "array": num_copied}

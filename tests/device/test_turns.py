@@ -9,8 +9,7 @@ import mlx.core as mx
 import pytest
 from tiny_models import BLOCK, alone, answer, append, generate, key, prompt
 
-from cache.kv import layers
-from cache.names.blocks import Span, spans
+from cache.names.blocks import Span
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import RowSampling
 from worker.batch.rows import PrefillPiece
@@ -70,19 +69,6 @@ def test_a_turn_leaves_its_last_token_without_kv_and_the_next_turn_prefills_it(m
     assert turn.request.answer.finish_reason == "length"
 
 
-@pytest.mark.parametrize("num_kept", [1, 7, 8, 20, 39])
-def test_a_context_that_differs_from_the_resident_kv_reuses_their_common_prefix(
-    make_rig, model, num_kept
-) -> None:
-    rig = make_rig(model)
-    rig.run(generate(prompt(30), 10))
-    context = prompt(30)[:num_kept] + prompt(9, salt=20)
-    turn = generate(context, 8, num_kept=min(30, num_kept))
-    rig.run(turn)
-    assert turn.num_reused == min(num_kept, 30)
-    assert rig.tokens(turn) == alone(model, context, 8)[0]
-
-
 def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remaining_tokens(
     make_rig, model
 ) -> None:
@@ -123,19 +109,6 @@ def test_a_turn_snapshots_the_requested_blocks_of_its_prompt_all_blocks_of_its_a
     assert rig.cuts(exact) == [(24, 32)], "an answer that ends on the grid has no tail"
 
 
-@pytest.mark.parametrize("max_new", [1, 14])
-def test_the_first_token_does_not_wait_for_the_snapshot_of_the_prompts_last_block(
-    make_rig, model, max_new
-) -> None:
-    """Earlier blocks are copied at once, so that the blocks of a long prompt do not pile up."""
-    rig = make_rig(model, room=lambda: 2**30)
-    turn = generate(prompt(30), max_new, spans=[Span(0, 8), Span(8, 16), Span(16, 24)])
-    rig.run(turn)
-    assert rig.cuts(turn)[:3] == [(0, 8), (8, 16), (16, 24)]
-    events = [event for event in rig.of(turn) if isinstance(event, SnapshotCut | SampledToken)]
-    assert [type(event) for event in events[:4]] == [SnapshotCut, SnapshotCut, SampledToken, SnapshotCut]
-
-
 @pytest.mark.parametrize(
     ("edges", "cut"),
     [
@@ -158,39 +131,6 @@ def test_an_answer_snapshots_only_new_tokens_of_its_partial_block_and_merges_sho
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_tokens_are_reported_before_the_block_that_they_complete_is_copied_for_a_snapshot(
-    make_rig, model, monkeypatch
-) -> None:
-    """So a client gets the first token without waiting for a copy."""
-    seen, cut = threading.Event(), layers.cut
-    waited: list[bool] = []
-
-    def held(*arguments: Any, **options: Any) -> Any:
-        waited.append(seen.wait(10))
-        return cut(*arguments, **options)
-
-    monkeypatch.setattr(layers, "cut", held)
-    rig = make_rig(model, room=lambda: 2**30)
-    turn = generate(prompt(BLOCK), 40, spans=spans(0, BLOCK, BLOCK))
-    rig.device.submit(turn)
-    rig.wait(lambda _: bool(rig.tokens(turn)))
-    seen.set()
-    rig.finish(turn)
-    assert len(waited) > 2
-    assert all(waited)
-    assert rig.tokens(turn) == alone(model, turn.request.context, 40)[0]
-
-
-def test_a_turn_snapshots_requested_spans_of_resident_kv_without_a_prefill(make_rig, model) -> None:
-    """So the next turn stores a block that was dropped under load."""
-    rig = make_rig(model, room=lambda: 2**30)
-    rig.run(append(prompt(21)))
-    turn = append(prompt(21), num_kept=20, spans=spans(0, 16, BLOCK))
-    rig.run(turn)
-    assert rig.cuts(turn) == [(0, 8), (8, 16), (16, 20)]
-    assert turn.num_prefilled == 0
-
-
 def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_then_all_of_it_in_order(
     make_rig, model
 ) -> None:
@@ -203,41 +143,6 @@ def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_then_all_of_it_in_
     room_bytes = 2**30
     rig.finish(turn)
     assert rig.cuts(turn) == [*((start, start + 8) for start in range(0, 56, 8)), (56, 59)]
-
-
-def test_a_turn_cancelled_during_prefill_keeps_the_kv_computed_so_far(make_rig, model) -> None:
-    rig = make_rig(model)
-    model.holds = lambda tokens: True
-    turn = generate(prompt(40), 10)
-    rig.device.submit(turn)
-    assert model.arrived.acquire(timeout=20)
-    rig.device.cancel(turn)
-    model.holds = lambda tokens: False
-    model.go_on.release()
-    rig.finish(turn)
-    assert turn.num_cached == rig.end(turn).cost.num_cached == BLOCK
-    assert rig.tokens(turn) == []
-    again = generate(prompt(40), 10, num_kept=turn.num_cached)
-    rig.run(again)
-    assert again.num_reused == turn.num_cached
-    assert rig.tokens(again) == alone(model, prompt(40), 10)[0]
-
-
-def test_a_turn_cancelled_during_decoding_ends_and_keeps_its_tokens_so_far(make_rig, model) -> None:
-    rig = make_rig(model)
-    turn, other = generate(prompt(10), 500), generate(prompt(7), 60, name="other")
-    rig.device.submit(turn)
-    rig.device.submit(other)
-    rig.wait(lambda _: len(rig.tokens(turn)) >= 5)
-    rig.device.cancel(turn)
-    rig.device.cancel(turn)  # once more does no harm
-    rig.finish(turn, other)
-    rig.device.cancel(turn)
-    drawn = rig.tokens(turn)
-    assert turn.request.answer.tokens == drawn == alone(model, prompt(10), len(drawn))[0]
-    assert len(drawn) < 500
-    assert rig.end(turn).cost.num_cached == 10 + len(drawn) - 1
-    assert rig.tokens(other) == alone(model, prompt(7), 60)[0]
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])
@@ -283,21 +188,6 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
     assert [turn.num_reused for turn in again] == [0] * len(again)
 
 
-def test_an_error_in_one_prompt_does_not_disturb_running_answers(make_rig, model) -> None:
-    rig = make_rig(model)
-    running = generate(prompt(6), 60, name="running")
-    rig.device.submit(running)
-    rig.wait(lambda _: len(rig.tokens(running)) > 3)
-    model.fails = lambda tokens: tokens.size > 1
-    doomed = generate(prompt(30), 5, name="doomed")
-    rig.device.submit(doomed)
-    rig.finish(doomed)
-    model.fails = lambda tokens: False
-    rig.finish(running)
-    assert isinstance(rig.end(doomed), FaultedTurn)
-    assert rig.tokens(running) == alone(model, prompt(6), 60)[0]
-
-
 def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_complete(
     make_rig, model, monkeypatch
 ) -> None:
@@ -339,16 +229,13 @@ def test_restored_kv_that_does_not_fit_the_model_is_ignored_and_the_prompt_is_pr
     assert rig.tokens(again) == alone(model, prompt(20), 4)[0]
 
 
-@pytest.mark.parametrize("num_before", [5, 900], ids=["short", "rewound"])
-def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(
-    make_rig, model, num_before
-) -> None:
+def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(make_rig, model) -> None:
     """Caches grow by 256 tokens at a time and do not shrink by themselves."""
     rig = make_rig(model, block_tokens=256)
     rig.run(append(prompt(5), name="first"))
     before = mx.get_active_memory()
-    names = [f"s{i}" for i in range(20)]
-    rig.run(*(append(prompt(num_before), name=name) for name in names))
+    names = [f"s{i}" for i in range(8)]
+    rig.run(*(append(prompt(900), name=name) for name in names))
     turns = [append(prompt(5), name=name, num_kept=4) for name in names]
     rig.run(*turns)
     live_bytes = sum(rig.end(turn).live_bytes for turn in turns)
@@ -372,11 +259,3 @@ def test_a_prompt_with_a_token_outside_of_the_vocabulary_fails_alone(make_rig, m
     bad, good = append([*prompt(9), 10**6, 1]), generate(prompt(20), 4, name="other")
     rig.run(bad, good)
     assert (type(rig.end(bad)), type(rig.end(good))) == (FaultedTurn, FinishedTurn)
-
-
-def test_stopping_the_device_ends_its_thread_in_the_middle_of_an_answer(make_rig, model) -> None:
-    rig = make_rig(model)
-    turn = generate(prompt(10), 10_000)
-    rig.device.submit(turn)
-    rig.wait(lambda _: len(rig.tokens(turn)) > 2)
-    assert rig.device.stop()

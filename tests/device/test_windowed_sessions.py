@@ -115,16 +115,6 @@ def test_a_step_of_a_long_windowed_prompt_takes_no_more_memory_than_estimated(ma
     assert all(measured <= estimated for estimated, measured in rig.steps)
 
 
-def test_a_windowed_row_counts_only_the_tokens_in_its_ring_as_cached(make_model, make_rig) -> None:
-    """Attention to quantised KV dequantises only these tokens, not the whole session."""
-    rig = make_rig(make_model("llama", 8))
-    turn = generate(prompt(2000), 400, policy=POLICY)
-    rig.device.submit(turn)
-    rig.wait(lambda _: len(rig.tokens(turn)) > 2)
-    assert rig.device._runner._batch.num_cached == 23 + SLACK
-    rig.finish(turn)
-
-
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_windowed_hybrid_model_gives_the_same_logits_for_any_split_of_its_tokens(
     make_model, build_model, make_rig, kind: str
@@ -145,18 +135,6 @@ def test_a_windowed_hybrid_model_gives_the_same_logits_for_any_split_of_its_toke
             at += length
         assert mx.abs(mx.concatenate(found) - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
     assert {ring.offset for ring in rings} == {150}
-
-
-@pytest.mark.parametrize("kind", HYBRIDS)
-def test_the_kv_of_a_windowed_hybrid_session_is_limited_to_its_window_and_states(
-    make_model, make_rig, kind: str
-) -> None:
-    rig = make_rig(make_model(kind))
-    turns = [append(prompt(num), name=f"s{num}", policy=POLICY) for num in (100, 900)]
-    rig.run(*turns)
-    short, long = (rig.end(turn) for turn in turns)
-    assert short.live_bytes == long.live_bytes == rig.device.kv(POLICY).live(10**6)
-    assert long.earliest == 899, "a state cannot go back"
 
 
 SINK, WINDOW = 3, 20

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 COMMIT = "c" * 40
+#: A repository of the fixture `server`.
+ID = "org/tiny"
 LARGE = 10_000
 
 

@@ -20,7 +20,6 @@ from worker.text import arguments
 from worker.text.arguments import NoCallError, OfferedTools
 from worker.text.grammar import text_matcher
 from worker.text.splitting import AnswerCalls
-from worker.text.templates import Conversation
 
 
 def offered(parameters: Any) -> OfferedTools:
@@ -87,14 +86,6 @@ def test_a_long_check_is_made_once_but_a_schema_that_asks_for_it_often_allows_no
         fitted(value, {"anyOf": [{"$ref": "#/$defs/never"}] * 2_000}, never={"allOf": [schema, False]})
 
 
-def test_an_answer_may_have_many_valid_calls_though_all_their_checks_take_long() -> None:
-    tools = offered({"properties": {"x": {"items": {"pattern": "^[0-9]+$"}}}})
-    for _ in range(2_000):
-        assert tools.believed(WrittenCall("f", {"x": []}))
-    for _ in range(3):
-        assert tools.believed(WrittenCall("f", {"x": [str(num) for num in range(200)]}))
-
-
 def test_texts_for_which_a_pattern_is_too_costly_are_accepted_unchecked() -> None:
     schema = {"items": {"pattern": "^((a{1,100}){1,100}){1,100}$"}}
     with pytest.raises(NoCallError):
@@ -130,7 +121,7 @@ def test_an_unfinished_call_with_many_end_markers_is_parsed_a_few_times_only(
 ) -> None:
     opens, closes = markup(family).calls
     begun, more = UNFINISHED[family]
-    text = opens + begun + f"{more}{closes}" * 200
+    text = opens + begun + f"{more}{closes}" * 100
     assert outcome(splitter(family), [text])[0] == text
     assert 1 <= len(parsed) < 50
 
@@ -163,7 +154,7 @@ def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(par
     assert len(parsed) == 1
 
 
-@pytest.mark.parametrize("prefix", ["f", "F", "rf", "fR"])
+@pytest.mark.parametrize("prefix", ["f", "rF"])
 def test_a_call_with_a_formatted_string_is_not_parsed_by_python(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,14 +238,6 @@ def test_a_template_that_runs_longer_than_the_time_limit_is_stopped_with_an_erro
     monkeypatch.setattr(chat_template, "_MAX_SECONDS", 0.1)
     with pytest.raises(TemplateError, match=r"it takes more than 0.1 s"):
         render(with_template(slow))
-
-
-@pytest.mark.model
-def test_thirty_thousand_messages_are_rendered_into_one_prompt(tokenizer: Tokenizer) -> None:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": "x"}] * 30_000
-    given = [tokenizer.controls.mark(message) for message in messages]
-    addition = Conversation(tokenizer, DAY).add_messages([], given)[1]
-    assert len(addition.tokens) > 5 * 30_000
 
 
 @pytest.mark.model

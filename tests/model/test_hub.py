@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
-from fake_hub import FakeHub
+from fake_hub import ID, FakeHub
 from gguf import GGMLQuantizationType as Kind
 from tiny_gguf import TinyLlama
 
@@ -23,9 +23,8 @@ from worker.models import catalog, hub, model
 from worker.models.model_files import Hold, ModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
-ID = "org/tiny"
 
 #: Resolves the default model as if its package were not installed, and prints the progress reports.
 RESOLVE = """
@@ -42,26 +41,6 @@ try:
 except model.ModelError as error:
     print(json.dumps({"error": str(error)}))
 """
-
-
-@pytest.fixture
-def server(tiny_model: Path) -> Iterator[FakeHub]:
-    with FakeHub() as started:
-        started.add(ID, tiny_model)
-        started.add(model.DEFAULT_ID, tiny_model)
-        yield started
-
-
-@pytest.fixture
-def cache(server: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make this process download from the server into an empty cache; return the cache's folder."""
-    from huggingface_hub import constants
-
-    files = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", server.url)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", files)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    return tmp_path / "hub"
 
 
 @pytest.fixture

@@ -104,15 +104,6 @@ def test_what_is_transparent_is_white() -> None:
     assert found.getpixel((0, 0)) == (255, 255, 255)
 
 
-def test_an_image_is_turned_as_its_camera_was() -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6  # to be turned clockwise by a quarter
-    found = decode(saved(halves(size=(64, 32)), "JPEG", exif=exif.tobytes()))
-    assert found.size == (32, 64)
-    assert near(found, (16, 8), RED)
-    assert near(found, (16, 56), BLUE)
-
-
 @pytest.mark.parametrize("form", ["GIF", "MPO"])
 def test_the_first_frame_of_a_gif_and_the_main_picture_of_a_camera_is_taken(form: str) -> None:
     """Many phones write the picture and a small or brighter one into one JPEG file: an MPO."""

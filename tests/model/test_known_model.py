@@ -81,6 +81,16 @@ def test_a_stored_tokenizer_is_rebuilt_when_it_is_damaged_or_the_model_folder_ch
     (kept,) = store.iterdir()
 
 
+GGUF = TinyLlama().but(tokenizer__chat_template="{{ bos_token }}{{ messages }}")
+FILES = {
+    "no beginning": GGUF,
+    "no end": GGUF.but(tokenizer__ggml__eos_token_id=None),
+    "beginning added": GGUF.but(tokenizer__ggml__pre="llama-bpe", tokenizer__ggml__padding_token_id=318),
+    "words of a user": GGUF.but(tokenizer__ggml__token_type=[1] * 310 + [4] * 7 + [3] * 3),
+    "a usual token at the end": GGUF.but(tokenizer__ggml__eos_token_id=5),
+}
+
+
 def test_a_converted_gguf_file_is_not_read_again_until_it_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,34 +108,6 @@ def test_a_converted_gguf_file_is_not_read_again_until_it_changes(
             resolve()
     assert resolve() != folder
     assert catalog.named(str(path), tmp_path).conversions == tuple(sorted((folder, resolve())))
-
-
-def test_a_gguf_file_that_is_replaced_while_it_is_converted_is_converted_again_by_the_next_start(
-    tmp_path: Path,
-) -> None:
-    path = TinyLlama().write(tmp_path / "tiny.gguf")
-    other = TinyLlama().but(general__name="other").write(tmp_path / "other.gguf")
-
-    def resolve() -> Path:
-        return model.resolve(str(path), tmp_path, dtype="float32", progress=replace)
-
-    def replace(_done: int, _total: int, _what: str) -> None:
-        if other.exists():
-            other.replace(path)
-
-    first = resolve()
-    assert resolve() != first
-    assert resolve() == resolve()
-
-
-GGUF = TinyLlama().but(tokenizer__chat_template="{{ bos_token }}{{ messages }}")
-FILES = {
-    "no beginning": GGUF,
-    "no end": GGUF.but(tokenizer__ggml__eos_token_id=None),
-    "beginning added": GGUF.but(tokenizer__ggml__pre="llama-bpe", tokenizer__ggml__padding_token_id=318),
-    "words of a user": GGUF.but(tokenizer__ggml__token_type=[1] * 310 + [4] * 7 + [3] * 3),
-    "a usual token at the end": GGUF.but(tokenizer__ggml__eos_token_id=5),
-}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -342,15 +342,6 @@ def test_text_reasoning_and_calls_are_the_same_however_an_answer_is_divided_into
             assert word in f"{whole[0]} {whole[1]} {whole[2]}", "nothing vanishes"
 
 
-def test_text_after_a_call_without_an_end_marker_is_kept() -> None:
-    text = written("mistral_args")
-    for more in (" b", " b {}", "} b}", " b " + text[:20]):
-        said, _, calls, _ = outcome(splitter("mistral_args"), [text + more])
-        assert (len(calls), said.strip()) == (1, more.strip())
-    two = outcome(splitter("mistral_args"), [text + text])
-    assert (len(two[2]), two[0]) == (2, "")
-
-
 @pytest.mark.parametrize("family", ENDED)
 def test_text_before_and_after_several_calls_is_kept_and_each_call_has_its_own_id(family: str) -> None:
     text = f"I look.\n{written(family)}\n{written(family, 'run', {'code': 'x'})}\nDone."
@@ -369,20 +360,12 @@ def test_nothing_is_a_call_if_the_request_offers_no_tools(family: str) -> None:
     assert said or markup(family).is_harmony
 
 
-@pytest.mark.parametrize(
-    "family", ["generic", "json_tools", "llama", "mistral_args", "harmony", "deepseek_v31", "kimi_k2"]
-)
-@pytest.mark.parametrize(
-    "arguments",
-    [{}, {"code": 'print("</tool_call><tool_call>")\n{"a": [1, "}"]}'}, {"code": {"deep": [{"x": '\\"'}]}}],
-    ids=["empty", "markers", "nested"],
-)
-def test_call_arguments_may_be_empty_nested_or_contain_markers_in_strings(
-    family: str, arguments: dict[str, Any]
-) -> None:
-    _, _, ((_, _, found),), malformed = outcome(splitter(family), written(family, "run", arguments))
-    assert json.loads(found) == arguments
-    assert not malformed
+@pytest.mark.parametrize("family", ["generic", "llama", "mistral_args", "harmony", "deepseek_v31", "kimi_k2"])
+def test_call_arguments_may_be_empty_nested_or_contain_markers_in_strings(family: str) -> None:
+    for code in ('print("</tool_call><tool_call>")\n{"a": [1, "}"]}', {"deep": [{"x": '\\"'}]}, None):
+        arguments = {"code": code} if code else {}
+        _, _, ((_, _, found),), malformed = outcome(splitter(family), written(family, "run", arguments))
+        assert (json.loads(found), malformed) == (arguments, False)
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.endswith("_bare")])
@@ -431,7 +414,7 @@ def test_a_call_id_is_derived_from_request_and_index_and_has_nine_characters() -
 def test_a_long_broken_call_takes_no_more_processor_time_than_its_length_needs(family: str) -> None:
     """The thread that splits answers holds the interpreter meanwhile, and other sessions wait."""
     opens, closes = markup(family).calls
-    for num, begun, repeated in product((400, 3_000, 20_000), BEGUN, REPEATED):
+    for num, begun, repeated in product((400, 10_000), BEGUN, REPEATED):
         began_s = time.thread_time()
         split(splitter(family), [f"{opens}{begun}{repeated * num}!{closes}"])
         assert time.thread_time() - began_s < 0.5, (num, begun, repeated)

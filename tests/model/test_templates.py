@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -42,6 +42,35 @@ ALTERNATING = (
 WITH_BOS = "{{ bos_token }}" + CHATML
 DATED = "Today is {{ strftime_now('%d %b %Y') }}.\n" + CHATML
 
+OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+FIRST = (
+    "{% for m in messages %}"
+    "{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\nRules.<|im_end|>\n{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + OPEN
+)
+SYSTEM_APART = (
+    "{% if messages[0].role == 'system' %}{% set chat = messages[1:] %}{% set rules = messages[0].content %}"
+    "{% else %}{% set chat = messages %}{% set rules = false %}{% endif %}"
+    "{% for m in chat %}{% if loop.index0 == 0 and rules %}({{ rules }}) {% endif %}"
+    "{% if loop.index0 % 2 == 0 %}[{{ m.content | trim }}]{% else %} {{ m.content | trim }}<|im_end|>"
+    "{% endif %}{% endfor %}"
+)
+TOOL_RUNS = (
+    "{%- for m in messages %}{%- if m.role == 'tool' %}"
+    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
+    "{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n(' + m.content + ')' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
+    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{%- for call in m.tool_calls or [] %}{{ ', ' if not loop.first }}{{ call.id }}{%- endfor %}"
+    "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}" + OPEN
+)
+SPEAKER_CHANGES = (
+    "{% macro said(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}"
+    "{% if loop.previtem is undefined or loop.previtem.role != m.role %}\n{{ m.role }}: "
+    "{% else %} / {% endif %}{{ said(m) }}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'assistant' %}\nassistant: {% endif %}"
+)
 TEMPLATES = {
     "chatml": CHATML,
     "trimming": TRIMMING,
@@ -51,7 +80,13 @@ TEMPLATES = {
     "alternating": ALTERNATING,
     "bos": WITH_BOS,
     "dated": DATED,
+    "first": FIRST,
+    "system apart": SYSTEM_APART,
+    "tool runs": TOOL_RUNS,
+    "speaker changes": SPEAKER_CHANGES,
 }
+#: With these a chat of users and assistants has the text of the full render, wherever it begins.
+USUAL = ["chatml", "trimming", "thoughts", "plain", "no_separator", "alternating", "bos", "dated"]
 DAY = datetime(2024, 2, 29, tzinfo=UTC)
 END = 2  # <|im_end|>
 
@@ -119,16 +154,6 @@ def chat(tokenizer: Tokenizer) -> Chat:
     return Chat(tokenizer)
 
 
-def test_a_new_message_adds_only_its_own_tokens(chat: Chat) -> None:
-    chat.say(("user", "one " * 500))
-    chat.open()
-    chat.reply("fine")
-    before = len(chat.tokens)
-    addition = chat.say(("user", "two"))
-    assert addition.keep == before
-    assert len(addition.tokens) < 12
-
-
 def test_sampled_tokens_are_kept_even_if_the_tokenizer_would_choose_others(chat: Chat) -> None:
     odd = [token for char in "Hello there" for token in chat.encode(char)]
     assert odd != chat.encode("Hello there")
@@ -152,20 +177,6 @@ def test_a_generate_request_continues_an_answer_that_has_no_end_token(chat: Chat
     assert chat.text == chat.render()
 
 
-def test_a_character_cut_by_the_token_limit_is_completed_when_the_answer_continues(chat: Chat) -> None:
-    smile = chat.encode("🫠")
-    assert len(smile) > 1
-    chat.say(("user", "Hi"))
-    chat.open()
-    chat.answer(smile[:1])
-    chat.open()
-    chat.answer([*smile[1:], END])
-    chat.messages[-2:] = [{"role": "assistant", "content": "🫠"}]
-    before = len(chat.tokens)
-    assert chat.say(("user", "x")).keep == before
-    assert chat.text == chat.render()
-
-
 def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Chat) -> None:
     chat.say(("user", "Hi"))
     chat.open()
@@ -173,15 +184,6 @@ def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Ch
     assert chat.tokenizer.decode(chat.open().tokens) == "\n<|im_start|>assistant\n"
     chat.reply("Two.")
     chat.say(("user", "x"))
-    assert chat.text == chat.render()
-
-
-def test_an_answer_cancelled_before_its_first_token_counts_as_an_empty_answer(chat: Chat) -> None:
-    chat.say(("user", "Hi"))
-    chat.open()
-    assert chat.open().tokens == []
-    chat.answer([])
-    assert chat.say(("user", "x")).keep
     assert chat.text == chat.render()
 
 
@@ -217,29 +219,6 @@ def test_a_raw_generate_request_after_messages_adds_no_assistant_header(chat: Ch
 def test_a_session_without_messages_gets_no_assistant_header(chat: Chat) -> None:
     assert chat.open() == Addition(0, [])
     assert chat.say() == Addition(0, [])
-
-
-def test_adding_to_a_conversation_leaves_the_original_object_unchanged(chat: Chat) -> None:
-    """If a turn fails after its conversation was built, the session continues with the earlier one."""
-    chat.say(("user", "Hi"))
-    before = chat.conversation
-    first = before.add_messages(chat.tokens, [{"role": "user", "content": "a"}])[1]
-    before.start_answer(chat.tokens)[0].add_answer([*chat.tokens, 1], [5, END])
-    assert before.add_messages(chat.tokens, [{"role": "user", "content": "a"}])[1] == first
-
-
-def test_a_template_that_trims_answers_replaces_only_the_tokens_at_an_answers_end(
-    tokenizers: dict[str, Tokenizer],
-) -> None:
-    chat = Chat(tokenizers["trimming"])
-    chat.say(("user", " Hi "))
-    chat.open()
-    start = len(chat.tokens)
-    kept = chat.encode("Hello")
-    chat.answer([*kept, *chat.encode(" \n"), END])
-    addition = chat.say(("user", "x"))
-    assert addition.keep == start + len(kept)
-    assert chat.text == chat.render()
 
 
 @pytest.mark.parametrize(("name", "lead"), [("packaged", ""), ("plain", ""), ("alternating", " ")])
@@ -383,7 +362,7 @@ TEXTS = FRAGMENTS.map("".join) | st.text(
     st.sampled_from("ab 1\n#:<>é数🙂\u0301") | st.characters(codec="utf-8", categories=["L", "N", "P", "Z"]),
     max_size=12,
 )
-NAMES = st.sampled_from(["packaged", *TEMPLATES])
+NAMES = st.sampled_from(["packaged", *USUAL])
 ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -425,53 +404,11 @@ def test_chats_with_sampled_answers_give_the_text_of_the_full_render(
     assert chat.text == chat.render()
 
 
-OPEN = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-FIRST = (
-    "{% for m in messages %}"
-    "{% if loop.first and messages[0]['role'] != 'system' %}<|im_start|>system\nRules.<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}" + OPEN
-)
-SYSTEM_APART = (
-    "{% if messages[0].role == 'system' %}{% set chat = messages[1:] %}{% set rules = messages[0].content %}"
-    "{% else %}{% set chat = messages %}{% set rules = false %}{% endif %}"
-    "{% for m in chat %}{% if loop.index0 == 0 and rules %}({{ rules }}) {% endif %}"
-    "{% if loop.index0 % 2 == 0 %}[{{ m.content | trim }}]{% else %} {{ m.content | trim }}<|im_end|>"
-    "{% endif %}{% endfor %}"
-)
-TOOL_RUNS = (
-    "{%- for m in messages %}{%- if m.role == 'tool' %}"
-    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}"
-    "{{- '<|im_start|>user' }}{%- endif %}"
-    "{{- '\n(' + m.content + ')' }}"
-    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}"
-    "{%- else %}{{- '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{%- for call in m.tool_calls or [] %}{{ ', ' if not loop.first }}{{ call.id }}{%- endfor %}"
-    "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}" + OPEN
-)
-SPEAKER_CHANGES = (
-    "{% macro said(m) %}{{ m.content }}{% endmacro %}{% for m in messages %}"
-    "{% if loop.previtem is undefined or loop.previtem.role != m.role %}\n{{ m.role }}: "
-    "{% else %} / {% endif %}{{ said(m) }}{% endfor %}"
-    "{% if add_generation_prompt and messages[-1].role != 'assistant' %}\nassistant: {% endif %}"
-)
-TEMPLATES_HERE = TEMPLATES | {
-    "first": FIRST,
-    "system apart": SYSTEM_APART,
-    "tool runs": TOOL_RUNS,
-    "speaker changes": SPEAKER_CHANGES,
-}
-
-
-@pytest.fixture(scope="module")
-def more_tokenizers(with_template: Callable[[str], Tokenizer], tokenizer: Tokenizer) -> dict[str, Tokenizer]:
-    return {"packaged": tokenizer} | {name: with_template(text) for name, text in TEMPLATES_HERE.items()}
-
-
 @pytest.mark.parametrize("name", ["packaged", "trimming", "system apart", "tool runs", "thoughts"])
 def test_a_late_turn_of_a_chat_tokenises_and_decodes_no_more_than_an_early_one(
-    more_tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
+    tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    chat = Chat(more_tokenizers[name])
+    chat = Chat(tokenizers[name])
     counted: list[int] = []
     encode, decode = chat.tokenizer.encode, chat.tokenizer.decode
 
@@ -516,12 +453,12 @@ TURNS = st.lists(
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(name=st.sampled_from(["packaged", *TEMPLATES_HERE]), turns=TURNS)
+@given(name=st.sampled_from(["packaged", *TEMPLATES]), turns=TURNS)
 def test_a_conversation_that_is_stored_and_loaded_between_any_turns_gets_the_same_tokens(
-    more_tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, Any]]
+    tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, Any]]
 ) -> None:
     """The turns have messages of any role, truncated answers, raw content and rewinds to any position."""
-    kept, loaded = Chat(more_tokenizers[name]), Chat(more_tokenizers[name])
+    kept, loaded = Chat(tokenizers[name]), Chat(tokenizers[name])
     stored = loaded.conversation
     for turn in turns:
         packed = loaded.conversation.pack(stored)
@@ -558,11 +495,11 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
 
 
 def test_a_chat_has_the_text_of_the_full_render_if_the_template_treats_its_beginning_specially(
-    more_tokenizers: dict[str, Tokenizer],
+    tokenizers: dict[str, Tokenizer],
 ) -> None:
     """The chats begin with a system message; some answers lack an end token; one template has a date."""
     for name in ("dated", "first", "system apart"):
-        chat = Chat(more_tokenizers[name])
+        chat = Chat(tokenizers[name])
         chat.say(("system", "Rules."), ("user", "Hi"))
         for turn in range(20):
             chat.open()

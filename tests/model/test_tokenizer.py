@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -97,17 +94,6 @@ def test_text_inside_a_session_is_tokenised_without_adding_or_losing_spaces(
     assert "".join(map(stream.push, tokens)) + stream.finish() == text
 
 
-def test_text_appended_in_two_parts_decodes_to_the_whole_text_wherever_it_is_divided(
-    llama: Tokenizer,
-) -> None:
-    for cut in range(1, len(TEXT)):
-        tokens = [
-            *llama.encode(TEXT[:cut], at_start=True),
-            *llama.encode(TEXT[cut:], at_start=False),
-        ]
-        assert llama.decode(tokens[1:]) == " " + TEXT
-
-
 def test_no_leading_space_is_added_if_the_gguf_file_says_so(make: Callable[..., Tokenizer]) -> None:
     tokenizer = make(tokenizer__ggml__add_space_prefix=False, tokenizer__ggml__add_bos_token=False)
     assert tokenizer.decode(tokenizer.encode("the cat", at_start=True)) == "the cat"
@@ -152,40 +138,6 @@ def test_token_ids_beyond_the_vocabulary_decode_to_no_text(tokenizer: Tokenizer)
 
 
 @pytest.mark.model
-def test_several_threads_can_use_one_tokenizer_at_once(tokenizer: Tokenizer) -> None:
-    texts = [f"{TEXT} {i}" for i in range(200)]
-    expected = [tokenizer.encode(text, at_start=False) for text in texts]
-    fresh = Tokenizer(tokenizer._hf)
-    with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(lambda text: fresh.encode(text, at_start=False), texts))
-        assert found == expected
-        assert list(pool.map(fresh.decode, found)) == texts
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("is_marked", [False, True])
-def test_other_threads_run_while_a_long_text_is_tokenised(tokenizer: Tokenizer, is_marked: bool) -> None:
-    text = "The quick brown fox. " * 5_000
-    if is_marked:
-        text = tokenizer.as_text("<|im_start|>" + text)
-    begun, ended, pauses = threading.Event(), threading.Event(), 0
-
-    def tokenise() -> None:
-        begun.set()
-        tokenizer.encode(text, at_start=False)
-        ended.set()
-
-    thread = threading.Thread(target=tokenise)
-    thread.start()
-    begun.wait()
-    while not ended.is_set():
-        time.sleep(0.001)
-        pauses += 1
-    thread.join()
-    assert pauses > 10
-
-
-@pytest.mark.model
 def test_end_tokens_are_collected_from_all_config_files(packaged_folder: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(packaged_folder / name, tmp_path)
@@ -208,17 +160,6 @@ def folder_with(tiny_model: Path, folder: Path, **config: Any) -> Path:
 def said_by(folder: Path, **more: Any) -> str:
     tokenizer, messages = Tokenizer.from_folder(folder), [{"role": "user", "content": "Hi"}]
     return tokenizer.render(messages, add_generation_prompt=True, started=datetime.now(UTC), **more)
-
-
-def test_a_templates_end_of_turn_token_ends_answers_even_if_no_config_file_names_it(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    folder = folder_with(
-        tiny_model, tmp_path / "model", eos_token="<|endoftext|>", chat_template=CHAT_TEMPLATE
-    )
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 0}))
-    assert Tokenizer.from_folder(folder).eos_ids == {0, 2}
 
 
 @pytest.mark.parametrize(
@@ -334,19 +275,6 @@ def test_streamed_text_ends_before_the_stop_string_that_ends_first_however_token
 
 
 @pytest.mark.model
-@given(
-    text=TEXTS, stop=st.lists(st.text("aab é🙂", min_size=1, max_size=4), max_size=4), cut=st.integers(0, 30)
-)
-def test_replaying_the_first_tokens_of_an_answer_streams_the_same_pieces_of_text(
-    tokenizer: Tokenizer, text: str, stop: list[str], cut: int
-) -> None:
-    tokens = tokenizer.encode(text, at_start=False)
-    again = TextStream(tokenizer, stop)
-    first = [again.push(token) for token in tokens[:cut]]
-    assert first == pieces(tokenizer, tokens, stop)[0][: len(first)]
-
-
-@pytest.mark.model
 def test_only_text_that_may_become_a_stop_string_is_held_back(tokenizer: Tokenizer) -> None:
     stream = TextStream(tokenizer, ["\n\nUser"])
     sent = [stream.push(token) for char in "ab\n\nUsed" for token in tokenizer.encode(char, at_start=False)]
@@ -366,14 +294,6 @@ def test_an_incomplete_character_at_the_end_becomes_one_replacement_character(to
     stream = TextStream(tokenizer)
     assert stream.push(tokenizer.encode("🫠", at_start=False)[0]) == ""
     assert stream.finish() == "\ufffd"
-    assert stream.finish() == ""
-
-
-@pytest.mark.model
-def test_end_of_turn_tokens_produce_no_text(tokenizer: Tokenizer) -> None:
-    stream = TextStream(tokenizer)
-    assert {2} <= tokenizer.eos_ids
-    assert [stream.push(token) for token in tokenizer.eos_ids] == [""] * len(tokenizer.eos_ids)
     assert stream.finish() == ""
 
 
