@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from structlog.testing import capture_logs
 from tiny_models import BLOCK, alone, generate, prompt
 
+from cache.kv.size import KvSize
 from cache.names.blocks import spans
 from worker.device import machine
+from worker.device.memory import Estimator, Shape
 from worker.process import system_memory
 
 GIB = 2**30
@@ -97,6 +105,59 @@ def test_a_gpu_that_does_not_report_its_memory_needs_the_setting_device_memory(a
         machine.default_limit()
 
 
+@dataclass
+class Weights:
+    """A model in 4 bits by its config.json, and the size of its files, in bytes, as the hub has them."""
+
+    size_bytes: float
+    layers: int  # that keep all tokens
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+
+    def room(self, working_set: float) -> int:
+        """Return how many tokens of KV fit beside the weights, on a Mac with this working set in GiB."""
+        told, device = (
+            {"max_recommended_working_set_size": int(working_set * GIB)},
+            machine._PROFILES["metal"],
+        )
+        shape = Shape(self.heads, self.head_dim, self.hidden, self.intermediate, 151_936)
+        estimator = Estimator(
+            shape=shape,
+            limit_bytes=machine.gpu_limit(told, device, 2**50).size_bytes,
+            weight_bytes=int(self.size_bytes),
+            kv=KvSize(4 * self.layers * self.kv_heads * self.head_dim),
+            num_layers=self.layers,
+            fused=shape.fuses(device.fused_head_dims),
+            kept_layers=device.kept_layers,
+        )
+        return estimator.kv_limit(8, 128, 32_768) // estimator.kv.bytes_per_token
+
+
+#: By memory in GB: the recommended working set in GiB, as llama.cpp's logs have it.
+MACS = {8: 5.33, 16: 10.67, 24: 16, 32: 21.33, 36: 27, 48: 36, 64: 48, 96: 72, 128: 96}
+
+
+@pytest.mark.parametrize(
+    ("weights", "rooms"),
+    [
+        pytest.param(Weights(4.6e9, 36, 32, 8, 128, 4096, 12288), [0, 30, 65, 101, 139], id="Qwen3 8B"),
+        pytest.param(Weights(8.3e9, 40, 40, 8, 128, 5120, 17408), [0, 4, 35, 67, 101], id="Qwen3 14B"),
+        pytest.param(Weights(17.2e9, 48, 32, 4, 128, 2048, 6144), [0, 0, 0, 28, 85], id="Qwen3 30B-A3B"),
+        pytest.param(Weights(18.4e9, 64, 64, 8, 128, 5120, 25600), [0, 0, 0, 3, 23, 57], id="Qwen3 32B"),
+        pytest.param(Weights(19.7e9, 10, 16, 2, 256, 2048, 6144), [0, 0, 0, 3, 97], id="Qwen3.5 35B-A3B"),
+        pytest.param(Weights(39.7e9, 80, 64, 8, 128, 8192, 28672), [0] * 6 + [16, 88, 161], id="Llama 3 70B"),
+    ],
+)
+def test_a_model_that_fits_into_the_memory_of_a_mac_is_served_there(
+    weights: Weights, rooms: list[int]
+) -> None:
+    """The table has thousands of tokens of KV; a model with none is refused."""
+    assert [weights.room(size) // 1000 for size in MACS.values()][: len(rooms)] == rooms
+
+
 def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tmp_path) -> None:
     """On a Mac of 16 GiB that has just read 6 GiB of weights; 16 KiB a page."""
     program = tmp_path / "vm_stat"
@@ -114,6 +175,14 @@ def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tm
 @pytest.mark.parametrize("told", ["", "Pages free: 10.", "page size of many bytes\nPages free: 1."])
 def test_an_unknown_output_of_vm_stat_counts_as_no_memory(told: str) -> None:
     assert system_memory.parsed(told) == 0
+
+
+def test_a_worker_logs_the_memory_limit_that_it_chose_and_why(make_rig, make_model) -> None:
+    with capture_logs() as lines:
+        make_rig(make_model("llama"))
+        make_rig(make_model("llama"), limit_bytes=GIB)
+    (line,) = [one for one in lines if one["event"] == "chose device_memory"]
+    assert "that are free, and the weights" in line["why"]
 
 
 def test_mlxs_own_memory_limit_is_set_only_on_a_gpu(a_gpu, monkeypatch) -> None:
@@ -219,3 +288,30 @@ def test_the_default_memory_limit_of_a_device_respects_the_control_group(
     assert machine.default_limit().size_bytes < 2**60 * machine.MEMORY_SHARE
     monkeypatch.setattr(machine, "left_bytes", lambda: None)
     assert machine.default_limit().size_bytes > 0
+
+
+def test_the_limit_of_a_real_control_group_is_read() -> None:
+    """Skipped where this process may not create a control group."""
+    roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
+    names = ["memory.limit_in_bytes", "memory.max"]
+    for root, name in zip(roots, names, strict=True):
+        made = root / f"turnkeep-test-{os.getpid()}"
+        try:
+            made.mkdir()
+        except OSError:
+            continue
+        try:
+            if not (made / name).exists():
+                continue
+            (made / name).write_text(str(256 * MIB))
+            program = (
+                "import os; from pathlib import Path; from worker.process.system_memory import left_bytes;"
+                f"Path({str(made)!r}, 'cgroup.procs').write_text(str(os.getpid())); print(left_bytes())"
+            )
+            said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+            assert 128 * MIB < int(said.stdout) <= 256 * MIB
+        finally:
+            with contextlib.suppress(OSError):
+                made.rmdir()
+        return
+    pytest.skip("control groups cannot be made here")

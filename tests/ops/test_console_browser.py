@@ -11,13 +11,15 @@ from base64 import b64encode
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from urllib.parse import quote
 
+import nats
 import pytest
 from nats.aio.msg import Msg
 
 from tests.commands.command_runs import environment
 from tests.ops.browser import Browser, browsing
-from tests.ops.test_console import SHELF, TOKEN, serving
+from tests.ops.test_console import EVIL, SHELF, TOKEN, serving
 from tests.ops.test_top import Watched
 from tests.parts import LocalWorker, WorkerProcess, png
 from turnkeep_client.client import Client
@@ -295,6 +297,45 @@ async def test_a_chat_can_be_renamed_regenerated_edited_stopped_searched_and_exp
         await asyncio.to_thread(again, name)
         for then in (draft, stop, stop_the_first, search, export):
             await asyncio.to_thread(then)
+
+
+async def test_scripts_in_names_and_messages_are_shown_as_text(
+    browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]]
+) -> None:
+    worker = await local_worker()
+    tool = {"id": "c", "type": "function", "function": {"name": "<img>", "arguments": EVIL}}
+    told = [
+        {"role": "user", "content": EVIL},
+        {"role": "assistant", "content": EVIL, "tool_calls": [tool]},
+    ]
+    await worker.client.session("evil").append(messages=told)
+    raw = await nats.connect(worker.settings.nats)
+    await raw.jetstream().publish(f"{worker.settings.prefix}.default.<script>alert(1)</script>.in", b"{}")
+    await raw.close()
+    name = "<img>"
+
+    def look(url: str) -> None:
+        browser.open(url)
+        browser.type("input[name=token]", TOKEN + "x\n")
+        browser.wait_for("document.body.innerText.includes('not the one of this console')")
+        browser.type("input[name=token]", TOKEN + "\n")
+        browser.click("Sessions")
+        browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
+        browser.run("document.querySelector('.sessions a').click()")
+        browser.wait_for("document.querySelectorAll('.said').length === 2")
+        assert browser.text(".user .text") == browser.text(".assistant .text") == EVIL
+        browser.click(f"Calls {name}")
+        assert EVIL in browser.text(".call pre")
+        browser.run("location.hash = arguments[0]", f"#/session/{quote(name, safe='')}")
+        browser.wait_for("document.body.innerText.includes('is not valid')")
+        assert browser.text("h1") == name
+        browser.run("location.hash = '#/session/%'")
+        browser.wait_for("document.querySelector('h1')?.textContent === 'There is no such page'")
+        assert browser.run("return document.title") == "There is no such page · Turnkeep"
+        assert browser.run("return document.querySelectorAll('main script, main img').length") == 0
+
+    async with serving(worker.client) as url:
+        await asyncio.to_thread(look, url)
 
 
 async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by_itself(
