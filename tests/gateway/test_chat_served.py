@@ -14,9 +14,11 @@ import pytest
 from apis import APIS, Api
 from apis import how as how_found
 from crafted import LETTERS, assistant, user
+from openai import InternalServerError
 from parts import CHAT_TEMPLATE
 
 from gateway.conversations import Conversations
+from turnkeep_client.errors import NoServerError
 
 pytestmark = pytest.mark.serves("endless_model")
 
@@ -74,6 +76,23 @@ def parts(content: Any) -> Any:
     if not isinstance(content, str):
         return "".join(part["text"] for part in content)
     return [{"type": "text", "text": text} for text in (content[:3], content[3:])]
+
+
+async def test_a_gateway_that_cannot_read_the_log_at_first_knows_earlier_conversations_later(
+    gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, session, _ = await ask(await gateway(), messages := [user("Begin.")])
+    messages += [assistant(answer.choices[0].message.content), user("On.")]
+    other = await gateway()
+
+    async def unreadable(*_: Any) -> None:
+        raise NoServerError("the connection is lost")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("gateway.conversations.recover", unreadable)
+        with pytest.raises(InternalServerError):
+            await ask(other, messages)
+    assert (await ask(other, messages))[1:] == (session, "continued")
 
 
 async def test_a_session_that_another_gateway_continued_is_forked(
