@@ -54,6 +54,27 @@ def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_
     assert PrefillBudget(0.25, 1024).shrink(8) is False
 
 
+def test_pieces_grow_again_after_many_that_were_not_too_long_and_after_each_failure_later() -> None:
+    """What made them too long, such as another program on the GPU, may be over."""
+    pace = PrefillBudget(0.25, 1024)
+
+    def num_steps(most: int) -> int:
+        for number in range(1000):
+            if pace.most == most:
+                return number
+            pace.learn(0, pace.budget(0), 0.1)
+        raise AssertionError(pace.most)
+
+    pace.shrink(1024)
+    assert 100 <= num_steps(1024) < 110
+    for _ in range(2):
+        pace.shrink(1024)
+    assert 2 * 400 <= num_steps(1024) < 2 * 410
+    for _ in range(200):
+        pace.learn(0, 8, 0.1)
+    assert pace.most == 1024
+
+
 @pytest.mark.parametrize(
     ("token_s", "row_s", "budget"),
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],

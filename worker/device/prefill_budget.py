@@ -12,6 +12,9 @@ from typing import Final
 LEAST: Final = 16
 #: Budgets are multiples of this.
 _GRAIN: Final = 8
+#: After a step that was too long, so many full steps succeed before they may be twice as long; each further
+#: failure doubles the number, since it makes all turns start again.
+_SUCCESSES: Final = 100
 #: Weight of the last step in the averages: high, since a token's cost grows with its context.
 _SHARE: Final = 0.4
 
@@ -27,7 +30,9 @@ class PrefillBudget:
         self.stall_s = stall_s
         self._alone_s = alone_s
         #: The most prompt tokens of a step.
-        self.most = most
+        self.most = self._whole = most
+        self._num_full = 0  # steps of `most` tokens since it last changed
+        self._num_needed = _SUCCESSES // 2
         self._row_s = 0.0
         # Separate averages of seconds and of tokens: so large pieces count more than small ones.
         self._prompt_s = 0.0
@@ -44,6 +49,9 @@ class PrefillBudget:
             if num_rows:
                 self._row_s = _mixed(self._row_s or None, step_s)
             return
+        self._num_full += num_tokens >= self.most
+        if self._num_full > self._num_needed and self.most < self._whole:
+            self.most, self._num_full = min(2 * self.most, self._whole), 0
         if num_rows:
             self._row_s = min(self._row_s, step_s)
         rest_s = step_s - self._row_s if num_rows else step_s
@@ -56,8 +64,10 @@ class PrefillBudget:
     def shrink(self, num_tokens: int) -> bool:
         """Halve the most prompt tokens of a step after one of `num_tokens` was too long for the device.
 
-        Returns False if a step has so few prompt tokens that they are not the reason.
+        They grow again after many steps that were not. Returns False if a step has so few prompt tokens that
+        they are not the reason.
         """
+        self._num_full, self._num_needed = 0, 2 * self._num_needed
         was = min(num_tokens, self.most)
         self.most = min(self.most, max(was // 2 // _GRAIN * _GRAIN, LEAST))
         return was > LEAST
