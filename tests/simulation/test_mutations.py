@@ -13,7 +13,7 @@ from tests.simulation.played import simulate
 
 def test_the_report_of_a_failed_simulation_lists_the_few_actions_that_cause_it() -> None:
     mutation = ("--without", "no idempotency")
-    _, said = simulate("20000", "--histories", "400", *mutation, "--first")
+    _, said = simulate("21000", "--histories", "400", *mutation, "--first")
     (seed,) = re.findall(r"^seed (\d+):", said, re.MULTILINE)
     status, said = simulate(seed, *mutation)
     assert status == 1
