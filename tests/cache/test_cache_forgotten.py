@@ -243,6 +243,13 @@ async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_set
     assert store.stats().stored == 13
 
 
+def test_the_mark_of_a_session_that_was_rewound_and_goes_on_otherwise_is_that_of_its_own_tokens() -> None:
+    """The rewind took only a part of the tokens since its last mark but one."""
+    marker, after = Marker("a"), as_tokens([*range(250), *range(900, 1000)])
+    marker.mark(as_tokens(range(300)))
+    assert marker.mark(after) == Marker("a").mark(after)
+
+
 def test_erase_marks_differ_by_tenant_and_depend_on_all_tokens_before_them() -> None:
     """With `shared`, marks also depend on the number of first tokens that are kept."""
     packed, other = pack(range(300)), pack([9, *range(1, 200)])

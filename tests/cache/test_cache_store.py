@@ -73,6 +73,18 @@ async def test_a_snapshot_forgotten_while_its_header_is_read_does_not_extend_a_m
     assert store.stats().stored == store.stats().held_bytes == 0
 
 
+async def test_a_snapshot_that_a_turn_uses_while_it_is_written_counts_as_held_once(open_store, gate) -> None:
+    store = await open_store()
+    save_all(store, "a", TOKENS[:8])
+    held = store.kv.hold(store.kv.chain("a"), TOKENS[:8])
+    gate.set()
+    await store.queue.drained(5)
+    assert_sum_rule(store)
+    store.kv.release(held)
+    assert_sum_rule(store)
+    assert store.stats().held_bytes == 0
+
+
 async def test_a_block_is_not_read_for_fewer_than_a_quarter_of_its_tokens(open_store) -> None:
     store = await open_store(identity=identity(block_tokens=16))
     save_all(store, "a", list(range(16)))

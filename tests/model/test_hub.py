@@ -223,6 +223,18 @@ def test_removing_a_gguf_file_keeps_what_was_converted_from_another_one_of_the_s
     assert [path.exists() for path in made] == [False, True]
 
 
+def test_removing_the_only_gguf_file_of_a_repository_keeps_its_other_weights(
+    server: FakeHub, cache: Path, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "both").mkdir()
+    TinyLlama().write(folder / "tiny-F32.gguf")
+    server.add("org/both", folder)
+    path = hub.fetch("org/both:F32")
+    (other := path.with_name("model.safetensors")).write_bytes(b"weights")
+    catalog.remove(catalog.named("org/both:F32", tmp_path))
+    assert (path.exists(), other.read_bytes()) == (False, b"weights")
+
+
 def test_an_unusable_model_on_the_hub_is_refused_before_any_file_is_downloaded(
     server: FakeHub, cache: Path
 ) -> None:
