@@ -94,9 +94,13 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
     make_model, open_process, kind, end
 ) -> None:
-    growing, goes_on = answer(4 * BLOCK), asyncio.Event()
+    """Also those that are just being published, while another turn lets snapshots be saved."""
+    growing, drawn, goes_on = answer(4 * BLOCK), asyncio.Event(), asyncio.Event()
 
     async def publish(_: Chunk) -> None:
+        if not drawn.is_set():
+            await drawn.wait()
+            return
         await goes_on.wait()
         if end == "fenced":
             raise ZeroDivisionError
@@ -108,6 +112,8 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
         running = asyncio.create_task(engine.run(asked, lambda: False, publish))
         while key("s") not in engine._kv_on_device.sessions():  # noqa: ASYNC110  # it has drawn all
             await asyncio.sleep(0.01)
+        drawn.set()
+        await process.generate([*reversed(PROMPT)], 2, name="other")
         await quiet(process)
         whole = asked.tokens(len(PROMPT) + 4 * BLOCK - 1)
         chain = store.kv.chain(key("s").tenant, of=whole)
