@@ -92,7 +92,7 @@ SIZES = {
     "tests/sessions": 12_079,
     "tests/simulation": 5_082,
     "tests/soak": 1_974,
-    "words": 27_026,
+    "words": 26_998,
     "worker": 34_596,
     "worker/batch": 4_559,
     "worker/cluster": 1_505,
