@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import json
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partialmethod
 from types import SimpleNamespace
@@ -865,6 +866,22 @@ async def test_nothing_leaves_the_log_because_of_a_result_that_a_power_cut_may_l
         assert await until_gone(w, "s", text=b"") == {}
     else:
         await until_queued(w, "s", [])
+
+
+async def test_a_request_stays_until_a_power_cut_can_lose_neither_it_nor_its_result() -> None:
+    removed, results = list[int](), {1: 2, 3: 9, 8: 4}
+
+    async def queues(counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:
+        return [Queue(SessionKey("t", "s"), [one for one, at in results.items() if counts(at)], False)]
+
+    async def delete(seq: int) -> None:
+        removed.append(seq)
+
+    log: Any = SimpleNamespace(server="one", queues=queues, delete=delete)
+    kept = Retention(log, closed_ttl_s=None, max_bytes=8, sync_s=0)
+    kept._synced, kept.num_bytes = SimpleNamespace(has=lambda seq: seq < 5), 8  # type: ignore[assignment]
+    await kept.remove_answered()
+    assert removed == [1]
 
 
 async def test_answered_requests_stay_while_the_log_is_less_than_half_full(
