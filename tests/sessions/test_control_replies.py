@@ -168,3 +168,19 @@ async def test_a_refused_control_request_or_ask_has_its_valid_id_in_the_reply(qu
     assert (reply["code"], reply["id"]) == ("invalid_request", "mine")
     asked = await w.nc.request(w.subject("s", "ask"), b'{"id":"mine","more":1}', timeout=20)
     assert json.loads(asked.data)["id"] == "mine"
+
+
+@pytest.mark.simulated
+async def test_a_control_request_on_which_the_worker_fails_is_answered_and_the_next_ones_too(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await quiet_wire()
+
+    async def counted(*_: object) -> Cancelled:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Control, "_count", counted)
+        reply = await w.control("s", {"type": "count", "text": "a"})
+    assert (reply["type"], reply["code"]) == ("failed", "internal")
+    assert (await w.control("s", {"type": "count", "text": "a"}))["type"] == "counted"

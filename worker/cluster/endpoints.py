@@ -50,6 +50,7 @@ _TOO_MANY = f"the worker has {_MAX_OPEN} questions to answer already; ask again 
 #: The time for a last reply when the worker stops.
 _LAST_S = 1.0
 _STOPS = "the worker stops: ask again"
+_FAILED = "an error of the worker, which is in its log"
 _ASK_STOPS = "the worker stops; if the log has the request, its result comes on the session's out"
 
 
@@ -154,12 +155,14 @@ class Endpoints:
         return spawn
 
     async def _try(self, message: Msg, answer: Callable[[Msg], Awaitable[Struct | Raw]]) -> str:
-        """Answer a request; return the code of the error, empty if there was none."""
+        """Answer a request, also if that fails; return the code of the error, empty if there was none."""
         try:
             reply = await answer(message)
             await self._reply(message, reply)
         except Exception:
             log.exception("answering failed", subject=message.subject)
+            with contextlib.suppress(Exception):  # it may be the reply that fails
+                await self._reply(message, failure(None, "internal", _FAILED))
             return "internal"
         return reply.code if isinstance(reply, Failed) else ""
 
