@@ -55,9 +55,10 @@ MOST_NAMED: Final = 1_024
 
 #: Text in which all strings have ended, in JSON and in Python's syntax.
 _CLOSED: Final = re.compile(r'(?:[^"]++|"(?:[^"\\]++|\\.)*+")*', re.DOTALL)
+#: A group with a lookahead is not possessive: Python 3.11.2 would not match it.
 CLOSED_CODE: Final = re.compile(
-    r"""(?:[^'"#]++|\#[^\n\r]*+|'''(?:[^'\\]++|\\.|'(?!''))*+'''|\"\"\"(?:[^"\\]++|\\.|"(?!""))*+\"\"\"
-        |'(?!'')(?:[^'\\]++|\\.)*+'|"(?!"")(?:[^"\\]++|\\.)*+")*+""",
+    r"""(?:[^'"#]++|\#[^\n\r]*+|'''(?:[^'\\]++|\\.|'(?!''))*'''|\"\"\"(?:[^"\\]++|\\.|"(?!""))*\"\"\"
+        |'(?!'')(?:[^'\\]++|\\.)*+'|"(?!"")(?:[^"\\]++|\\.)*+")*""",
     re.DOTALL | re.VERBOSE,
 )
 

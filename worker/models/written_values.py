@@ -19,7 +19,7 @@ _WORDS: Final = {"true": True, "false": False, "null": None, "True": True, "Fals
 #: The beginnings of strings; Gemma's two quotes are special tokens, and their strings have no escapes.
 _QUOTE: Final = re.compile(r"""([rRuU]?)(\"\"\"|'''|["']|<\|"\|>|<escape>)""")
 _BODY: Final = {
-    quote: re.compile(rf"((?:[^{quote[0]}\\]++|\\.{more})*+){quote}", re.DOTALL)
+    quote: re.compile(rf"((?:[^{quote[0]}\\]++|\\.{more})*){quote}", re.DOTALL)
     for quote, more in (('"', ""), ("'", ""), ('"""', '|"(?!"")'), ("'''", "|'(?!'')"))
 }
 _ESCAPE: Final = re.compile(
