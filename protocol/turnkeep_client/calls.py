@@ -262,17 +262,19 @@ class Call:
         async with self._in_time():
             if self._epoch == self._wire.epoch and not self._wire.closed:
                 patience_s = min(self._poll_s, at_most_s)
+                # Not `timeout`: before Python 3.11.3 it ends as a cancellation in a task that is cancelled.
+                waiting = asyncio.ensure_future(self.wake.wait())
                 try:
-                    async with asyncio.timeout(patience_s):
-                        await self.wake.wait()
-                except TimeoutError:
-                    if patience_s < self._poll_s:
-                        return
-                    self._poll_s = min(2 * self._poll_s, LAST_POLL_S)
-                else:
+                    done, _ = await asyncio.wait([waiting], timeout=patience_s)
+                finally:
+                    waiting.cancel()
+                if done:
                     # Clear it after the wait, never before: an event between two waits must not be lost.
                     self.wake.clear()
                     return
+                if patience_s < self._poll_s:
+                    return
+                self._poll_s = min(2 * self._poll_s, LAST_POLL_S)
             await self._read_log(self._feed)
 
     def heard(self) -> None:
