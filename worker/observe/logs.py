@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, TextIO
@@ -39,8 +41,14 @@ class _Lenient:
         self._file = file
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        try:
             return self._file.write(text)
+        except OSError as error:
+            # Nobody reads any more: else Python would fail at its exit to write what is in the buffer.
+            if error.errno in (errno.EPIPE, errno.EIO):
+                nothing = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nothing, self._file.fileno())
+                os.close(nothing)
         return 0
 
     def flush(self) -> None:
