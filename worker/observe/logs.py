@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import sys
@@ -43,12 +42,12 @@ class _Lenient:
     def write(self, text: str) -> int:
         try:
             return self._file.write(text)
-        except OSError as error:
-            # Nobody reads any more: else Python would fail at its exit to write what is in the buffer.
-            if error.errno in (errno.EPIPE, errno.EIO):
-                nothing = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nothing, self._file.fileno())
-                os.close(nothing)
+        except BrokenPipeError:  # what is in the buffer would else fail to be written at the program's exit
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, self._file.fileno())
+            os.close(nothing)
+        except OSError:
+            pass
         return 0
 
     def flush(self) -> None:
