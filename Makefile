@@ -52,7 +52,7 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 	TURNKEEP_TEST_EXAMPLES=1000 $(BIN)/python -m pytest -q tests/cache/test_cache_machine.py tests/cache/test_cache_crafted.py
 	TURNKEEP_TEST_EXAMPLES=300 $(BIN)/python -m pytest -q tests/bench/test_bench_core.py
 
-campaigns: $(STAMP) ## Run the campaigns of docs/benchmarks.md in full: a day or two (RESTORES, FORGETS, REQUESTS, HISTORIES, IMAGES)
+campaigns: $(STAMP) ## Run the campaigns of docs/benchmarks.md in full: a day or two (RESTORES, FORGETS, REQUESTS, TURNS, HISTORIES, IMAGES)
 	$(BIN)/python tests/soak/restores.py --restores $(or $(RESTORES),1000000)
 	TURNKEEP_TEST_FORGETS=$(or $(FORGETS),1000) $(BIN)/python -m pytest -q --timeout 0 tests/process/test_forgotten_sessions.py -k under_kills
 	$(BIN)/python -P -m tests.protocol_model
@@ -61,6 +61,7 @@ campaigns: $(STAMP) ## Run the campaigns of docs/benchmarks.md in full: a day or
 	$(BIN)/python tests/soak/cluster.py --nodes 3 --share
 	$(BIN)/python tests/soak/cluster.py --workers 2 --images $(or $(IMAGES),500) --faults 150
 	$(BIN)/python tests/soak/day.py --requests $(or $(REQUESTS),1000000)
+	$(BIN)/python tests/soak/one_session.py --turns $(or $(TURNS),100000)
 
 simulate: $(STAMP) ## Play histories of worker and client in a world in memory (SEED=7 HISTORIES=1000 WORKERS=10)
 	$(BIN)/python -P -m tests.simulation $(or $(SEED),$$(date +%s)000) --histories $(or $(HISTORIES),1) \

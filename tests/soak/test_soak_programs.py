@@ -12,6 +12,7 @@ from attack import attack
 from cluster import campaign
 from day import play
 from harness import Heard, SessionKey, judge
+from one_session import converse
 from restores import campaign as restore_campaign
 
 from cache.disk.format import _OpenSnapshot
@@ -58,6 +59,11 @@ async def test_a_short_day_has_restarts_and_two_models_and_no_faults(tmp_path: P
     assert (day.struck["restart"], day.struck["exchange"], len(day.rows)) == (2, 2, 10)
     assert verdict.answered == verdict.requests > 20
     assert not verdict.faults.total(), verdict.notes
+
+
+async def test_a_long_session_has_a_row_for_each_tenth_and_goes_on_after_kills(tmp_path: Path) -> None:
+    rows = await converse(tmp_path, 20)
+    assert [row.split()[0] for row in rows] == ["2", "a", *map(str, range(4, 21, 2)), "a"]
 
 
 async def test_no_restore_is_false_whatever_is_done_to_the_files(tmp_path: Path) -> None:
