@@ -269,6 +269,7 @@ async def test_the_responses_api_counts_input_tokens_and_lists_input_items_in_pa
     assert page.has_more
     page = await served.openai.responses.input_items.list(second.id, order="asc", after=page.data[-1].id)
     assert [one.content[0].text for one in page.data] == ["Go on."]
+    assert not page.has_more
 
 
 @pytest.mark.parametrize("path", PATHS)
