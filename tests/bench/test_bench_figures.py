@@ -86,7 +86,7 @@ def test_the_batch_rate_counts_tokens_after_all_answers_have_begun_until_the_fir
     assert rate_of([early, [6, 7]]) is None
 
 
-def test_the_closing_table_shows_each_constants_value_in_use_and_the_suggested_value():
+def test_the_bench_ends_with_a_table_of_each_constant_in_use_and_the_value_that_it_suggests():
     samples = []
 
     def add(measure: Measure, case: str, x: int, value: float) -> None:
