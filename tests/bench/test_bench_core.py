@@ -168,7 +168,7 @@ def test_numbers_and_intervals_are_printed_with_only_their_significant_digits(sh
     assert shown == says
 
 
-def test_a_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
+def test_a_bench_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
     runs = ([0.1, 0.2, 0.3, 0.3, 0.4], [0.4, 0.5, 0.5, 0.5, 0.6], [0.6, 0.7, 0.8, 0.8, 0.9], [0.9, 0.9])
     found = [bounded("", {"": numbers}, at_most=0.5).outcome for numbers in runs]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
@@ -254,7 +254,7 @@ def failed(found: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
-def test_each_kind_of_falsified_result_fails_the_check_made_for_it_and_no_other(
+def test_each_kind_of_falsified_bench_result_fails_the_check_made_for_it_and_no_other(
     suite: Suite, lie: Lie
 ) -> None:
     found = [failed(judged(suite, seed, lie)) for seed in range(RUNS)]
@@ -263,7 +263,7 @@ def test_each_kind_of_falsified_result_fails_the_check_made_for_it_and_no_other(
 
 
 @each_suite
-def test_correct_results_fail_no_exact_check_and_seldom_a_statistical_one(suite: Suite) -> None:
+def test_correct_bench_results_fail_no_exact_check_and_seldom_a_statistical_one(suite: Suite) -> None:
     runs = [judged(suite, seed) for seed in range(RUNS)]
     assert not [check.name for run in runs for check in run if check.failed]
     assert sum(bool(failed(run)) for run in runs) <= 0.05 * RUNS
