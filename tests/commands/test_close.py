@@ -238,7 +238,7 @@ async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tu
     return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
 
 
-async def test_new_sessions_avoid_a_drained_worker_and_undo_lets_it_take_sessions_again(
+async def test_new_sessions_avoid_a_drained_worker_until_the_command_drain_is_undone(
     two: tuple[Any, Any],
 ) -> None:
     one, _ = two
