@@ -36,7 +36,9 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
 
 
-async def test_an_ollama_request_without_a_prompt_loads_or_unloads(http: httpx2.AsyncClient) -> None:
+async def test_an_ollama_request_without_a_prompt_loads_or_unloads_the_model(
+    http: httpx2.AsyncClient,
+) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):
         loaded = (await http.post(f"/api/{path}", json={"model": "m", **more})).json()
         assert (loaded["done"], loaded["done_reason"]) == (True, "load")
