@@ -143,7 +143,7 @@ def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None 
 OTHER_TOKEN = {"tokens": [1, 3], "text": "ac"}
 
 
-def test_the_first_difference_names_its_session_request_token_and_both_texts() -> None:
+def test_the_first_difference_of_a_replay_names_its_session_request_token_and_both_texts() -> None:
     assert difference() is None
     found = difference(told=OTHER_TOKEN)
     assert found is not None
@@ -192,7 +192,7 @@ def test_the_first_difference_names_its_session_request_token_and_both_texts() -
         ({}, {}, {**REFUSED, "code": "internal", "message": "no"}, "the replaying worker: internal: no"),
     ],
 )
-def test_the_cause_of_a_difference_is_derived_from_the_two_results(
+def test_the_likely_cause_of_a_difference_in_a_replay_is_derived_from_the_two_results(
     was: Any, now: Any, told: Any, cause: str
 ) -> None:
     found = difference(was=was, now=now, told=told)
