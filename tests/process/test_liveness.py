@@ -158,7 +158,7 @@ async def test_a_dead_workers_name_becomes_free_for_other_workers_after_a_while(
     assert (await other._holder())[0].boot == other.me.boot
 
 
-async def test_only_one_of_several_workers_that_start_together_under_one_name_serves(members):
+async def test_of_several_workers_that_start_together_under_one_name_only_one_serves(members):
     made = [await members("w", f"d{number}") for number in range(4)]
     outcomes = await asyncio.gather(*(one.join() for one in made), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
