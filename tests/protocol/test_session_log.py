@@ -195,7 +195,9 @@ class Connection:
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])
-async def test_a_batch_that_lost_a_message_with_the_connection_raises_a_timeout(missing: int | None) -> None:
+async def test_a_batch_of_log_reads_that_lost_a_message_with_the_connection_raises_a_timeout(
+    missing: int | None,
+) -> None:
     messages = [one for n, one in enumerate(WHOLE) if n != missing]
     gets = DirectGets(Connection([*messages, END]), timeout_s=1)  # type: ignore[arg-type]
     if missing is None:
