@@ -48,7 +48,7 @@ def test_reading_the_log_gives_the_state_that_the_session_had_in_memory(tokenize
         ("", STORED),
     ],
 )
-async def test_a_copied_session_began_at_the_time_that_its_first_request_states_with_a_time_zone(
+async def test_a_copied_session_began_at_the_time_stated_by_its_first_request_if_that_has_a_time_zone(
     world, stated, began
 ) -> None:
     world.ring(world.log.add("in", encode(Append(id="a", text="x")), {BEGAN_HEADER: stated}))

@@ -187,7 +187,7 @@ async def test_entries_at_the_end_of_a_log_that_became_shorter_no_longer_count_a
     assert not synced.has(10)
 
 
-async def test_a_forgotten_session_is_removed_once(
+async def test_a_forgotten_session_is_removed_from_the_log_only_once(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its note stays as long as that of any closed session, and is the log's first one."""
