@@ -148,7 +148,7 @@ def test_a_log_is_not_read_from_a_lagging_replica_while_its_leader_is_silent() -
         run(loop, main(server))
 
 
-def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_that_did_not(
+def test_a_worker_that_saw_a_close_continues_an_answer_begun_by_a_worker_that_did_not_see_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The close is removed from the log, so the second worker begins a new session, answers, and dies."""
