@@ -54,7 +54,7 @@ soak: $(STAMP) ## Run the long tests, before a release: an hour or two
 
 campaigns: $(STAMP) ## Run the campaigns of docs/benchmarks.md in full: a day or two (RESTORES, FORGETS, REQUESTS, TURNS, HISTORIES, IMAGES)
 	$(BIN)/python tests/soak/restores.py --restores $(or $(RESTORES),1000000)
-	TURNKEEP_TEST_FORGETS=$(or $(FORGETS),1000) $(BIN)/python -m pytest -q --timeout 0 tests/process/test_forgotten_sessions.py -k under_kills
+	TURNKEEP_TEST_FORGETS=$(or $(FORGETS),1000) $(BIN)/python -m pytest -q --timeout 0 tests/process/test_forgotten_sessions.py -k while_the_worker_is_killed
 	$(BIN)/python -P -m tests.protocol_model
 	$(BIN)/python -P -m tests.protocol_model --replay 0 --histories $(or $(HISTORIES),200)
 	$(BIN)/python -P -m tests.simulation 7000 --workers 10 --histories $(or $(HISTORIES),200)

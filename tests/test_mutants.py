@@ -13,7 +13,7 @@ ROWS = table()
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_program_has_the_text_that_a_mutant_replaces_once_and_the_test_that_finds_it(name: str) -> None:
+def test_the_text_that_a_mutant_replaces_is_in_the_program_once_and_its_test_exists(name: str) -> None:
     assert ROWS[name].codes()
     if test := ROWS[name].test:
         file, function = re.split("::|\\[", test)[:2]

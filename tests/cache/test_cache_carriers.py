@@ -116,7 +116,9 @@ async def test_a_restore_needs_only_carrier_blocks_visible_blocks_and_blocks_aft
         pytest.param((Span(5, 6), Span(7, 8), Span(9, 11)), id="tokens with others between them"),
     ],
 )
-async def test_a_recall_reads_the_kv_of_exactly_these_tokens(stored, wanted: tuple[Span, ...]) -> None:
+async def test_a_recall_reads_the_kv_of_exactly_the_tokens_that_were_asked_for(
+    stored, wanted: tuple[Span, ...]
+) -> None:
     store, chain = stored
     found, arrays = await store.kv.recall(chain, TOKENS, wanted)
     assert found == wanted

@@ -61,7 +61,9 @@ async def turn(store, tokens, steps: Counter[str]) -> Counter[str]:
     return steps - before
 
 
-async def test_the_steps_of_a_turn_grow_linearly_with_its_number_of_blocks(open_store, steps) -> None:
+async def test_the_work_of_the_cache_index_for_a_turn_grows_linearly_with_its_number_of_blocks(
+    open_store, steps
+) -> None:
     costs = []
     for first, num_blocks in ((1, 30), (2, 60)):
         store = await open_store()

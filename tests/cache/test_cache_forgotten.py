@@ -39,7 +39,7 @@ async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tm
     assert "index.sqlite" in traces(tmp_path / "cache", OTHER)
 
 
-async def test_no_row_of_erased_tokens_is_left_though_a_reader_held_the_index_as_the_store_opened(
+async def test_an_erase_removes_its_index_rows_even_if_a_reader_held_the_index_as_the_store_opened(
     open_store, tmp_path
 ) -> None:
     """The store cannot open the file then, and has its rows in memory."""
@@ -79,7 +79,7 @@ async def test_an_erase_is_not_confirmed_until_a_file_that_could_not_be_removed_
 
 
 @pytest.mark.parametrize("was_here", [True, False])
-async def test_a_file_that_could_not_be_removed_is_removed_when_the_note_is_carried_out_again(
+async def test_a_file_that_an_erase_could_not_remove_is_removed_when_its_erasure_note_is_tried_again(
     open_store, tmp_path, monkeypatch, was_here: bool
 ) -> None:
     """At the next start the file would be found again, with its tokens."""
@@ -123,7 +123,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_that_an_erase_could_not_remove_blocks_no_later_erase_once_it_is_saved_again(
+async def test_a_file_that_an_erase_failed_to_remove_no_longer_delays_later_erases_once_it_was_saved_again(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -243,7 +243,7 @@ async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_set
     assert store.stats().stored == 13
 
 
-def test_the_mark_of_a_session_that_was_rewound_and_goes_on_otherwise_is_that_of_its_own_tokens() -> None:
+def test_the_erase_mark_of_a_session_that_branched_after_a_rewind_is_that_of_its_current_tokens() -> None:
     """The rewind took only a part of the tokens since its last mark but one."""
     marker, after = Marker("a"), as_tokens([*range(250), *range(900, 1000)])
     marker.mark(as_tokens(range(300)))

@@ -24,7 +24,7 @@ def name(tokens, parent=ROOT) -> Name:
     return Name(parent, 0 if parent == ROOT else 4, pack(tokens))
 
 
-def test_snapshots_that_were_used_together_are_evicted_from_the_last_one_on() -> None:
+def test_snapshots_of_one_chain_that_were_used_together_are_evicted_from_its_end() -> None:
     index = SnapshotIndex(lambda: 0.0)
     one = index.add(name((1, 2)), 1)
     two = index.add(Name(one.digest, 2, pack((3,))), 1)

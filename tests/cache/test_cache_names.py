@@ -267,7 +267,7 @@ def names(tokens: Tokens) -> list[bytes]:
     return [*Chain(IMAGE_ROOT, IMAGE_BLOCK).names(tokens)]
 
 
-def test_blocks_of_text_keep_their_names_and_those_with_another_picture_get_others() -> None:
+def test_blocks_before_an_image_keep_their_names_and_blocks_from_a_different_image_on_get_others() -> None:
     text = [*range(20, 40)]
     plain, one, two = (made(text, part, text)[0] for part in ([7] * 20, (ONE, 20), (TWO, 20)))
     assert plain.ids() == one.ids() == two.ids()
@@ -277,7 +277,7 @@ def test_blocks_of_text_keep_their_names_and_those_with_another_picture_get_othe
     assert names(made(text, (ONE, 20), text)[0]) == found[1]
 
 
-def test_a_block_of_one_token_of_an_image_tells_its_offset() -> None:
+def test_the_name_of_a_block_with_part_of_an_image_depends_on_the_offset_in_the_image() -> None:
     """The same picture one token earlier or later is another block, even where the ids are equal."""
     early, late = made([7] * 14, (ONE, 9), [7] * 9)[0], made([7] * 15, (ONE, 9), [7] * 8)[0]
     assert early.ids() == late.ids()
@@ -285,7 +285,7 @@ def test_a_block_of_one_token_of_an_image_tells_its_offset() -> None:
     assert names(early)[2] != names(late)[2]
 
 
-def test_two_histories_share_what_has_the_same_content() -> None:
+def test_two_token_histories_share_exactly_the_prefix_with_equal_text_and_images() -> None:
     rng = random.Random(3)
 
     def some() -> list[list[int] | tuple[bytes, int]]:
@@ -305,7 +305,7 @@ def test_two_histories_share_what_has_the_same_content() -> None:
         assert (one.digest() == two.digest()) is (first == second)
 
 
-def test_a_history_may_be_cut_and_continued_anywhere() -> None:
+def test_a_token_history_with_images_can_be_cut_and_continued_at_any_position() -> None:
     tokens, contents = made([1, 2, 3], (ONE, 6000), [4] * 10, (TWO, 30), [5])
     for at in (0, 2, 3, 4, 4096, 6002, 6003, 6020, len(tokens)):
         head = tokens[:at]

@@ -281,7 +281,7 @@ async def test_a_tier_on_a_full_file_system_takes_no_snapshots(open_store: Any, 
     assert one.stats().remote_failed
 
 
-def test_a_tier_whose_removed_files_have_other_links_removes_no_more_of_them(
+def test_a_full_tier_stops_evicting_once_a_removal_has_freed_no_space(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own = tmp_path / "own"
@@ -321,7 +321,7 @@ async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_erase_also_removes_snapshots_of_a_policy_that_this_store_never_used(
+async def test_an_erase_also_removes_tier_snapshots_of_a_policy_that_the_erasing_store_never_used(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -434,7 +434,7 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_an_erase_during_a_fetch_of_other_tokens_is_no_fault_of_the_tier(
+async def test_an_erase_during_a_fetch_of_other_tokens_does_not_count_as_a_failure_of_the_tier(
     open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It removes all temporary files; the tier would get no snapshots for a while."""
@@ -479,7 +479,7 @@ async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: 
     assert in_tier(tmp_path) == []
 
 
-async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_the_note_is_carried_out(
+async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_its_erasure_note_is_tried_again(
     open_two: Any, tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise every worker could still fetch the files."""
@@ -499,7 +499,7 @@ async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_the_note_i
     assert in_tier(tmp_path) == []
 
 
-async def test_a_tier_that_was_put_back_has_what_was_forgotten_since_until_its_notes_are_carried_out(
+async def test_a_tier_restored_from_a_backup_tells_which_erasures_to_repeat_and_then_has_nothing_forgotten(
     open_two: Any, tmp_path: Path
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""
@@ -529,7 +529,7 @@ async def test_a_tier_that_was_put_back_has_what_was_forgotten_since_until_its_n
     assert await fetched(two, gone) == 132
 
 
-async def test_an_erase_removes_copies_that_a_dead_process_has_not_finished(
+async def test_an_erase_removes_unfinished_copies_of_a_dead_process_from_the_shared_tier(
     open_two: Any, tmp_path: Path, tier: Tier
 ) -> None:
     one, _ = await open_two()

@@ -64,7 +64,7 @@ def keys_of(caches, start: int, end: int) -> list[float]:
     ]
 
 
-def test_under_sink_window_plain_layers_get_ring_caches_and_windows_and_states_stay() -> None:
+def test_under_the_policy_sink_window_plain_layers_get_ring_caches_and_other_layers_keep_theirs() -> None:
     made = model(
         KVCache, lambda: QuantizedKVCache(32, 8), lambda: RotatingKVCache(512), lambda: ArraysCache(2)
     )

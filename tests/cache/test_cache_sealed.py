@@ -288,7 +288,7 @@ def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra
         codec_by(tmp_path / "key")
 
 
-async def test_a_directory_can_be_used_after_a_crash_before_its_key_was_recorded(
+async def test_a_cache_directory_can_be_used_after_a_crash_before_its_key_was_recorded(
     open_store, tmp_path
 ) -> None:
     """The record of the key is only a temporary file then."""

@@ -47,7 +47,9 @@ async def restored(store, tokens) -> int:
     return found.num_tokens
 
 
-async def test_a_match_for_a_stateful_model_ends_at_the_end_of_a_snapshot(open_store) -> None:
+async def test_a_model_with_recurrent_states_is_restored_only_to_the_end_of_a_stored_snapshot(
+    open_store,
+) -> None:
     """The KV of a part of a snapshot could be used, but a state is only that of the whole snapshot."""
     store = await open_store(layout=STATEFUL)
     for end in (4, 8, 11):

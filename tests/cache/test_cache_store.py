@@ -154,7 +154,9 @@ async def test_erasing_by_hash_marks_removes_a_token_sequence_but_keeps_longer_a
     assert await num_restored(store, tokens, "b") == length
 
 
-async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(open_store) -> None:
+async def test_a_cache_directory_remembers_up_to_which_log_position_it_has_carried_out_erasures(
+    open_store,
+) -> None:
     store = await open_store()
     assert await store.eraser.erased_up_to("log") is None
     await store.eraser.note_erased(ErasureProgress("log", 5, 1.5))
@@ -163,7 +165,7 @@ async def test_a_directory_remembers_the_log_position_up_to_which_it_has_erased(
     assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5, 2.125)
 
 
-async def test_a_directory_without_its_index_was_there_to_erase_until_its_last_use(
+async def test_a_cache_that_lost_its_index_counts_as_having_carried_out_erasures_only_until_its_last_use(
     open_store, tmp_path
 ) -> None:
     """Else a worker that was away while notes expired would keep what they were to erase."""
@@ -203,7 +205,7 @@ async def test_a_snapshot_forgotten_while_its_file_is_renamed_and_then_saved_aga
     assert_sum_rule(store)
 
 
-async def test_a_forgotten_block_stays_if_a_snapshot_saved_while_a_turn_holds_it_continues_it(
+async def test_a_forgotten_block_in_use_by_a_turn_stays_if_a_snapshot_that_continues_it_is_saved(
     open_store,
 ) -> None:
     store = await stored(open_store, TOKENS[:4])
@@ -403,7 +405,7 @@ async def test_space_for_snapshots_that_wait_to_be_written_does_not_count_as_fre
     ("stuck_at", "what", "deadline_s"),
     [("write", "erase", 2.0), ("place", "erase", 0.2), ("write", "clear", 0.2), ("place", "clear", 5.0)],
 )
-async def test_erase_and_clear_return_in_time_while_the_disk_hangs_and_the_files_do_not_come_back(
+async def test_erase_and_clear_return_in_time_on_a_hung_disk_and_its_late_writes_are_discarded(
     open_store, tmp_path, monkeypatch, stuck_at, what, deadline_s
 ) -> None:
     """The writer thread hangs in a write of these snapshots, before or after its last check for a cancel."""

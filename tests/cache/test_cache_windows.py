@@ -216,7 +216,7 @@ async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_res
     assert_restored(await store.kv.load(match), LIMITED, LONG)
 
 
-async def test_a_pending_restore_protects_exactly_the_blocks_that_it_needs(open_store) -> None:
+async def test_a_pending_restore_protects_exactly_the_blocks_that_it_needs_from_eviction(open_store) -> None:
     """All sinks, and the window of the position at which it ends."""
     policy = Policy(10, 6)
     store = await open_store()

@@ -294,7 +294,7 @@ async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_du
         assert (await answered(client)).finish_reason == "length"
 
 
-async def test_ask_says_that_a_log_without_disk_has_not_stored_the_question_and_ends_at_one_ctrl_c(
+async def test_ask_says_that_the_log_has_not_stored_the_question_if_its_disk_is_full_and_ends_at_one_ctrl_c(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -419,7 +419,7 @@ async def test_ask_starts_a_session_under_a_cache_policy_and_info_shows_its_visi
 
 
 @pytest.mark.parametrize("policy", ["half", "full:1", "sink_window:4", "sink_window:0,64", "paged:x"])
-def test_an_invalid_cache_policy_is_a_usage_error_that_says_what_one_is_like(policy: str) -> None:
+def test_ask_with_an_invalid_cache_policy_is_a_usage_error_that_shows_the_valid_forms(policy: str) -> None:
     done = turnkeep(*ASKED, "--cache-policy", policy)
     assert done.returncode == 2
     assert f"'{policy}' must be full, sink_window:SINK,WINDOW with two numbers" in " ".join(

@@ -108,7 +108,7 @@ async def test_chat_shows_model_session_keys_and_the_last_exchange_when_it_start
 
 
 @pytest.mark.parametrize("more", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-async def test_show_and_chat_print_no_styles_if_the_environment_wants_none(
+async def test_show_and_chat_print_no_escape_codes_if_no_color_or_a_dumb_terminal_is_set(
     local_worker: Callable[..., Any], more: dict[str, str]
 ) -> None:
     worker = await local_worker()
@@ -130,7 +130,7 @@ async def test_show_and_chat_print_no_styles_if_the_environment_wants_none(
     assert "\x1b" not in await asyncio.to_thread(chat)
 
 
-async def test_slash_commands_and_questions_of_several_lines_work_and_wrong_input_is_told(
+async def test_a_chat_takes_slash_commands_and_questions_of_several_lines_and_explains_wrong_input(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -260,7 +260,7 @@ async def test_ctrl_c_stops_a_streaming_answer_and_the_chat_continues(
     assert (first.finish_reason, second.finish_reason) == ("cancelled", "length")
 
 
-async def test_text_typed_during_an_answer_appears_at_the_next_prompt(
+async def test_text_typed_in_a_chat_during_an_answer_appears_at_the_next_prompt(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -311,7 +311,7 @@ def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
 
 
-async def test_the_last_exchanges_omit_failed_repeated_rewound_and_closed_ones(
+async def test_the_last_exchanges_that_a_chat_shows_omit_failed_repeated_rewound_and_closed_ones(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -339,7 +339,7 @@ async def test_the_last_exchanges_omit_failed_repeated_rewound_and_closed_ones(
     assert await seen() == [("raw", 0)]
 
 
-async def test_an_exchange_has_no_start_position_if_a_later_one_has_moved_its_tokens(
+async def test_a_chat_cannot_rewind_to_an_exchange_whose_tokens_a_later_one_has_moved(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

@@ -205,7 +205,9 @@ async def test_rewind_removes_nothing_if_a_running_answer_ends_before_it(
     assert (await session.info()).position < end
 
 
-async def test_ask_closes_its_session_even_if_it_failed(local_worker: Start) -> None:
+async def test_the_command_ask_closes_its_session_even_if_its_question_is_refused(
+    local_worker: Start,
+) -> None:
     """It erases nothing: that would rewrite up to 8 MB of the log after each question."""
     worker = await local_worker()
     for text, code in (("a question", 0), ("a question " * 400, 1)):
@@ -236,7 +238,7 @@ async def two(local_worker: Callable[..., Awaitable[Any]], tmp_path: Path) -> tu
     return tuple([await local_worker(data_dir=tmp_path / name, worker=name) for name in ("one", "two")])
 
 
-async def test_new_sessions_avoid_a_drained_worker_and_undo_lets_it_take_sessions_again(
+async def test_new_sessions_avoid_a_drained_worker_until_the_command_drain_is_undone(
     two: tuple[Any, Any],
 ) -> None:
     one, _ = two

@@ -89,7 +89,7 @@ def test_the_other_worker_of_a_cluster_demo_continues_the_killed_worker_s_answer
     assert max(map(int, prefilled[0])) < 400, "of more than 2,000"
 
 
-def test_run_starts_a_worker_answers_a_message_and_leaves_no_process(
+def test_the_command_run_starts_a_worker_answers_a_message_and_leaves_no_process(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     data = tmp_path / "data"
@@ -103,7 +103,9 @@ def test_run_starts_a_worker_answers_a_message_and_leaves_no_process(
     assert processes_with(str(data)) == []
 
 
-def test_run_on_a_terminal_continues_the_chat_of_the_previous_run(tmp_path: Path, tiny_model: Path) -> None:
+def test_the_command_run_on_a_terminal_continues_the_chat_of_its_previous_run(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     place = ("--data-dir", str(tmp_path / "data"), "--nats-port", str(free_port()))
     for found in ("no tokens", r"session .chat., \d+ tokens"):
         with Terminal("run", tiny_model, *place, "--max-tokens", "4") as terminal:
@@ -116,7 +118,7 @@ def test_run_on_a_terminal_continues_the_chat_of_the_previous_run(tmp_path: Path
     assert processes_with(str(tmp_path / "data")) == []
 
 
-def test_run_says_at_once_what_is_wrong_with_its_first_argument(tmp_path: Path) -> None:
+def test_the_command_run_says_at_once_what_is_wrong_with_its_first_argument(tmp_path: Path) -> None:
     questions = [
         (one, 2, f"is a model, and {one!r} is none; to ask it: echo {shlex.quote(one)} | turnkeep run\n")
         for one in ("Say hello", "line\nbreak")
@@ -133,7 +135,7 @@ def test_run_says_at_once_what_is_wrong_with_its_first_argument(tmp_path: Path) 
         assert ("starting a worker" in done.stderr, "there is no model at" in done.stderr) == 2 * (code == 1,)
 
 
-async def test_run_uses_a_running_worker_and_leaves_it_running(
+async def test_the_command_run_uses_a_running_worker_and_leaves_it_running(
     worker_process: Callable[..., WorkerProcess],
     tiny_model: Path,
     tmp_path: Path,

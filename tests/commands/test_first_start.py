@@ -71,7 +71,7 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
-async def test_a_worker_whose_terminal_is_closed_ends_its_answer_and_saves_the_kv(
+async def test_a_worker_whose_terminal_is_closed_stops_its_answer_saves_its_kv_and_exits_with_0(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     data, port = tmp_path / "data", free_port()
@@ -87,7 +87,7 @@ async def test_a_worker_whose_terminal_is_closed_ends_its_answer_and_saves_the_k
     assert [*(data / "snapshots").rglob("*.safetensors")], "of the answer so far"
 
 
-def test_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
+def test_the_commands_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
     program = "import sys, commands.serve, worker.app; print({'rich', 'attr'} & set(sys.modules));"
     program += "import bench.peers; print({'openai'} & set(sys.modules)); import rich, openai"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -134,7 +134,9 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
         assert ask.wait() == 0, rest
 
 
-def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago(tmp_path: Path) -> None:
+def test_a_command_waits_for_no_worker_that_has_ended_or_that_has_been_starting_for_long(
+    tmp_path: Path,
+) -> None:
     with Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
     (tmp_path / "worker.lock").write_text(f'{{"pid": {ended.pid}, "worker": "w"}}')
@@ -145,7 +147,9 @@ def test_a_command_does_not_wait_for_a_worker_that_has_ended_or_started_long_ago
         assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
 
 
-def test_no_answer_of_a_worker_that_runs_here_is_no_reason_to_start_another_one(tmp_path: Path) -> None:
+def test_if_the_worker_of_this_machine_does_not_answer_a_command_does_not_advise_to_start_another(
+    tmp_path: Path,
+) -> None:
     async def ask() -> None:
         raise NoAnswerError("no answer")
 
@@ -159,7 +163,7 @@ def test_no_answer_of_a_worker_that_runs_here_is_no_reason_to_start_another_one(
         run_until_signal(settings, ask)
 
 
-def test_a_worker_whose_standard_error_is_closed_serves(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_worker_whose_standard_error_is_closed_still_serves(tmp_path: Path, tiny_model: Path) -> None:
     words = [sys.executable, "-m", "commands", "serve", "--data-dir", str(tmp_path / "data"), "--until-eof"]
     words += ["--nats-port", str(free_port()), "--model", str(tiny_model)]
     with Popen(
@@ -253,7 +257,7 @@ def test_a_worker_on_an_external_nats_server_is_found_by_its_data_directory(
     )
 
 
-def test_a_client_without_a_worker_is_not_advised_to_start_one_as_its_own_user(
+def test_the_advice_to_start_a_worker_leaves_out_the_login_of_the_client_that_gets_it(
     nats_url: str, tmp_path: Path
 ) -> None:
     context = tmp_path / "agent.json"

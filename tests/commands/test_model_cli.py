@@ -55,7 +55,7 @@ async def test_model_show_says_how_the_chat_template_treats_messages(
     assert (said["refuses"], said["broken"]) == ([], []), "what renders no conversation is not asked"
 
 
-def test_pulling_a_name_that_is_no_hub_id_fails_and_shows_the_right_form(tmp_path: Path) -> None:
+def test_the_command_pull_fails_for_a_name_that_is_no_hub_id_and_shows_the_right_form(tmp_path: Path) -> None:
     done = turnkeep("model", "pull", "qwen3:0.6b", "--data-dir", tmp_path)
     assert done.returncode == 1
     assert done.stderr == (

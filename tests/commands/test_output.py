@@ -94,7 +94,7 @@ async def test_info_without_a_session_shows_the_worker_s_current_state(local_wor
     assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"
 
 
-async def test_info_shows_no_negative_room_on_a_disk_with_less_than_is_to_be_left_free(
+async def test_info_shows_0_bytes_of_room_for_snapshots_if_less_disk_is_free_than_must_stay_free(
     local_worker: Callable,
 ) -> None:
     worker = await local_worker(min_free_disk=2**60)
@@ -125,7 +125,9 @@ def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_p
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 
 
-def test_in_a_pipe_a_long_step_prints_lines_that_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_step_whose_output_is_piped_prints_lines_with_its_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("worker.observe.progress._EVERY_S", 0.0)
     lines: list[str] = []
     with terminal_progress(lines.append) as progress:
@@ -150,7 +152,9 @@ def test_durations_are_formatted_with_a_fitting_unit(seconds: float, text: str) 
     assert span(seconds) == text
 
 
-def test_standard_output_is_only_json_while_a_model_is_tried_for_the_first_time(tmp_path: Path) -> None:
+def test_doctor_prints_only_json_on_standard_output_while_it_tries_a_model_for_the_first_time(
+    tmp_path: Path,
+) -> None:
     windows = {"model_type": "gemma3_text", "num_hidden_layers": 4, "head_dim": 16, "sliding_window": 12}
     model = make_tiny_model(tmp_path / "windows", **windows, sliding_window_pattern=3)
     both = ("--model", model, "--draft-model", model)
@@ -205,7 +209,7 @@ def help_of(*command: str, columns: int = 80, flag: str = "--help") -> str:
         "--nats [embedded|URL]",
     ],
 )
-def test_help_shows_which_values_an_option_takes(shown: str) -> None:
+def test_the_help_shows_which_values_an_option_takes(shown: str) -> None:
     assert shown in help_of("serve", flag="--help-all")
 
 
@@ -215,7 +219,7 @@ def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
     assert having == {("serve",), ("doctor",), ("demo",), ("model", "path"), ("cache", "verify")}
 
 
-def test_the_help_has_at_most_28_commands_in_groups_each_on_one_line_and_run_first() -> None:
+def test_the_help_lists_at_most_28_commands_in_groups_one_per_line_and_begins_with_run() -> None:
     shown = help_of()
     found = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", shown, re.MULTILINE)
     groups = {title: re.findall(r"^  ([a-z]+) ", lines, re.MULTILINE) for title, lines in found}
@@ -235,12 +239,12 @@ def test_the_help_of_a_daily_command_fits_on_a_page_of_40_lines(command: str) ->
 
 
 @pytest.mark.parametrize("command", ["run", "chat", "ask", "serve", "sessions", "show"])
-def test_no_help_names_a_file_that_an_installation_does_not_have(command: str) -> None:
+def test_no_help_text_refers_to_the_docs_folder_which_an_installation_does_not_have(command: str) -> None:
     assert "docs/" not in help_of(command, flag="--help-all")
 
 
 @pytest.mark.parametrize("command", ["ask", "sessions", "export", "serve"])
-def test_only_help_all_lists_the_options_of_the_connection(command: str) -> None:
+def test_only_the_option_help_all_lists_the_options_of_the_connection_to_nats(command: str) -> None:
     options = {"--nats-creds", "--nats-ca", "--prefix"}
     assert not options & {*help_of(command).split()}
     assert options <= {*help_of(command, flag="--help-all").split()}
@@ -283,7 +287,7 @@ def test_help_lists_every_command_with_its_description_without_importing_them() 
         assert len(words) > 1 or f"{words[0]} {command.short_help}" in listed
 
 
-def test_a_program_in_a_folder_with_spaces_is_named_as_a_shell_reads_it(
+def test_advice_on_a_program_in_a_folder_with_spaces_can_be_pasted_into_a_shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = tmp_path / "Application Support" / "turnkeep"
@@ -293,7 +297,7 @@ def test_a_program_in_a_folder_with_spaces_is_named_as_a_shell_reads_it(
     assert shlex.split(as_installed("pip install x")) == [str(called.with_name("pip")), "install", "x"]
 
 
-def test_the_page_of_benchmarks_lists_every_benchmark() -> None:
+def test_the_documentation_page_of_benchmarks_lists_every_benchmark() -> None:
     assert re.findall(r"^\| `(\w+)` \| .* \| `turnkeep bench \1", PAGE, re.MULTILINE) == [*NAMES]
 
 

@@ -52,7 +52,7 @@ async def questions(client: Client) -> list[Any]:
     return [one.content for one in messages if one.role == "user"]
 
 
-async def test_ask_sends_images_and_a_file_that_is_none_is_a_usage_error_that_names_it(
+async def test_ask_sends_images_and_refuses_a_file_that_is_no_image_with_an_error_that_names_it(
     local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -70,7 +70,7 @@ async def test_ask_sends_images_and_a_file_that_is_none_is_a_usage_error_that_na
     assert f"[image {digest(RED)[:12]}][image {digest(BLUE)[:12]}]Which?" in shown.stdout
 
 
-def test_a_line_is_of_dragged_images_only_if_it_names_existing_image_files(
+def test_a_chat_line_counts_as_dragged_images_only_if_it_consists_of_existing_image_files(
     files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     red, blue = files
@@ -98,7 +98,7 @@ def test_a_line_is_of_dragged_images_only_if_it_names_existing_image_files(
         assert dragged(line) == found, line
 
 
-async def test_a_chat_sends_dragged_images_with_the_next_question_asks_again_with_them_and_saves_them(
+async def test_a_chat_sends_dragged_images_with_the_next_question_and_again_with_a_retry_and_saves_them(
     local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     worker = await local_worker()

@@ -34,7 +34,7 @@ def test_wrapped_lines_stay_inside_the_terminal_width_and_lose_no_word(columns: 
     assert "".join(shown.split()) == "".join(TEXT.split())
 
 
-def test_lines_wrap_between_words_and_are_as_long_as_possible(columns: int) -> None:
+def test_printed_lines_wrap_between_words_and_are_as_long_as_possible(columns: int) -> None:
     words = "the quick brown fox jumps over the lazy dog " * 3
     shown = wrapped(words).split("\n")
     assert " ".join(line.strip() for line in shown) == words.strip()

@@ -246,7 +246,7 @@ def test_service_install_on_macos_refuses_folders_that_are_closed_to_services(
     assert f"macOS keeps services out of {documents.parent}; move {documents}" in done.stderr
 
 
-def test_folders_that_are_closed_to_services_are_known_by_any_name_that_the_file_system_takes(
+def test_service_install_recognises_a_folder_closed_by_macos_in_any_case_of_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS's file system ignores case: ~/documents is ~/Documents."""

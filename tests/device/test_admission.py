@@ -218,7 +218,7 @@ def test_tenants_take_turns_in_the_queue_for_memory() -> None:
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_small_turns_overtake_a_large_one_and_pause_once_that_frees_enough_memory_for_it() -> None:
+def test_small_turns_overtake_a_large_one_and_pause_once_their_memory_is_enough_for_it_to_start() -> None:
     """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
     older = begin(admission, "older", 60)
@@ -321,7 +321,7 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
         engine.forget(key("s"))
 
 
-async def test_letting_sessions_go_drops_their_kv_except_of_those_with_a_running_turn(make_engine) -> None:
+async def test_dropping_the_kv_of_chosen_sessions_spares_those_with_a_running_turn(make_engine) -> None:
     engine = await make_engine(20_000)
     context = as_tokens(prompt(900))
     for name in ("idle", "busy", "other"):
@@ -396,7 +396,7 @@ def answered(engine: Engine, name: str, num_prompt: int, num_tokens: int, sampli
 
 
 @pytest.mark.parametrize("sampling", first([RowSampling(1.0, seed=7), RowSampling()]), ids=["hot", "greedy"])
-async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_same_tokens(
+async def test_when_answers_outgrow_memory_the_youngest_pauses_and_all_get_the_same_tokens_as_alone(
     make_engine, make_model, sampling
 ) -> None:
     """Two answers of 530 tokens, in memory for 1,100 tokens, get the same tokens as alone."""

@@ -110,7 +110,7 @@ def num_bytes(answer: Answer) -> int:
 
 
 @pytest.mark.parametrize("closes", ["</tool_call>", ""])
-def test_an_answer_whose_calls_become_too_large_has_the_calls_that_fit_and_the_reason_length(
+def test_an_answer_whose_tool_calls_grow_too_large_keeps_those_that_fit_and_ends_with_length(
     calling, closes: str
 ) -> None:
     """A short call is a long object in the result: its id, its type and its names."""

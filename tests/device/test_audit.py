@@ -58,7 +58,7 @@ async def stored(opened: AbstractAsyncContextManager[Process]) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("qwen3_next", None)])
-async def test_restored_blocks_are_computed_again_and_found_right(
+async def test_the_audit_recomputes_the_restored_blocks_of_a_session_and_finds_no_correct_one_wrong(
     make_model, open_process, kind, kv_bits
 ) -> None:
     model = make_model(kind, kv_bits)
@@ -77,7 +77,7 @@ async def test_restored_blocks_are_computed_again_and_found_right(
 
 
 @pytest.mark.parametrize("is_used", [False, True])
-async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it_are_removed(
+async def test_the_audit_quarantines_a_block_with_wrong_kv_and_removes_all_blocks_that_continue_it(
     build_model, open_process, tmp_path, monkeypatch, is_used
 ) -> None:
     """Also if a turn has restored it just before: its answer goes on, but leaves no KV."""
@@ -115,7 +115,7 @@ async def test_a_block_with_wrong_kv_goes_to_quarantine_and_all_that_continue_it
 
 
 @pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
-async def test_neither_a_stop_nor_a_fault_during_an_audit_ends_the_worker(
+async def test_a_stop_or_a_disk_error_during_an_audit_does_not_end_the_task_of_audits_and_with_it_the_worker(
     make_model, open_process, monkeypatch, fault
 ) -> None:
     model = make_model("llama")
@@ -222,7 +222,7 @@ async def stored_twice(opened: AbstractAsyncContextManager[Process]) -> None:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("exaone4", None), ("qwen3_next", None)])
-async def test_all_blocks_and_pieces_of_a_right_directory_are_computed_again_and_found_right(
+async def test_recomputing_a_correct_cache_covers_every_block_and_tail_piece_and_finds_none_wrong(
     make_model, open_process, tmp_path, trials, kind, kv_bits
 ) -> None:
     model = make_model(kind, kv_bits)
@@ -233,7 +233,7 @@ async def test_all_blocks_and_pieces_of_a_right_directory_are_computed_again_and
 
 
 @pytest.mark.parametrize("kv_bits", [None, 4])
-async def test_each_file_that_other_weights_have_written_under_the_same_identity_is_named(
+async def test_recomputing_names_each_file_that_other_weights_wrote_under_the_same_model_identity(
     make_model, open_process, tmp_path, trials, kv_bits
 ) -> None:
     model = make_model("llama", kv_bits)

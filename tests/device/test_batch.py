@@ -55,7 +55,7 @@ def run(
     return drawn
 
 
-def test_rounding_in_16_bits_does_not_make_a_model_fail_the_trial_of_the_shared_pass(build_model) -> None:
+def test_rounding_to_16_bits_does_not_make_a_model_fail_its_batching_trial(build_model) -> None:
     """In 12 layers bfloat16 changes logits by 0.06 to 0.11 of the largest, as much as a wrong mask does."""
     model = build_model("llama", num_hidden_layers=12, **WIDE)
     model.set_dtype(mx.bfloat16)
@@ -238,7 +238,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
     ],
     ids=["M1", "M4", "M5", "M5 in float32", "H200", "unknown"],
 )
-def test_only_a_gpu_that_multiplies_with_few_bits_may_deviate_much_in_a_trial(
+def test_only_a_gpu_that_may_multiply_with_reduced_precision_may_deviate_much_in_a_batching_trial(
     a_gpu, monkeypatch, make_model, told, tf32, is_coarse
 ) -> None:
     """Otherwise a wrong mask could pass."""
@@ -250,14 +250,18 @@ def test_only_a_gpu_that_multiplies_with_few_bits_may_deviate_much_in_a_trial(
     assert batch_kinds._tolerance(model) == (batch_kinds._COARSE if is_coarse else batch_kinds._TOLERANCE)
 
 
-def test_a_model_that_deviates_by_more_than_rounding_fails_its_trial(make_model) -> None:
+def test_a_model_whose_batched_logits_deviate_by_more_than_rounding_fails_its_batching_trial(
+    make_model,
+) -> None:
     model = make_model("llama")
     most = batch_kinds._tolerance(model)
     passed = [one for one in (most / 2, most, math.nan) if batch_kinds._fits(model, "share", lambda: one)]  # noqa: B023
     assert passed == [most / 2]
 
 
-def test_stored_trials_are_valid_on_the_same_gpu_and_system_only(a_gpu, monkeypatch, make_model) -> None:
+def test_a_stored_trial_result_is_valid_only_on_the_same_gpu_and_system(
+    a_gpu, monkeypatch, make_model
+) -> None:
     """Another chip has other kernels, and so may have another macOS."""
     model, keys = loaded(make_model("llama")), set()
     for told in (M1, M4, M5, {**M5, "device_name": "Apple M5 Pro"}, H200):
@@ -283,7 +287,7 @@ def test_a_model_trial_with_an_invalid_stored_result_runs_again(path: Path, way:
 
 
 @pytest.mark.parametrize("trial", ["share", "sketches"])
-def test_a_trial_in_which_the_gpu_fails_says_nothing_of_the_model(
+def test_a_batching_trial_in_which_the_gpu_fails_raises_the_error_and_gives_no_verdict_on_the_model(
     make_model, monkeypatch, trial: str
 ) -> None:
     """Otherwise a sound model would be served slowly, or without a policy, until the next start."""

@@ -121,7 +121,7 @@ def test_the_tokens_of_a_paged_answer_attend_to_only_a_part_of_the_session(build
     assert mx.abs(found - expected).max().item() > 1e-3 * mx.abs(expected).max().item()
 
 
-def test_prefill_refuses_stored_kv_that_ends_before_the_kv_on_the_device_starts(build_model) -> None:
+def test_prefill_refuses_a_gap_between_the_stored_kv_and_the_kv_on_the_device(build_model) -> None:
     model = build_model("llama", **WIDE)
     forward, tokens, caches = Forward(model), prompt(3 * HELD), layers.make(model, POLICY)
     exactly(forward, caches, tokens, [HELD, HELD], 128)
@@ -265,7 +265,7 @@ async def test_a_prompt_whose_stored_kv_is_lost_does_not_disturb_an_answer_besid
         assert len(growing.tokens) == 1000
 
 
-async def test_a_paged_prompt_does_not_wait_again_for_a_disk_that_hangs(
+async def test_a_paged_prompt_that_found_the_disk_hanging_does_not_wait_for_it_again(
     model, open_process, monkeypatch
 ) -> None:
     """It would stop the answers beside it, too."""
@@ -292,7 +292,7 @@ async def test_a_paged_prompt_does_not_wait_again_for_a_disk_that_hangs(
 
 
 @pytest.mark.parametrize("end", ["cancel", "stop"])
-async def test_a_turn_that_lacks_stored_kv_as_it_is_ended_does_not_fail(
+async def test_a_paged_turn_that_is_cancelled_or_stopped_while_stored_kv_is_missing_does_not_fail(
     model, open_process, monkeypatch, end: str
 ) -> None:
     """It is cancelled, or answered after the restart, whatever the disk did meanwhile."""

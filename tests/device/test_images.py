@@ -187,7 +187,9 @@ async def run(
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
-async def test_an_answer_about_an_image_is_mlx_vlms(seeing, open_process, kind) -> None:
+async def test_an_answer_about_an_image_has_the_tokens_and_logits_of_mlx_vlm(
+    seeing, open_process, kind
+) -> None:
     seen, image = seeing(kind), picture(1)
     tokens = seen.prompt("Look: @ What is it?", image)
     async with open_process(seen) as process:
@@ -203,7 +205,9 @@ async def test_an_answer_about_an_image_is_mlx_vlms(seeing, open_process, kind) 
 
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("layout", ["pt", "4-bit"])
-async def test_weights_of_every_layout_are_loaded(seeing, open_process, kind, layout) -> None:
+async def test_a_vision_model_answers_from_weights_in_every_supported_file_layout(
+    seeing, open_process, kind, layout
+) -> None:
     seen, image = seeing(kind, layout), picture(1)
     assert not isinstance(seen.loaded.vision_model, str), seen.loaded.vision_model
     tokens = seen.prompt("Look: @ What is it?", image)
@@ -213,7 +217,9 @@ async def test_weights_of_every_layout_are_loaded(seeing, open_process, kind, la
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-async def test_images_and_texts_answer_together_as_alone(seeing, open_process, kind) -> None:
+async def test_batched_answers_about_images_and_texts_equal_those_given_alone(
+    seeing, open_process, kind
+) -> None:
     seen, one, two = seeing(kind), picture(1), picture(2, 50, 40)
     asked = {
         "two images": (seen.prompt("@ or @?", one, two), (one, two)),
@@ -235,7 +241,9 @@ async def test_images_and_texts_answer_together_as_alone(seeing, open_process, k
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)
-async def test_a_prompt_may_be_cut_at_every_token(seeing, open_process, kind) -> None:
+async def test_a_prompt_with_an_image_gets_the_same_answer_if_it_is_prefilled_in_two_parts_cut_anywhere(
+    seeing, open_process, kind
+) -> None:
     """Each cut is a session of another tenant, since sessions of one would share their KV."""
     seen, image = seeing(kind), picture(1)
     tokens, read = seen.prompt("ab@cdefg", image), Reader(seen, image)
@@ -257,7 +265,9 @@ async def test_a_prompt_may_be_cut_at_every_token(seeing, open_process, kind) ->
 
 
 @pytest.mark.parametrize("kind", ["lfm2_vl", "qwen3_vl"])
-async def test_an_image_whose_kv_is_half_stored_goes_on_after_a_restart(seeing, open_process, kind) -> None:
+async def test_after_a_restart_a_prompt_continues_inside_an_image_whose_kv_was_stored_in_part(
+    seeing, open_process, kind
+) -> None:
     seen, image = seeing(kind), picture(3, 60, 50)
     tokens, read = seen.prompt("At the beginning @ then what?", image), Reader(seen, image)
     (span,) = tokens.spans
@@ -273,7 +283,9 @@ async def test_an_image_whose_kv_is_half_stored_goes_on_after_a_restart(seeing, 
     assert read.num == 2
 
 
-async def test_a_session_that_ends_within_an_image_that_no_pass_cuts_is_refused(seeing, open_process) -> None:
+async def test_a_prompt_that_ends_inside_an_image_is_refused_by_models_that_see_images_only_whole(
+    seeing, open_process
+) -> None:
     seen, image = seeing("gemma3"), picture(1)
     tokens, read = seen.prompt("ab@cd", image), Reader(seen, image)
     (span,) = tokens.spans
@@ -285,7 +297,9 @@ async def test_a_session_that_ends_within_an_image_that_no_pass_cuts_is_refused(
 
 
 @pytest.mark.parametrize("kind", JOINT)
-def test_a_pass_goes_on_within_an_image_whose_first_tokens_have_kv(seeing, kind) -> None:
+def test_prefill_continued_inside_an_image_gives_the_same_logits_as_an_uninterrupted_prefill(
+    seeing, kind
+) -> None:
     seen, image = seeing(kind), picture(1)
     tokens, model = seen.prompt("A text before @ and one behind it", image), seen.loaded.model
     (span,), vision_model = tokens.spans, seen.loaded.vision_model
@@ -309,7 +323,7 @@ def test_a_pass_goes_on_within_an_image_whose_first_tokens_have_kv(seeing, kind)
     [(SLACK, "gemma3"), (SLACK, "gemma4"), (4096, "gemma3")],
     ids=["slack-gemma3", "slack-gemma4", "grid-gemma3"],
 )
-async def test_an_image_on_both_sides_of_a_multiple_is_seen_whole(
+async def test_an_image_that_crosses_a_boundary_of_the_ring_cache_is_seen_whole(
     seeing, open_process, kind, multiple
 ) -> None:
     """Of the tokens that a ring writes at once, or of those after which a ring may count from 0 again."""
@@ -322,7 +336,9 @@ async def test_an_image_on_both_sides_of_a_multiple_is_seen_whole(
     assert found == seen.greedy(tokens, (image,), found)
 
 
-async def test_an_image_of_more_tokens_than_a_rings_slack_is_seen_whole(seeing, open_process) -> None:
+async def test_an_image_with_more_tokens_than_the_ring_cache_has_to_spare_is_seen_whole(
+    seeing, open_process
+) -> None:
     """Behind a text of which its first token still sees the end; rewound to, and restored."""
     seen, image = seeing("large"), picture(1, 40, 28)
     read, tokens = Reader(seen, image), seen.prompt("text" * 60 + "@?", image)
@@ -338,7 +354,7 @@ async def test_an_image_of_more_tokens_than_a_rings_slack_is_seen_whole(seeing, 
         assert (await run(process, tokens, 4, read))[1] == expected
 
 
-def test_a_ring_has_room_for_an_image_and_the_window_of_its_first_token(seeing) -> None:
+def test_a_ring_cache_keeps_an_image_and_the_whole_window_of_its_first_token(seeing) -> None:
     """The last layer's keys are those that follow from mlx-lm's windows, which overwrite nothing so early."""
     seen, image = seeing("large"), picture(1, 40, 28)
     tokens, vision_model = seen.prompt("a text" * 9 + "@", image), seen.loaded.vision_model
@@ -355,7 +371,9 @@ def test_a_ring_has_room_for_an_image_and_the_window_of_its_first_token(seeing) 
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_5"])
-async def test_other_pictures_in_the_same_tokens_get_their_own_answers(seeing, open_process, kind) -> None:
+async def test_different_images_with_equal_token_ids_get_their_own_answers_in_any_session(
+    seeing, open_process, kind
+) -> None:
     """One after the other and back; both at once without any KV; after a restart."""
     seen, one, two = seeing(kind), picture(1), picture(2)
     asked = [(seen.prompt("It is @ here", image), (image,)) for image in (one, two, one)]
@@ -379,7 +397,7 @@ async def test_other_pictures_in_the_same_tokens_get_their_own_answers(seeing, o
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl", *JOINT])
-async def test_a_model_whose_rows_share_no_pass_sees_the_same(
+async def test_a_model_whose_rows_run_one_by_one_gives_the_same_answers_about_images(
     seeing, open_process, monkeypatch, kind
 ) -> None:
     seen, image = seeing(kind), picture(1)
@@ -391,7 +409,9 @@ async def test_a_model_whose_rows_share_no_pass_sees_the_same(
             assert found == seen.answer(tokens, (image,), 8)[0]
 
 
-async def test_a_session_with_a_window_has_images_like_text(seeing, open_process) -> None:
+async def test_a_windowed_session_gives_the_same_answer_about_an_image_after_a_restart(
+    seeing, open_process
+) -> None:
     """A window with room for all answers like mlx-vlm; a small one answers the same after a restart."""
     seen, image = seeing("idefics3"), picture(1)
     tokens, read = seen.prompt("Look: @ What is it?", image), Reader(seen, image)
@@ -407,12 +427,16 @@ async def test_a_session_with_a_window_has_images_like_text(seeing, open_process
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", *JOINT])
-async def test_a_model_whose_images_are_no_lines_of_tokens_has_no_windows(seeing, open_process, kind) -> None:
+async def test_a_model_that_does_not_place_image_tokens_in_a_line_refuses_windowed_policies(
+    seeing, open_process, kind
+) -> None:
     async with open_process(seeing(kind)) as process:
         assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
 
 
-async def test_pictures_of_as_many_tokens_in_other_shapes_get_their_own_answers(seeing, open_process) -> None:
+async def test_images_with_equal_numbers_of_tokens_but_different_shapes_get_their_own_answers(
+    seeing, open_process
+) -> None:
     """Tokens, and their numbers, are the same; rows and positions differ."""
     seen, images = seeing("qwen2_vl"), (picture(1, 48, 16), picture(1, 16, 48), picture(1, 48, 16))
     asked = [(seen.prompt("It is @ here: @", image, image), (image, image)) for image in images]
@@ -423,7 +447,9 @@ async def test_pictures_of_as_many_tokens_in_other_shapes_get_their_own_answers(
             assert found == seen.answer(tokens, some, 6)[0]
 
 
-async def test_answers_in_a_pool_go_on_at_the_positions_of_their_images(seeing, open_process) -> None:
+async def test_batched_answers_continue_at_the_right_positions_after_images_of_different_sizes(
+    seeing, open_process
+) -> None:
     seen, images = seeing("qwen2_vl"), [picture(i, 20 + 10 * i, 20) for i in range(4)]
     asked = [seen.prompt("@?", image) for image in images]
     read = Reader(seen, *images)
@@ -437,7 +463,7 @@ async def test_answers_in_a_pool_go_on_at_the_positions_of_their_images(seeing, 
             assert found == seen.answer(tokens, (image,), 40)[0]
 
 
-async def test_a_paged_session_attends_to_an_image_that_is_on_disk_alone(seeing, open_process) -> None:
+async def test_a_paged_prompt_attends_to_an_image_whose_kv_is_only_on_disk(seeing, open_process) -> None:
     """A prompt attends to all of its tokens, so that the answer's first token is that of full attention."""
     seen, image, policy = seeing("wide"), picture(1), Policy.paged(9 * CHUNK + 4, [], sink=4)
     tokens = seen.prompt("@" + "What was in the picture that began this text? " * 25, image)
@@ -448,7 +474,7 @@ async def test_a_paged_session_attends_to_an_image_that_is_on_disk_alone(seeing,
     assert found == seen.answer(tokens, (image,), 1)[0][0]
 
 
-async def test_quantised_kv_tells_pictures_apart(seeing, open_process) -> None:
+async def test_answers_with_quantised_kv_depend_on_which_image_was_sent(seeing, open_process) -> None:
     seen, images = seeing("wide"), (picture(1), picture(2), picture(1))
     read, found = Reader(seen, *images), list[list[int]]()
     async with open_process(seen, kv_bits=8) as process:
@@ -459,9 +485,7 @@ async def test_quantised_kv_tells_pictures_apart(seeing, open_process) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "gemma4"])
-async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(
-    seeing, open_process, kind
-) -> None:
+async def test_drafts_and_priorities_do_not_change_answers_about_images(seeing, open_process, kind) -> None:
     seen, image = seeing(kind), picture(4)
     tokens, read = seen.prompt("aaaa aaaa aaaa @ aaaa aaaa", image), Reader(seen, image)
     expected = seen.answer(tokens, (image,), 24)[0]
@@ -470,7 +494,7 @@ async def test_drafts_and_priorities_leave_answers_about_images_as_they_are(
         assert [found for _, found in await asyncio.gather(*both)] == [expected] * 2
 
 
-async def test_images_that_cannot_be_read_end_their_turns_alone(seeing, open_process) -> None:
+async def test_an_image_that_cannot_be_read_fails_only_its_own_turn(seeing, open_process) -> None:
     """Files that were fine when the prompts were made."""
     seen, good, bad, other = seeing("idefics3"), picture(1), picture(2), picture(3)
     both = (("@?", (good,)), ("@@?", (good, bad)), ("no picture", ()), ("@?", (other,)))
@@ -506,7 +530,9 @@ async def test_a_turn_that_waits_for_an_image_can_be_cancelled(seeing, open_proc
         assert (await run(process, tokens, 6, Reader(seen, image)))[1] == seen.answer(tokens, (image,), 6)[0]
 
 
-async def test_rows_of_an_image_are_kept_for_other_sessions(seeing, open_process) -> None:
+async def test_an_encoded_image_is_reused_by_other_sessions_until_a_session_with_it_is_forgotten(
+    seeing, open_process
+) -> None:
     seen, image = seeing("idefics3"), picture(1)
     read = Reader(seen, image)
     async with open_process(seen) as process:
@@ -519,7 +545,9 @@ async def test_rows_of_an_image_are_kept_for_other_sessions(seeing, open_process
     assert read.num == 2, "a forgotten image's rows are dropped"
 
 
-async def test_an_answer_waits_for_one_layer_of_the_tower_at_most(seeing, open_process, monkeypatch) -> None:
+async def test_a_running_answer_waits_for_at_most_one_layer_of_the_vision_model_at_a_time(
+    seeing, open_process, monkeypatch
+) -> None:
     seen, image = seeing("smolvlm"), picture(1, 50, 40)
     vision_model, text, growing = seen.loaded.vision_model, seen.prompt("only text"), answer(400)
     num_layers = sum(len(vision_model.tower.stages(view)) for view in vision_model.processor.views(image))
@@ -555,7 +583,7 @@ async def test_an_answer_waits_for_one_layer_of_the_tower_at_most(seeing, open_p
     assert all(later > before for before, later in itertools.pairwise(counts)), counts
 
 
-async def test_a_view_that_does_not_fit_is_refused_with_the_figures(
+async def test_an_image_that_does_not_fit_into_memory_is_refused_with_its_patches_and_bytes(
     seeing, open_process, monkeypatch
 ) -> None:
     seen, image = seeing("idefics3"), picture(1)
@@ -568,7 +596,9 @@ async def test_a_view_that_does_not_fit_is_refused_with_the_figures(
         assert (await run(process, text, 4, None))[1] == seen.answer(text, (), 4)[0]
 
 
-async def test_a_model_without_eyes_says_so(seeing, open_process, tmp_path) -> None:
+async def test_a_vision_model_without_its_processor_config_refuses_images_with_the_reason(
+    seeing, open_process, tmp_path
+) -> None:
     seen, image = seeing("idefics3"), picture(1)
     (seen.folder / "preprocessor_config.json").rename(tmp_path / "away")
     try:
@@ -632,7 +662,7 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
     assert image_processor.read(image).end - image_processor.read(image).start >= 1
 
 
-def test_an_image_that_the_template_drops_is_an_error(seeing) -> None:
+def test_an_image_that_the_chat_template_drops_is_an_error(seeing) -> None:
     image_processor, image = seeing("idefics3").loaded.vision_model.processor, picture(1)
     with pytest.raises(ImageError, match="the chat template writes 1 of 2 images; "):
         image_processor.written(f"a{image_processor.image}b", [image_processor.read(image).grid] * 2)
@@ -645,7 +675,7 @@ def test_an_image_that_the_template_drops_is_an_error(seeing) -> None:
         )
 
 
-def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) -> None:
+def test_the_fingerprint_of_an_image_depends_on_its_file_the_processor_and_the_grid(seeing) -> None:
     """Two processors of one class, which give the image the same grid."""
     image, other = picture(1), picture(2)
     image_processor, wide = (seeing(kind).loaded.vision_model.processor for kind in ("smolvlm", "bright"))
@@ -658,7 +688,9 @@ def test_a_fingerprint_depends_on_the_file_the_processor_and_the_grid(seeing) ->
     assert len(found | {image_processor.tokens(read.digest, (1, 2)).fingerprint}) == 4
 
 
-async def test_a_turn_whose_image_another_one_has_shown_still_gets_its_next_one(seeing, open_process) -> None:
+async def test_a_turn_whose_image_another_turn_has_encoded_meanwhile_still_gets_its_next_image(
+    seeing, open_process
+) -> None:
     seen, image, later = seeing("idefics3"), picture(1), picture(2)
     tokens = [seen.prompt(text, image, *rest) for text, rest in (("@?", ()), ("b @ @!", (later,)))]
     read, is_over = Reader(seen, image, later), asyncio.Event()
@@ -675,7 +707,7 @@ async def test_a_turn_whose_image_another_one_has_shown_still_gets_its_next_one(
         assert (await asyncio.wait_for(other, 20))[1] == seen.answer(tokens[1], (image, later), 6)[0]
 
 
-async def test_the_memory_that_a_model_needs_has_room_for_images(
+async def test_the_least_memory_estimated_for_a_vision_model_suffices_to_serve_it_and_less_does_not(
     local_worker: Any, taught_model: Path, tmp_path: Path
 ) -> None:
     least_bytes = weigh(Settings(data_dir=tmp_path, model=str(taught_model))).least_bytes

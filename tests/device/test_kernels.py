@@ -27,7 +27,7 @@ from worker.device import machine
 ON_CPU = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
 
 
-def test_a_draft_and_the_token_before_it_fit_into_metals_attention_for_few_queries() -> None:
+def test_the_longest_draft_on_metal_still_fits_its_attention_kernel_for_few_queries() -> None:
     assert machine._PROFILES["metal"].max_draft + 1 == metal._MOST_QUERIES
 
 
@@ -64,7 +64,7 @@ def test_rows_of_a_pool_have_one_contiguous_mask_for_all_heads_and_layers(
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_a_worker_that_warms_up_runs_a_block_and_two_answers_and_keeps_nothing_of_them(
+def test_warming_up_runs_a_block_and_two_answers_and_leaves_no_rows_and_no_measured_times(
     make_rig, make_model, monkeypatch, kind: str
 ) -> None:
     """Metal compiles a kernel when it first runs. The time of that is no measure of a step."""
@@ -270,7 +270,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("num_rows", [5, 96, 97])
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 7, 8, 9, 16, 17, 128])
-def test_a_divided_product_equals_the_whole_one(num: int, num_rows: int) -> None:
+def test_a_matrix_product_divided_among_threads_equals_the_whole_one(num: int, num_rows: int) -> None:
     x = mx.random.normal((num, 1, 64), key=mx.random.key(num))
     weight = mx.random.normal((num_rows, 64), key=mx.random.key(1))
     divided = Products(Threads())
@@ -283,7 +283,7 @@ def test_a_divided_product_equals_the_whole_one(num: int, num_rows: int) -> None
 @ON_CPU
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("family", ["llama", "exaone4"])
-def test_a_model_has_the_same_logits_with_divided_products(
+def test_a_model_has_the_same_logits_if_its_matrix_products_are_divided_among_threads(
     monkeypatch: pytest.MonkeyPatch, family: str, build_model: Callable[..., Any]
 ) -> None:
     """One of the two has its embedding as output head."""
@@ -309,7 +309,7 @@ def logits(forward: Any, num: int) -> mx.array:
 
 @ON_CPU
 @pytest.mark.usefixtures("threads")
-def test_products_are_not_divided_in_models_with_quantised_weights_or_experts(
+def test_models_with_quantised_weights_or_experts_do_not_divide_their_matrix_products(
     build_model: Callable[..., Any],
 ) -> None:
     """OpenBLAS's threads are of use there."""

@@ -48,7 +48,7 @@ def reference(model: Any, context: list[int], tokens: list[int]) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "llama4"])
-def test_rows_together_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
+def test_batched_rows_get_the_same_tokens_as_alone_and_the_models_own_logprobs(
     make_model, grammar, kind
 ) -> None:
     """Also beside rows that follow grammars."""

@@ -151,7 +151,7 @@ MACS = {8: 5.33, 16: 10.67, 24: 16, 32: 21.33, 36: 27, 48: 36, 64: 48, 96: 72, 1
         pytest.param(Weights(39.7e9, 80, 64, 8, 128, 8192, 28672), [0] * 6 + [16, 88, 161], id="Llama 3 70B"),
     ],
 )
-def test_a_model_that_fits_into_the_memory_of_a_mac_is_served_there(
+def test_the_tokens_of_kv_that_fit_beside_known_models_on_each_mac_are_as_listed(
     weights: Weights, rooms: list[int]
 ) -> None:
     """The table has thousands of tokens of KV; a model with none is refused."""
@@ -234,7 +234,7 @@ def test_cgroup_v2_leaves_the_limit_minus_the_used_memory_that_cannot_be_reclaim
     assert left(tmp_path, "0::/\n") == 312 * MIB
 
 
-def test_the_tightest_limit_of_a_group_and_its_parents_counts(tmp_path: Path) -> None:
+def test_the_tightest_memory_limit_of_a_control_group_and_its_parents_counts(tmp_path: Path) -> None:
     """`memory.high` (systemd's MemoryHigh) counts, too: a group that exceeds it is slowed down."""
     fs = tmp_path / "fs"
     group(fs, {"memory.stat": ""})  # the root has no limit
@@ -262,7 +262,7 @@ def test_a_container_whose_group_path_is_not_mounted_reads_the_limit_at_the_root
     assert left(tmp_path, "4:memory:/kubepods/pod1/not-mounted-here\n") == 40 * MIB
 
 
-def test_a_group_that_exceeds_its_limit_leaves_no_memory(tmp_path: Path) -> None:
+def test_a_control_group_above_its_limit_leaves_no_memory_for_the_worker(tmp_path: Path) -> None:
     group(tmp_path / "fs", {"memory.max": 10 * MIB, "memory.current": 20 * MIB})
     assert left(tmp_path, "0::/\n") == 0
 
@@ -270,7 +270,9 @@ def test_a_group_that_exceeds_its_limit_leaves_no_memory(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "own", ["", "0::/\n", "nonsense\n", "0::/../../etc\n", "4:memory:/gone\n", "x" * 10_000, "0::/\0\n"]
 )
-def test_an_absent_or_unreadable_limit_counts_as_no_limit(tmp_path: Path, own: str) -> None:
+def test_an_absent_or_unreadable_limit_of_a_control_group_counts_as_no_limit(
+    tmp_path: Path, own: str
+) -> None:
     group(tmp_path / "fs", {"memory.max": "max", "memory.current": "?", "memory.stat": "a b c\n\nd"})
     assert left(tmp_path, own) is None
     assert system_memory.left_bytes(tmp_path / "gone", tmp_path) is None
@@ -290,7 +292,7 @@ def test_the_default_memory_limit_of_a_device_respects_the_control_group(
     assert machine.default_limit().size_bytes > 0
 
 
-def test_the_limit_of_a_real_control_group_is_read() -> None:
+def test_the_memory_limit_of_a_real_control_group_is_read() -> None:
     """Skipped where this process may not create a control group."""
     roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
     names = ["memory.limit_in_bytes", "memory.max"]

@@ -292,7 +292,7 @@ def test_merged_caches_list_all_rows_as_growing_before_a_step_that_allocates_mem
     ("kind", "merged_rows"),
     [*thinned(KINDS[:6], [1, 2]), *(pytest.param(kind, 1, marks=pytest.mark.soak) for kind in KINDS[6:])],
 )
-def test_merged_rows_launch_steps_ahead_and_get_the_same_tokens_if_rows_leave_or_are_read(
+def test_merged_rows_that_launch_steps_ahead_get_the_same_tokens_if_rows_leave_or_kv_is_copied(
     make_model, kind, merged_rows
 ) -> None:
     """If a row leaves or its KV is read, the step in flight is undone and repeated with the same tokens.

@@ -275,7 +275,7 @@ async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_is_re
 MIB = 2**20
 
 
-def test_a_fetch_is_tried_again_after_refusals_whether_the_disk_or_the_tier_was_slow() -> None:
+def test_a_fetch_judged_too_slow_is_tried_again_later_whether_the_disk_or_the_tier_was_slow() -> None:
     for tier_s, disk_s in ((60.0, 1.0), (1.0, 60.0), (1.0, None)):
         rates = RestoreTimes()
         rates.prefilled.learn(1000, seconds=1.0)
@@ -287,14 +287,14 @@ def test_a_fetch_is_tried_again_after_refusals_whether_the_disk_or_the_tier_was_
         assert (refused > 50) == (disk_s is not None)
 
 
-def test_a_restore_is_tried_again_after_refusals() -> None:
+def test_a_restore_judged_slower_than_prefill_is_tried_again_after_50_to_100_refusals() -> None:
     rates = RestoreTimes()
     rates.prefilled.learn(1000, seconds=1.0)
     rates.restored.learn(64 * MIB, seconds=60.0)
     assert [rates.should_restore(64 * MIB, 1000) for _ in range(100)].index(True) > 50
 
 
-async def test_a_session_is_prefilled_again_where_the_disk_was_seen_to_be_slower(
+async def test_a_session_is_prefilled_instead_of_restored_once_the_disk_was_measured_to_be_slower(
     open_process, monkeypatch
 ) -> None:
     """The first session is restored from a disk of unknown speed, which that measures."""

@@ -75,7 +75,7 @@ def test_penalties_biases_and_min_tokens_change_logits_as_their_definitions_say(
         np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_draws_after_drafted_tokens_count_these_for_penalties_and_min_tokens() -> None:
+def test_drafted_tokens_count_for_penalties_and_min_tokens_in_the_draws_after_them() -> None:
     sampling = RowSampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.2, min_tokens=12)
     sampler = RowSampler(sampling, answered=[7] * 10, prompt=[3], end_tokens=frozenset((1,)))
 

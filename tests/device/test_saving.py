@@ -279,7 +279,7 @@ async def test_while_the_disk_is_full_only_one_snapshot_of_a_session_is_copied_a
             await asyncio.sleep(0.01)
 
 
-async def test_a_session_whose_early_kv_has_left_the_device_does_not_end_saving(
+async def test_saving_snapshots_goes_on_after_a_session_whose_early_kv_has_left_the_device(
     make_model, open_process
 ) -> None:
     policy, long = Policy(4, 128 * BLOCK), as_tokens(1 + i % 90 for i in range(3 * 4096))

@@ -238,7 +238,7 @@ async def test_sessions_that_outgrow_the_disk_get_the_tokens_of_a_run_from_scrat
 @pytest.mark.parametrize("max_bytes", [1 << 30, 120_000])
 @pytest.mark.parametrize(("kind", "kv_bits"), KINDS)
 @pytest.mark.parametrize("seed", range(100, 150))
-async def test_hundreds_of_orders_give_the_tokens_of_a_run_from_scratch(
+async def test_hundreds_of_random_orders_of_turns_and_restarts_give_the_tokens_of_a_run_from_scratch(
     make_model, build_model, trials, tmp_path, kind, kv_bits, max_bytes, seed
 ) -> None:
     sizes = {"trials": trials, "max_bytes": max_bytes}

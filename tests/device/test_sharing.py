@@ -35,7 +35,7 @@ def test_a_new_session_copies_the_common_prefix_of_an_idle_one(make_rig, model) 
     assert rig.tokens(turn) == alone(model, with_end(9, 6), 8)[0]
 
 
-def test_a_session_whose_tokens_are_all_in_another_sessions_kv_still_runs_its_last_one(
+def test_a_session_whose_tokens_are_all_in_another_sessions_kv_still_prefills_its_last_token(
     make_rig, model
 ) -> None:
     """Its answer is drawn from this token's logits."""

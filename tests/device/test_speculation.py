@@ -111,7 +111,7 @@ def test_a_draft_model_changes_only_the_number_of_steps(make_model, draft_model,
     assert found.saved_s > 0
 
 
-def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_without(
+def test_rows_that_share_a_pool_draft_together_and_get_the_same_tokens_as_without_drafts(
     make_model, draft_model
 ) -> None:
     """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
@@ -309,7 +309,9 @@ def test_prompt_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_lookup_is_asked_whenever_some_next_token_leads_to_a_draft(tokens: list[int]) -> None:
+def test_prompt_lookup_is_never_skipped_where_some_next_token_would_lead_to_a_draft(
+    tokens: list[int],
+) -> None:
     for token in range(4):
         row = Row([], array("I", tokens), RowSampler(RowSampling()), len(tokens) - 1, 10)
         may = Lookup().num_missing(row) == 0

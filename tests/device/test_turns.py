@@ -131,7 +131,7 @@ def test_an_answer_snapshots_only_new_tokens_of_its_partial_block_and_merges_sho
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_then_all_of_it_in_order(
+def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_afterwards_all_of_it_is_in_order(
     make_rig, model
 ) -> None:
     room_bytes = 0
@@ -245,7 +245,9 @@ def test_idle_sessions_take_less_than_four_times_the_memory_that_they_report(mak
     assert rig.tokens(after) == alone(model, prompt(5), 300)[0]
 
 
-def test_a_turn_uses_none_of_the_other_tokens_kv_that_its_session_has_by_now(make_rig, model) -> None:
+def test_a_turn_uses_no_kv_of_other_tokens_that_an_abandoned_turn_left_in_its_session(
+    make_rig, model
+) -> None:
     """The turn was submitted before an abandoned one of the same session had ended with other tokens."""
     rig = make_rig(model)
     rig.run(append(prompt(20, salt=5)))
@@ -254,7 +256,9 @@ def test_a_turn_uses_none_of_the_other_tokens_kv_that_its_session_has_by_now(mak
     assert rig.tokens(turn) == alone(model, prompt(20), 4)[0]
 
 
-def test_a_prompt_with_a_token_outside_of_the_vocabulary_fails_alone(make_rig, model) -> None:
+def test_a_prompt_with_a_token_outside_of_the_vocabulary_fails_and_the_turn_beside_it_completes(
+    make_rig, model
+) -> None:
     rig = make_rig(model)
     bad, good = append([*prompt(9), 10**6, 1]), generate(prompt(20), 4, name="other")
     rig.run(bad, good)

@@ -272,7 +272,7 @@ async def test_anthropics_client_lists_models_counts_tokens_and_understands_erro
     assert refused.value.body["type"] == "error", "in this API's shape"
 
 
-async def test_a_continued_thread_of_anthropics_api_is_not_found_as_the_library_expects(
+async def test_continuing_a_thread_of_anthropics_api_raises_the_librarys_error_for_a_thread_not_found(
     client: AsyncAnthropic,
 ) -> None:
     given: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi."}], **BIASED}

@@ -82,7 +82,7 @@ def test_launch_waits_for_the_gateway_of_a_worker_that_is_starting(
 
 
 @pytest.mark.process
-async def test_a_gateway_that_is_killed_is_started_again_by_its_worker_which_goes_on(
+async def test_a_worker_restarts_its_killed_gateway_and_keeps_answering_meanwhile(
     worker_process: Any,
 ) -> None:
     port = free_port()
@@ -114,7 +114,7 @@ def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
 
 
 @pytest.mark.process
-async def test_the_gateway_command_applies_keys_cors_explain_and_until_eof(
+async def test_the_command_gateway_applies_its_options_keys_cors_explain_and_until_eof(
     local_worker: Any, tmp_path: Path
 ) -> None:
     worker, port, site = await local_worker(), free_port(), "https://chat.example"
@@ -152,7 +152,7 @@ async def served(local_worker: Any, door: Any, tmp_path: Path) -> Any:
     return await door(one.settings.nats, prefixes=prefixes)
 
 
-async def test_a_model_without_a_worker_is_listed_without_context_length_and_refuses_with_503(
+async def test_a_model_without_a_worker_is_listed_without_context_length_and_requests_to_it_get_503(
     served: Any, http: httpx2.AsyncClient, tmp_path: Path
 ) -> None:
     listed = (await http.get("/v1/models")).json()["data"]

@@ -127,7 +127,7 @@ def answered(index: SessionIndex, held: IndexedSession, prompt: bytes, given: Ge
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "expired", "model_changed", "given_up"])
-def test_the_index_marks_an_answer_that_was_ended_early_as_failed(reason: str) -> None:
+def test_the_conversation_index_counts_an_answer_that_was_ended_early_as_failed(reason: str) -> None:
     """So a client that repeats the request gets a new, whole answer."""
     index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     asked = IndexedRequest(held, RequestName(b"x", b"", 0), set(), 0)
@@ -137,7 +137,7 @@ def test_the_index_marks_an_answer_that_was_ended_early_as_failed(reason: str) -
     assert asked.state == "failed"
 
 
-def test_the_index_drops_all_positions_after_text_that_the_template_rewrote() -> None:
+def test_the_conversation_index_drops_all_positions_after_text_that_the_template_rewrote() -> None:
     index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
     answered(index, held, b"p", result("a", position=10))
     answered(index, held, b"q", result("b", position=20, rewritten_from=9))
@@ -154,7 +154,7 @@ def test_the_index_drops_all_positions_after_text_that_the_template_rewrote() ->
     assert not index._by_boundary
 
 
-def test_of_several_sessions_with_one_conversation_the_index_finds_one_that_needs_no_fork() -> None:
+def test_of_sessions_with_the_same_conversation_the_index_finds_one_that_needs_no_fork() -> None:
     index, one, two, three = SessionIndex(), *(IndexedSession(name, 0, 1.0) for name in "abc")
     (after,) = boundaries.answered(b"p", result("a"))
     answered(index, one, b"p", result("a"))
@@ -167,7 +167,7 @@ def test_of_several_sessions_with_one_conversation_the_index_finds_one_that_need
     assert index.find(after) == (three, (10, True))
 
 
-def test_the_index_selects_idle_sessions_and_the_oldest_beyond_the_limit_for_removal() -> None:
+def test_the_conversation_index_selects_idle_sessions_and_the_oldest_beyond_its_limit_for_removal() -> None:
     index = SessionIndex()
     for number in range(MOST_SESSIONS + 3):
         index.add(IndexedSession(str(number), 0, float(number)))
@@ -177,7 +177,7 @@ def test_the_index_selects_idle_sessions_and_the_oldest_beyond_the_limit_for_rem
     assert [held.name for held in index.old(5.0)] == ["2", "3", "4"]
 
 
-def test_requests_with_other_options_or_other_numbers_have_other_digests() -> None:
+def test_requests_that_differ_in_options_or_ask_for_another_of_several_answers_differ_in_digest() -> None:
     options: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}]
     digests = {boundaries.options_digest(one, number) for one in options for number in (0, 1)}
     assert len(digests) == 6

@@ -34,7 +34,7 @@ PAGE = {"origin": "http://localhost:3000"}
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_fault_of_the_gateway_is_answered_in_the_apis_form_and_readable_by_pages(
+async def test_an_internal_error_of_the_gateway_has_the_form_of_the_api_and_is_readable_by_web_pages(
     gateway: Any, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(*_: Any) -> bytes:
@@ -50,7 +50,7 @@ async def test_a_fault_of_the_gateway_is_answered_in_the_apis_form_and_readable_
 
 
 @pytest.mark.parametrize("num_bytes", [200_000, 10_000_000])
-async def test_a_client_that_sends_a_large_body_gets_the_refusal_that_does_not_wait_for_it(
+async def test_a_refusal_sent_before_a_large_body_was_read_still_reaches_the_client(
     gateway: Any, num_bytes: int
 ) -> None:
     limited = ApiKey("default", KeyLimits(requests=1))
@@ -87,7 +87,7 @@ MANY: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("many", MANY)
-async def test_messages_and_parts_beyond_100000_are_refused_in_a_sentence(
+async def test_more_than_100000_messages_or_parts_are_refused_with_one_sentence(
     http: httpx2.AsyncClient, many: str
 ) -> None:
     path, body = MANY[many]
@@ -100,7 +100,9 @@ async def test_messages_and_parts_beyond_100000_are_refused_in_a_sentence(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_models_name_has_at_most_4096_characters(http: httpx2.AsyncClient, path: str) -> None:
+async def test_a_model_name_of_more_than_4096_characters_is_refused(
+    http: httpx2.AsyncClient, path: str
+) -> None:
     field, more = PATHS[path]
     asked = {field: [{"role": "user", "content": "Hello."}], **more}
     answer = await http.post(path, json={**asked, "model": "m" * 4097})
@@ -168,7 +170,7 @@ async def test_a_request_fetches_few_images_at_once_and_32_mib_of_100_images_at_
 
 
 @pytest.mark.usefixtures("no_proxy")
-async def test_a_host_that_sends_byte_by_byte_holds_no_thread_beyond_the_time_of_an_image(
+async def test_an_image_host_that_sends_byte_by_byte_holds_no_thread_beyond_the_time_limit_of_a_fetch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def drip(to: socket.socket) -> None:

@@ -78,7 +78,7 @@ def parts(content: Any) -> Any:
     return [{"type": "text", "text": text} for text in (content[:3], content[3:])]
 
 
-async def test_a_gateway_that_cannot_read_the_log_at_first_knows_earlier_conversations_later(
+async def test_a_gateway_that_could_not_read_the_log_at_first_continues_earlier_conversations_later(
     gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, session, _ = await ask(await gateway(), messages := [user("Begin.")])
@@ -283,7 +283,7 @@ async def ask_at(
 
 
 @pytest.mark.parametrize(("api", "restarts"), [(APIS["chat"], False), (APIS["messages"], True)])
-async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_joined(
+async def test_a_conversation_is_continued_if_its_begun_answer_comes_back_joined_to_its_prefix(
     served: Any, http: httpx2.AsyncClient, door: Any, api: Api, *, restarts: bool
 ) -> None:
     said, num_prompt, _, how = await ask_at(http, api, BEGUN)
@@ -301,7 +301,7 @@ async def test_the_session_of_a_prefilled_answer_is_found_by_prefix_and_answer_j
         assert how == "begun", "the answer alone is another conversation"
 
 
-async def test_the_gateway_and_the_worker_give_the_same_answer_after_a_prefix(
+async def test_the_gateway_and_the_worker_give_the_same_answer_after_the_same_prefix(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     said, num_prompt, _, _ = await ask_at(http, APIS["messages"], BEGUN, temperature=0)

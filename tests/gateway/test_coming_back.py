@@ -87,7 +87,9 @@ async def post(
 
 
 @pytest.mark.parametrize("path", PATHS)
-async def test_a_stream_resumes_after_any_of_its_events(http: httpx2.AsyncClient, path: str) -> None:
+async def test_a_client_can_resume_a_stream_after_any_of_its_events(
+    http: httpx2.AsyncClient, path: str
+) -> None:
     """With `Last-Event-ID`, by sending the request again, and by a GET of the answer's URL."""
     body = asked(path, 20, stream=True, stream_options={"include_usage": True})
     whole = events((await http.post(path, json=body)).text)
@@ -120,7 +122,9 @@ async def test_a_stream_resumes_after_any_of_its_events(http: httpx2.AsyncClient
     assert (await http.get(f"{path}/{answer_id}")).status_code == 404
 
 
-async def test_an_answer_is_found_by_its_id_only_in_the_api_that_made_it(http: httpx2.AsyncClient) -> None:
+async def test_an_answer_can_be_fetched_by_its_id_only_in_the_api_that_made_it(
+    http: httpx2.AsyncClient,
+) -> None:
     for path in PATHS:
         answer = (await post(http, path, {}, top_p=1, max_tokens=9)).json()
         assert (await http.get(f"{path}/{answer['id']}")).json() == answer
@@ -298,7 +302,7 @@ async def test_requests_with_one_idempotency_key_get_one_answer_at_any_gateway(
     assert (await post(http, CHAT, {"idempotency-key": "n"}, n=2)).status_code == 400
 
 
-async def test_of_two_requests_with_one_idempotency_key_at_once_one_begins_and_the_other_follows(
+async def test_of_two_simultaneous_requests_with_one_idempotency_key_one_begins_and_the_other_follows_it(
     served: Any, http: httpx2.AsyncClient
 ) -> None:
     key = {"idempotency-key": "at once"}
@@ -434,7 +438,7 @@ async def test_a_durable_stream_stays_open_while_the_log_cannot_be_read(
     assert (rest.json()[-1]["type"], rest.headers["stream-closed"]) == ("response.incomplete", "true")
 
 
-async def test_the_first_copy_of_a_request_is_looked_for_again_after_a_lost_connection(
+async def test_the_search_for_the_first_request_under_an_idempotency_key_survives_a_lost_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The log has the request already, so an error would tell its client of a failure that is none."""
@@ -467,7 +471,7 @@ async def test_a_gateway_connects_again_after_the_nats_server_has_closed_its_con
     assert answer.headers["x-turnkeep-session"].endswith(" continued")
 
 
-async def test_a_cancelled_answer_that_is_asked_for_again_by_its_key_is_an_error(
+async def test_repeating_a_request_under_the_idempotency_key_of_a_cancelled_answer_is_an_error(
     http: httpx2.AsyncClient,
 ) -> None:
     """A part would look like the whole answer."""

@@ -30,7 +30,7 @@ def written(answer: httpx2.Response) -> str:
 
 
 @pytest.mark.parametrize(("path", "stream"), [*zip(PATHS, (True, False, True, False), strict=True)])
-async def test_a_deleted_answer_is_made_anew_under_its_idempotency_key(
+async def test_a_request_under_the_idempotency_key_of_a_deleted_answer_generates_a_new_answer(
     gateway: Any, path: str, stream: bool
 ) -> None:
     gateways = [await gateway(), await gateway()]
@@ -55,7 +55,7 @@ _REFUSING = """{% for one in messages %}{% if one.content is string and 'boom' i
 {{ raise_exception('no boom') }}{% endif %}{{ one.content }}{% endfor %}"""
 
 
-async def test_a_refused_count_of_tokens_leaves_no_image_in_the_log(
+async def test_a_refused_request_to_count_tokens_leaves_no_image_in_the_log(
     local_worker: Any, door: Any, model_with_template: Any
 ) -> None:
     worker = await local_worker(model=str(model_with_template("refusing", _REFUSING)))

@@ -77,7 +77,9 @@ async def test_ollamas_embed_endpoint_cuts_long_inputs_and_takes_empty_ones(
 
 
 @pytest.mark.serves("embedding_model")
-async def test_truncate_prompt_tokens_cuts_each_input_also_to_what_fits(served: Any) -> None:
+async def test_truncate_prompt_tokens_cuts_each_input_to_that_many_tokens_and_with_minus_one_to_the_context(
+    served: Any,
+) -> None:
     """As vLLM has it; without it, OpenAI's API refuses an input that is too long."""
     long = "ab" * TINY_CONTEXT
     for most, num_tokens in ((3, 5), (-1, TINY_CONTEXT + 2)):

@@ -72,7 +72,7 @@ BOTH = pytest.mark.parametrize("served", [True, False], indirect=True, ids=["see
 @pytest.mark.parametrize(
     ("dialect", "served"), [*((name, True) for name in APIS), ("chat", False)], indirect=["served"]
 )
-async def test_a_conversation_with_images_continues_in_its_session_which_has_each_file_once(
+async def test_a_conversation_with_images_continues_in_its_session_and_stores_each_image_file_once(
     dialect: str, served: Served
 ) -> None:
     told = [said(dialect, "What is it? ", RED)]
@@ -106,7 +106,7 @@ async def sees(served: Served) -> bool:
 
 
 @BOTH
-async def test_lists_of_models_say_whether_a_model_sees(served: Served) -> None:
+async def test_model_lists_say_whether_a_model_reads_images(served: Served) -> None:
     has = await sees(served)
     (listed,) = (await served.http.get("/v1/models")).json()["data"]
     shown = (await served.http.post("/api/show", json={"model": "m"})).json()
@@ -115,7 +115,9 @@ async def test_lists_of_models_say_whether_a_model_sees(served: Served) -> None:
     assert studio["type"] == ("vlm" if has else "llm")
 
 
-async def test_a_count_of_tokens_has_those_of_images_and_leaves_nothing_in_the_log(served: Served) -> None:
+async def test_a_token_count_includes_the_tokens_of_images_and_leaves_nothing_in_the_log(
+    served: Served,
+) -> None:
     counts = []
     for images in ((), (RED,), (RED, BLUE)):
         asked = body("messages", [said("messages", "What? ", *images)])
@@ -175,7 +177,7 @@ async def test_a_compacted_conversation_keeps_its_users_images(served: Served) -
     assert await served.images(again.headers["x-turnkeep-session"].split()[0]) == [digest(RED)]
 
 
-async def test_a_broken_picture_fails_its_request_alone(served: Served) -> None:
+async def test_a_broken_image_is_refused_and_the_next_request_is_answered(served: Served) -> None:
     """It is refused in a sentence, and the request behind it answered."""
     for name, make in [*BROKEN.items()][::5]:
         answer = await served.http.post(APIS["chat"].path, json=body("chat", [said("chat", "See: ", make())]))

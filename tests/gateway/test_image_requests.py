@@ -66,7 +66,7 @@ def read(*told: dict[str, Any]) -> ClientTurn:
     return chat.read(json.dumps(body("chat", [*told])).encode())
 
 
-def test_the_same_words_about_another_picture_are_another_conversation() -> None:
+def test_the_same_words_about_a_different_image_are_a_different_conversation() -> None:
     def boundaries(*images: bytes) -> list[bytes]:
         return chain(read(said("chat", "What?", *images), said("chat", "So?")).messages or (), {})
 

@@ -150,7 +150,7 @@ async def stopped_in_mid_answer(gateway: Any, asked: dict[str, Any]) -> Followed
 
 @pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("is_fork", [False, True])
-async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_them_again(
+async def test_after_a_gateway_stopped_a_client_that_repeats_its_request_gets_the_answer_still_running(
     worker: Any, gateway: Any, is_fork: bool
 ) -> None:
     stopped = await gateway()
@@ -177,7 +177,7 @@ async def test_a_stopped_gateway_leaves_running_answers_to_clients_that_send_the
 
 
 @pytest.mark.serves("endless_model")
-async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_takes_is_removed_when_idle(
+async def test_a_restarted_gateway_removes_an_idle_session_whose_running_answer_no_client_asked_for_again(
     worker: Any, gateway: Any
 ) -> None:
     stopped = await gateway()
@@ -193,7 +193,7 @@ async def test_an_answer_that_a_restarted_gateway_finds_running_and_no_client_ta
 
 @pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("is_stored", [False, True])
-async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_last_request_is_unknown(
+async def test_an_idle_conversation_is_removed_even_if_it_is_unknown_whether_its_last_request_was_stored(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch, is_stored: bool
 ) -> None:
     """As if the NATS servers had no leader for a while, before or after the log has stored the request."""
@@ -218,7 +218,7 @@ async def test_a_conversation_is_removed_when_idle_although_what_became_of_its_l
     await until(lambda: not served.index.sessions)
 
 
-async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither(
+async def test_a_stopping_worker_delays_requests_and_removals_of_the_gateway_but_fails_none_of_them(
     local_worker: Any, door: Any, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that stops refuses to tell its metrics, for which the gateway asks before both."""
@@ -247,7 +247,9 @@ async def test_a_worker_that_stops_delays_requests_and_removals_and_ends_neither
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_repeated_request_that_the_worker_refuses_is_not_cancelled_for_ever(gateway: Any) -> None:
+async def test_the_gateway_stops_trying_to_cancel_a_repeated_request_that_the_worker_has_refused(
+    gateway: Any,
+) -> None:
     """After a restart, and with other ids of its calls; its client has disconnected."""
     stopped = await gateway()
     first, again = await stopped_in_mid_answer(stopped, called("one")), Followed()
@@ -380,7 +382,7 @@ async def blocks(url: str, name: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["before the first chunk", "after it"])
-async def test_no_client_takes_a_sign_of_life_for_an_event_or_an_end(
+async def test_no_client_takes_a_keep_alive_of_a_stream_for_an_event_or_for_its_end(
     worker_process: Any, endless_model: Path, door: Any, monkeypatch: pytest.MonkeyPatch, *, has_begun: bool
 ) -> None:
     """OpenAI's client for Python makes an event of each blank line once an event had an id."""

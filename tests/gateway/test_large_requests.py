@@ -70,7 +70,7 @@ async def test_many_messages_are_appended_in_pieces_and_the_conversation_continu
     assert cached == used["total_tokens"] - 1
 
 
-async def test_a_new_gateway_does_not_append_again_what_an_ended_gateway_had_appended(
+async def test_a_restarted_gateway_does_not_append_again_what_it_had_appended_before(
     worker: Any, gateway: Any
 ) -> None:
     turn = chat.read(encode(body(SAID)))

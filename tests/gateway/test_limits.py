@@ -81,7 +81,7 @@ async def test_a_request_counts_as_running_until_it_ends_or_its_client_disconnec
 
 
 @pytest.mark.serves("endless_model")
-async def test_an_answer_that_is_cancelled_in_its_prompt_counts_against_an_api_keys_token_limit(
+async def test_the_prefilled_tokens_of_a_request_cancelled_in_its_prompt_count_against_its_api_keys_limit(
     gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("few acme tokens=30/min\n")

@@ -36,7 +36,9 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
 
 
-async def test_an_ollama_request_without_a_prompt_loads_or_unloads(http: httpx2.AsyncClient) -> None:
+async def test_an_ollama_request_without_a_prompt_loads_or_unloads_the_model(
+    http: httpx2.AsyncClient,
+) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):
         loaded = (await http.post(f"/api/{path}", json={"model": "m", **more})).json()
         assert (loaded["done"], loaded["done_reason"]) == (True, "load")
@@ -64,7 +66,7 @@ async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: htt
     assert (studio["id"], studio["state"], studio["max_context_length"]) == (listed["name"], "loaded", 2048)
 
 
-def test_an_unloaded_model_is_listed_as_such_and_a_reasoning_model_as_a_thinking_one() -> None:
+def test_ollama_and_lm_studio_lists_show_an_unloaded_model_as_not_loaded_and_reasoning_as_thinking() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
     model = GatewayModel("m", unloaded(**more))
     (studio,) = answers.page_v0([model])["data"]
@@ -82,7 +84,7 @@ async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason
         assert (refused.status_code, words in refused.json()["error"]) == (501, True)
 
 
-async def test_a_stream_has_only_lines_of_json_also_while_the_log_does_not_have_its_request_yet(
+async def test_an_ollama_stream_has_only_lines_of_json_even_before_the_log_has_its_request(
     served: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answer_response, "_PATIENCE_S", 0.1)

@@ -50,7 +50,7 @@ async def test_bodies_may_be_compressed_and_the_size_limit_applies_to_the_decomp
         assert answer.status_code == status, (coding, sent[:20], answer.text)
 
 
-async def test_a_path_may_end_with_a_slash(http: httpx2.AsyncClient) -> None:
+async def test_a_path_of_the_gateway_may_end_with_a_slash(http: httpx2.AsyncClient) -> None:
     assert (await http.post(f"{CHAT}/", json=HELLO)).status_code == 200
     for path in ("/", "/health/", "/v1/models/", "/v1/models/tiny/"):
         assert (await http.get(path)).status_code == 200, path

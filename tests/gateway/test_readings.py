@@ -103,7 +103,7 @@ def cases() -> dict[str, list[tuple[list[str], list[str]]]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_requests_are_read_as_recorded(name: str) -> None:
+def test_each_recorded_request_of_an_api_is_translated_as_recorded(name: str) -> None:
     if "TURNKEEP_TEST_RECORD" in os.environ:
         parts = []
         for heading, below in cases().items():

@@ -140,7 +140,7 @@ def recorded() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("api", APIS)
-def test_an_answer_and_its_stream_are_written_as_recorded(api: str, name: str) -> None:
+def test_each_api_writes_an_answer_and_its_stream_as_recorded(api: str, name: str) -> None:
     if "TURNKEEP_TEST_RECORD" in os.environ:
         parts = [f"### {one}: {name_}\n{written(one, name_)}\n" for one in APIS for name_ in ANSWERS]
         FILE.write_text("".join(parts))
@@ -181,7 +181,7 @@ CUT = ("incomplete", {"reason": "max_output_tokens"})
         ("given_up", "length", "max_tokens", CUT),
     ],
 )
-def test_each_finish_reason_maps_to_one_of_each_api(
+def test_each_finish_reason_maps_to_the_finish_reason_or_status_of_each_api(
     reason: str, in_chat: str, in_messages: str, in_responses: tuple[str, Any]
 ) -> None:
     (choice,) = chat.whole(asked(), "x", 5, [generated(reason)])["choices"]

@@ -230,7 +230,7 @@ async def test_api_keys_of_two_tenants_share_no_sessions_and_a_wrong_key_is_refu
     assert tenants == {"acme", "umbrella"}
 
 
-async def test_a_turn_that_a_removed_session_has_refused_is_not_left_in_its_log(
+async def test_a_turn_that_a_removed_session_refused_does_not_stay_in_the_log(
     worker: Any, gateway: Any, served: Any
 ) -> None:
     """Another gateway or an operator has removed the session; the turn is answered in a new one."""
@@ -245,7 +245,9 @@ async def test_a_turn_that_a_removed_session_has_refused_is_not_left_in_its_log(
             await asyncio.sleep(0.05)
 
 
-async def test_a_new_gateway_removes_what_a_removed_session_has_refused(worker: Any, gateway: Any) -> None:
+async def test_a_new_gateway_deletes_requests_from_the_log_that_a_removed_session_refused(
+    worker: Any, gateway: Any
+) -> None:
     session, secret = worker.client.session(f"gw-{'0' * 32}"), b"a late secret"
     await session.append(text="x")
     await session.close(forget=True)
@@ -352,7 +354,9 @@ async def test_what_cannot_be_served_is_refused_with_a_sentence_and_the_field_at
             assert field == param, (path, fields)
 
 
-async def test_token_counts_are_refused_as_the_answer_would_be(http: httpx2.AsyncClient) -> None:
+async def test_an_invalid_request_to_count_tokens_is_refused_like_one_for_an_answer(
+    http: httpx2.AsyncClient,
+) -> None:
     answer = await http.post(f"{MESSAGES}/count_tokens", json=USUAL[MESSAGES] | saying(7))
     assert (answer.status_code, "with a type" in refusal(MESSAGES, answer.json())[0]) == (400, True)
 

@@ -83,7 +83,9 @@ async def chat(served: Any, messages: list[Any], headers: dict[str, str]) -> tup
 
 
 @pytest.mark.serves("calling_model")
-async def test_a_header_keeps_a_conversations_kv_off_the_disk(worker: Any, served: Any) -> None:
+async def test_the_header_x_turnkeep_snapshots_none_keeps_a_conversations_kv_off_the_disk(
+    worker: Any, served: Any
+) -> None:
     """Its sessions are continued only by requests with the header; each key's request has it, too."""
     said, name, how = await chat(served, [HELLO], UNSAVED)
     assert how == "begun"
@@ -106,7 +108,9 @@ async def test_a_header_keeps_a_conversations_kv_off_the_disk(worker: Any, serve
 
 
 @pytest.mark.serves("calling_model")
-async def test_another_value_of_the_header_is_refused(served: Any, http: Any) -> None:
+async def test_a_value_of_the_header_x_turnkeep_snapshots_other_than_none_is_refused(
+    served: Any, http: Any
+) -> None:
     body = {"model": "m", "messages": [HELLO], "max_tokens": 2}
     refused = await http.post("/v1/chat/completions", json=body, headers={"x-turnkeep-snapshots": "off"})
     assert refused.status_code == 400

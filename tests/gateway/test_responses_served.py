@@ -135,7 +135,9 @@ async def test_a_forked_conversation_continues_by_its_response_id_after_its_pare
         assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
 
 
-async def test_a_response_whose_fork_was_refused_has_its_conversation_once(worker: Any, served: Any) -> None:
+async def test_a_response_whose_fork_was_refused_lists_each_message_of_its_conversation_once(
+    worker: Any, served: Any
+) -> None:
     first, _ = await ask(served, "One?")
     await worker.client.session(f"gw-{first.id.removeprefix('resp_')[:32]}").close()
     said = [user("One?"), {"role": "assistant", "content": first.output_text}, user("Two?")]
@@ -144,7 +146,7 @@ async def test_a_response_whose_fork_was_refused_has_its_conversation_once(worke
     assert len((await served.openai.responses.input_items.list(second.id)).data) == 3
 
 
-async def test_input_items_may_be_given_by_their_ids(served: Any) -> None:
+async def test_input_items_of_the_responses_api_may_be_given_by_their_ids(served: Any) -> None:
     """The AI SDK for JavaScript sends ids instead of items."""
     first, _ = await ask(served, "One?")
     thought = {"type": "reasoning", "id": "rs_1", "summary": []}

@@ -78,7 +78,7 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_a_long_check_is_made_once_but_a_schema_that_asks_for_it_often_allows_no_call(
+def test_one_long_schema_check_of_a_call_is_made_but_a_schema_that_repeats_it_allows_no_call(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema)

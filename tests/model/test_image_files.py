@@ -75,7 +75,7 @@ def near(image: Image.Image, at: tuple[int, int], shade: tuple[int, int, int]) -
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_the_four_formats_are_decoded(form: str) -> None:
+def test_images_in_each_of_the_four_supported_formats_are_decoded(form: str) -> None:
     image = decode(saved(halves(size=(32, 16)), form))
     assert (image.mode, image.size) == ("RGB", (32, 16))
     assert near(image, (4, 4), RED)
@@ -83,7 +83,7 @@ def test_the_four_formats_are_decoded(form: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
-def test_all_kinds_of_pixels_become_colours(mode: str) -> None:
+def test_images_with_every_kind_of_pixels_are_converted_to_rgb(mode: str) -> None:
     if mode == "I;16":
         grey = np.full((8, 16), 200 << 8, np.uint16)
         assert near(decode(saved(Image.fromarray(grey))), (3, 3), (200, 200, 200))
@@ -92,7 +92,7 @@ def test_all_kinds_of_pixels_become_colours(mode: str) -> None:
     assert decode(saved(image, "JPEG" if mode == "CMYK" else "PNG")).mode == "RGB"
 
 
-def test_what_is_transparent_is_white() -> None:
+def test_transparent_pixels_of_an_image_become_white() -> None:
     image = halves("RGBA")
     image.putpixel((1, 1), (0, 0, 0, 0))
     image.putpixel((2, 2), (0, 0, 0, 128))
@@ -105,7 +105,7 @@ def test_what_is_transparent_is_white() -> None:
 
 
 @pytest.mark.parametrize("form", ["GIF", "MPO"])
-def test_the_first_frame_of_a_gif_and_the_main_picture_of_a_camera_is_taken(form: str) -> None:
+def test_the_first_frame_of_a_gif_and_the_main_image_of_a_camera_file_are_used(form: str) -> None:
     """Many phones write the picture and a small or brighter one into one JPEG file: an MPO."""
     assert near(decode(_animated(form)), (3, 3), RED)
 
@@ -117,7 +117,7 @@ def _camera(orientation: int, form: str, **options: Any) -> bytes:
 
 
 @pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
-def test_every_orientation_of_every_format_is_turned(form: str) -> None:
+def test_an_image_is_turned_upright_for_every_orientation_tag_in_every_format(form: str) -> None:
     for orientation in range(10):
         image = decode(_camera(orientation, form))
         assert image.size == ((32, 64) if orientation in (5, 6, 7, 8) else (64, 32))
@@ -126,12 +126,12 @@ def test_every_orientation_of_every_format_is_turned(form: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF data")
-def test_a_picture_with_broken_notes_is_decoded() -> None:
+def test_an_image_with_broken_exif_data_is_decoded() -> None:
     for exif in (b"Exif\0\0" + b"\xff" * 40, b"Exif\0\0II*\0\x08\0\0\0\xff\xff" + b"\xff" * 40):
         assert near(decode(saved(halves(size=(64, 32)), "JPEG", exif=exif)), (4, 4), RED)
 
 
-def test_colours_of_16_bits_lose_the_low_ones() -> None:
+def test_colours_of_16_bits_are_reduced_to_their_high_8_bits() -> None:
     deep = b"\xc8\x00\x10\xff\x20\x80"
     for kind, row in ((2, deep * 4), (6, (deep + b"\xff\xff") * 4), (6, (deep + b"\0\0") * 4)):
         whole = bytearray(png(4, 4, kind=kind, data=(b"\0" + row) * 4))
@@ -226,7 +226,7 @@ def image_processor(taught_model: Path) -> ImageProcessor:
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(
+def test_a_broken_image_file_is_refused_in_one_sentence_and_with_little_memory(
     name: str, image_processor: ImageProcessor
 ) -> None:
     data = BROKEN[name]()
@@ -238,7 +238,7 @@ def test_a_bad_file_is_refused_in_a_sentence_and_without_much_memory(
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 << 10
 
 
-def test_changed_bytes_anywhere_give_an_image_or_an_image_error() -> None:
+def test_an_image_file_with_changed_bytes_anywhere_is_decoded_or_refused_with_an_image_error() -> None:
     rng = random.Random(7)
     for form in ("PNG", "JPEG", "WEBP", "GIF"):
         whole = saved(halves(size=(32, 32)), form)
@@ -250,7 +250,9 @@ def test_changed_bytes_anywhere_give_an_image_or_an_image_error() -> None:
                 assert decode(bytes(data)).mode == "RGB"
 
 
-def test_the_limits_are_those_that_the_messages_name(monkeypatch) -> None:
+def test_an_image_at_the_pixel_limit_is_decoded_and_a_larger_one_is_refused_with_the_limit(
+    monkeypatch,
+) -> None:
     monkeypatch.setattr(image_file, "MOST_PIXELS", 16 * 8)
     assert decode(saved(halves())).size == (16, 8)
     with pytest.raises(ImageError, match="17 x 8 pixels; the most are 128 in all"):

@@ -279,7 +279,7 @@ def test_the_content_of_a_message_never_becomes_a_special_token(
                 assert read(tokenizer, tokens) == read(tokenizer, full(tokenizer, messages)), injection
 
 
-def test_a_template_that_looks_at_contents_writes_the_same_text_if_they_spell_special_tokens(
+def test_a_template_that_inspects_contents_renders_special_tokens_spelled_in_them_as_the_same_text(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["looking"]

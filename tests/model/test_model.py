@@ -173,7 +173,7 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
-def test_a_config_that_is_not_that_of_the_weights_is_refused_in_one_short_line(
+def test_a_config_that_does_not_match_the_weights_is_refused_in_one_short_line(
     folder: Path, fields: dict[str, Any], said: str
 ) -> None:
     change(folder, **fields)
@@ -328,7 +328,7 @@ def tiny_copy(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", READ.values(), ids=READ)
-def test_a_folder_as_other_programs_leave_it_is_read(
+def test_a_model_folder_is_loaded_as_other_programs_leave_it(
     tiny_model: Path, tiny_copy: Path, tmp_path: Path, change: Callable[[Path], Path]
 ) -> None:
     changed, tokens = change(tiny_copy), mx.array([[3, 4, 5]])

@@ -63,7 +63,7 @@ def check(family: str, text: str, wanted: list[tuple[str, Any]], said: str = "")
     ],
     ids=lambda one: str(one[0]),
 )
-def test_a_call_in_python_syntax_counts_though_it_is_not_quite_python(
+def test_a_tool_call_in_almost_valid_python_syntax_still_counts(
     around: tuple[str, str], code: str, wanted: list[tuple[str, Any]]
 ) -> None:
     family, form = around
@@ -113,7 +113,7 @@ def test_a_call_in_python_syntax_counts_though_it_is_not_quite_python(
     ],
     ids=lambda one: str(one[0]),
 )
-def test_a_call_between_markers_counts_though_it_is_not_quite_json(
+def test_a_tool_call_in_almost_valid_json_between_markers_still_counts(
     around: tuple[str, str], body: str, wanted: list[tuple[str, Any]]
 ) -> None:
     family, form = around
@@ -212,7 +212,7 @@ def long(text: str) -> str:
         ),
     ],
 )
-def test_a_call_counts_in_spite_of_a_slip_in_its_familys_own_form(
+def test_a_tool_call_with_a_small_error_in_its_model_familys_own_format_still_counts(
     family: str, text: str, wanted: list[tuple[str, Any]]
 ) -> None:
     assert calls_in(family, long(text), TOOLS) == wanted
@@ -238,7 +238,7 @@ def test_a_call_counts_in_spite_of_a_slip_in_its_familys_own_form(
     ],
 )
 @pytest.mark.parametrize("family", ["qwen3_coder", "seed_oss"])
-def test_a_call_between_tags_counts_though_a_tag_is_missing(
+def test_a_tool_call_between_tags_still_counts_if_one_tag_is_missing(
     family: str, lines: str, wanted: list[tuple[str, Any]]
 ) -> None:
     begin, end = (
@@ -281,7 +281,7 @@ def test_text_behind_a_call_whose_end_marker_is_missing_stays_text(family: str, 
     assert outcome(splitter(family, tools=TOOLS), [text])[0].strip() == more
 
 
-def test_the_marks_around_a_kimi_k3_answer_are_no_text() -> None:
+def test_the_markers_around_a_kimi_k3_answer_are_not_part_of_its_text() -> None:
     text, call = (
         "<o>response<s>Well.<c>response<s>",
         '<o>tools<s><o>call tool="clock"<s><c>call<s><c>tools<s>',
@@ -316,7 +316,7 @@ def test_the_marks_around_a_kimi_k3_answer_are_no_text() -> None:
         ("kimi_k2", "<|tool_call_begin|> begins a call"),
     ],
 )
-def test_a_doubtful_or_a_quoted_call_stays_text(family: str, text: str) -> None:
+def test_an_ambiguous_or_quoted_tool_call_stays_text(family: str, text: str) -> None:
     assert calls_in(family, text, TOOLS) == []
     assert outcome(splitter(family, tools=TOOLS), [wide(text)])[0].strip() == text
 
@@ -330,7 +330,7 @@ def test_a_tool_call_is_streamed_as_soon_as_it_is_complete() -> None:
         assert len(splitter(family, tools=TOOLS).push(text).calls) == 1, family
 
 
-def test_a_call_behind_a_code_block_or_in_one_that_begins_the_answer_counts() -> None:
+def test_a_tool_call_counts_after_a_code_block_and_inside_one_that_begins_the_answer() -> None:
     call = f"<tool_call>{JSON}</tool_call>"
     for text in (
         f"```\n{call}\n```",
@@ -342,7 +342,7 @@ def test_a_call_behind_a_code_block_or_in_one_that_begins_the_answer_counts() ->
 
 
 @pytest.mark.parametrize("family", ["json_tools", "mistral_args", "kimi_k3", "minimax_m2", "deepseek_v31"])
-def test_calls_with_slips_in_reasoning_are_no_calls(family: str) -> None:
+def test_malformed_tool_calls_inside_reasoning_stay_part_of_the_reasoning(family: str) -> None:
     opens, closes = markup(family).reasoning or ("", "")
     for body in (f"<tool_call>{JSON}}}</tool_call>", BASH, '<invoke name="clock"></invoke>'):
         said, thought, calls, _ = outcome(splitter(family, tools=TOOLS), f"{opens}{body}{closes}Well.")

@@ -289,7 +289,7 @@ def test_a_call_is_found_however_its_text_is_divided_into_streamed_pieces(family
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_special_tokens_of_a_call_are_markers_and_others_before_it_are_not(family: str) -> None:
+def test_special_tokens_count_as_markers_inside_a_tool_call_but_not_before_it(family: str) -> None:
     """Each tag is taken for a special token, and left out if it is no marker where it stands."""
 
     def markers(one: Splitter, text: str) -> Iterator[str]:

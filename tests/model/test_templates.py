@@ -249,7 +249,7 @@ def test_a_rewind_to_a_position_at_which_a_message_ended_inside_a_token_keeps_al
     assert added == Addition(boundary, chat.encode("p"))
 
 
-def test_a_character_of_which_only_some_bytes_stay_the_same_is_replaced_as_a_whole(
+def test_if_a_template_rewrites_some_bytes_of_a_character_all_tokens_of_it_are_replaced(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     chat = Chat(tokenizers["thoughts"])

@@ -315,7 +315,9 @@ async def test_a_long_conversation_is_paged_from_its_end(local_worker: Start) ->
     assert (await part(worker.client, "none", 3)) == ([], None)
 
 
-async def test_a_turn_says_where_another_answer_to_it_begins(local_worker: Start) -> None:
+async def test_the_console_gets_the_position_at_which_another_answer_to_a_turn_would_begin(
+    local_worker: Start,
+) -> None:
     """Also the first turn of a page, and none after which the template has changed what was before it."""
     worker = await local_worker()
     session = worker.client.session("s")
@@ -410,7 +412,7 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
-async def test_an_export_leaves_no_file_with_the_conversation_whatever_range_is_asked_for(
+async def test_the_console_leaves_no_temporary_file_of_an_export_whatever_range_is_asked_for(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()
@@ -488,7 +490,7 @@ async def test_a_conversation_is_exported_as_markdown_and_as_json(local_worker: 
             assert answer.status_code == 404
 
 
-async def test_a_question_passes_on_options_and_another_answer_is_sampled_at_0_7_unless_one_is_chosen(
+async def test_a_console_question_passes_on_its_options_and_another_answer_defaults_to_temperature_0_7(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -586,7 +588,7 @@ async def test_the_console_refuses_invalid_requests_and_they_change_nothing_in_t
     assert await worker.client.log() == before
 
 
-async def test_streamed_chunks_equal_the_recorded_answer_and_a_repeated_id_runs_only_once(
+async def test_chunks_streamed_by_the_console_equal_the_recorded_answer_and_a_repeated_id_runs_only_once(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -667,7 +669,9 @@ async def test_a_console_stream_without_tokens_says_what_the_answer_waits_for(
     await stream.aclose()
 
 
-async def test_a_long_message_is_counted_with_its_conversation_before_it_is_sent(local_worker: Start) -> None:
+async def test_the_console_counts_the_tokens_of_a_long_message_and_says_why_it_exceeds_the_context(
+    local_worker: Start,
+) -> None:
     client = (await local_worker()).client
     async with opened(client) as page:
         alone = await page.post("s/count", {"text": "word " * 1000})
@@ -755,7 +759,7 @@ async def test_the_console_ends_a_stream_whose_client_does_not_read(monkeypatch:
     assert left.is_set()
 
 
-def test_the_pages_files_contain_no_url_of_another_host_and_insert_no_html() -> None:
+def test_the_console_page_contains_no_url_of_another_host_and_inserts_no_html() -> None:
     text = "".join(file.read_text() for file in PAGE.iterdir())
     assert set(re.findall(r"https?://[^\"'\s]+", text)) == {
         "http://www.w3.org/2000/svg",
@@ -823,7 +827,7 @@ async def test_turnkeep_console_shows_the_workers_on_its_prefix_and_their_gatewa
     assert re.search(r"turnkeep launch --data-dir \S+$", place["launch"])
 
 
-def test_console_tokens_differ_by_tenant_and_derive_from_the_token_of_the_workers_own_server(
+def test_console_access_tokens_differ_by_tenant_and_derive_from_the_token_of_the_workers_own_server(
     tmp_path: Path,
 ) -> None:
     own, other = Settings(data_dir=tmp_path), Settings(data_dir=tmp_path, nats="nats://127.0.0.1:4222")
@@ -837,7 +841,7 @@ def test_console_tokens_differ_by_tenant_and_derive_from_the_token_of_the_worker
     assert token_of(other, "a") != token_of(other, "a")
 
 
-async def test_the_option_open_opens_the_console_in_a_foreground_browser_without_showing_its_token(
+async def test_console_open_serves_while_the_browser_blocks_and_keeps_the_token_out_of_its_arguments(
     nats_url: str, tmp_path: Path
 ) -> None:
     browser, opened_, end = (tmp_path / name for name in ("browser", "opened", "end"))
@@ -855,7 +859,7 @@ async def test_the_option_open_opens_the_console_in_a_foreground_browser_without
     end.touch()
 
 
-async def test_on_macos_the_console_is_opened_by_the_command_open(
+async def test_on_macos_the_option_open_opens_the_console_with_the_command_open(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = tmp_path / "opened"

@@ -91,7 +91,7 @@ x = "s"  # why
         ("[ ] a", [["p", {}, "[ ] a"]]),
     ],
 )
-def test_items_of_a_list_of_tasks_begin_with_boxes(text: str, blocks: Any) -> None:
+def test_items_of_a_task_list_in_markdown_begin_with_checkboxes(text: str, blocks: Any) -> None:
     assert list(rendered(text)) == blocks
 
 
@@ -104,7 +104,7 @@ def test_items_of_a_list_of_tasks_begin_with_boxes(text: str, blocks: Any) -> No
         ("javascript://a.b, xhttp://c.d, http://", []),
     ],
 )
-def test_bare_links_to_web_pages_lead_there(text: str, links: list[str]) -> None:
+def test_bare_web_addresses_in_an_answer_become_links(text: str, links: list[str]) -> None:
     assert re.findall(r'"a", {"href": "([^"]*)"}', json.dumps(rendered(text))) == links
     assert plain(["", {}, *rendered(text)]) == re.sub(r"[`*]|\[|\]\(.*\)", "", text)
 
@@ -147,7 +147,7 @@ HALF = ROW.format("<mfrac><mrow><mn>1</mn></mrow><mrow><mn>2</mn></mrow></mfrac>
         (f"${'x' * 4001}$", f"<p><code>{'x' * 4001}</code></p>"),
     ],
 )
-def test_formulas_become_mathml_and_others_stay_text(text: str, shown: str) -> None:
+def test_supported_formulas_become_mathml_and_others_stay_text(text: str, shown: str) -> None:
     assert "".join(map(elements, rendered(text))) == shown
 
 
@@ -162,7 +162,7 @@ def test_the_lines_of_aligned_equations_are_rows_and_a_boxed_answer_has_a_box() 
 @pytest.mark.parametrize(
     "name", [r"\href{javascript:alert(1)}", r"\style{color:red}", r"\class{top}", r"\text"]
 )
-def test_a_formula_has_no_links_styles_or_markup(name: str) -> None:
+def test_a_formula_cannot_put_links_styles_or_markup_into_the_page(name: str) -> None:
     shown = rendered(f"${name}{{<script>alert(1)</script>&lt;img&gt;}}$")
     assert set(re.findall(r'"(\w+)": "', json.dumps(shown))) <= {"display", "stretchy", "fence", "form"}
     assert not {"script", "img", "a"} & set(_tags(shown))
@@ -240,7 +240,7 @@ PNG = png(1)
 DIGEST = sha256(PNG).hexdigest()
 
 
-async def test_a_question_with_images_is_shown_with_the_digests_by_which_their_files_are_served(
+async def test_the_console_shows_a_question_with_the_digests_by_which_the_files_of_its_images_are_served(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -311,7 +311,9 @@ async def test_the_console_serves_each_image_as_an_image_whatever_else_is_in_its
         assert (answer.headers["content-type"], answer.content) == (kind, file)
 
 
-async def test_a_turns_figures_have_the_tokens_of_its_images(local_worker: Start, tmp_path: Path) -> None:
+async def test_the_costs_of_a_turn_include_the_tokens_of_its_images(
+    local_worker: Start, tmp_path: Path
+) -> None:
     tiny_seeing.write("smolvlm", tmp_path / "model")
     template = (
         "{% for one in messages %}{% if one.content is string %}{{ one.content }}{% else %}<image>{% endif %}"
@@ -385,13 +387,13 @@ def rows(forks: Forks) -> list[SessionRow]:
         ({"a": ("b", 7, True), "b": ("a", 7, True)}, "a", {}),
     ],
 )
-def test_a_message_has_a_switch_where_variants_part(
+def test_the_console_shows_a_switch_at_each_message_where_variants_of_a_conversation_differ(
     forks: Forks, name: str, at: dict[int, tuple[str, ...]]
 ) -> None:
     assert variants(name, rows(forks)).at == at
 
 
-def test_variants_are_one_row_with_the_first_words_of_the_conversation() -> None:
+def test_the_session_list_shows_the_variants_of_a_conversation_as_one_row_with_its_first_words() -> None:
     there = rows({"a": None, "b": None, "a-v2": ("a", 7, True), "c": ("a", 7, False), "b-v2": None})
     shown = [(row.session, row.begins) for row in joined(there, there)]
     assert shown == [

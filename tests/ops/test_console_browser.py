@@ -379,7 +379,7 @@ async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_each_page_of_the_console_works_with_a_keyboard_and_a_screen_reader(
+async def test_each_console_page_works_with_a_keyboard_and_a_screen_reader(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client
@@ -494,7 +494,7 @@ def a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(browser: Browse
         a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed,
     ],
 )
-async def test_a_walk_through_a_page(
+async def test_a_user_can_do_the_tasks_of_each_console_page_in_a_browser(
     browser: Browser,
     local_worker: Callable[..., Awaitable[LocalWorker]],
     walk: Callable[[Browser, str], None],
@@ -514,7 +514,7 @@ async def test_a_walk_through_a_page(
     SHELF.pulled.clear()
 
 
-async def test_images_are_chosen_pasted_and_dropped_shown_small_and_enlarged_by_a_click(
+async def test_the_console_takes_images_by_choice_paste_and_drop_and_enlarges_them_by_a_click(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], tmp_path: Path
 ) -> None:
     worker = await local_worker()

@@ -117,7 +117,7 @@ async def test_a_session_with_over_a_thousand_log_entries_is_imported_whole_into
     assert (await worker.client.stored.subjects("default", "garden"))[KEY] == {"in": 600, "out": 600}
 
 
-async def test_an_input_of_more_token_ids_than_a_message_of_the_log_has_is_stored_and_copied_in_parts(
+async def test_an_input_of_more_token_ids_than_one_log_message_can_hold_is_stored_and_copied_in_parts(
     local_worker: Start, endless_model: Path, tmp_path: Path
 ) -> None:
     tokens = [128 + (7 * i + i // 131) % 130 for i in range(7000)]  # two bytes each
@@ -440,7 +440,7 @@ async def no_purge(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(("is_stored", "is_removed"), [(True, True), (False, True), (True, False)])
-async def test_an_import_whose_acknowledgement_is_lost_removes_what_it_stored_or_names_the_rest(
+async def test_an_import_whose_acknowledgement_is_lost_removes_what_it_stored_or_names_what_is_left(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stored: bool, is_removed: bool
 ) -> None:
     """If nothing was stored, a session that another client has begun under this name stays."""

@@ -85,7 +85,9 @@ def test_every_field_of_the_metrics_message_is_exported() -> None:
 
 
 @pytest.mark.parametrize("field", Totals.__struct_fields__)
-def test_each_field_of_totals_is_in_the_message_and_in_prometheus_without_further_code(field: str) -> None:
+def test_each_field_of_totals_is_in_the_metrics_message_and_in_prometheus_without_further_code(
+    field: str,
+) -> None:
     telemetry = Telemetry()
     setattr(telemetry.totals, field, 7)
     [(name, figure)] = [(name, figure) for name, path, figure in FIGURES if path == field]
@@ -151,7 +153,7 @@ def test_a_silent_worker_is_exported_as_down_then_removed_while_others_stay() ->
     assert "w2" in page(fleet)
 
 
-def test_a_worker_that_returns_with_another_model_is_exported_once() -> None:
+def test_a_worker_that_returns_with_another_model_is_exported_only_under_that_model() -> None:
     fleet = Fleet(60)
     fleet.hear(metrics("w1"))
     fleet.hear(structs.replace(metrics("w1"), model="large"))

@@ -46,7 +46,7 @@ def appended(seq: int, **more: Any) -> dict[str, Any]:
     return {"type": "appended", "id": "x", "seq": seq, "position": 1, **SIZES, **more}
 
 
-def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_times_of_others() -> None:
+def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_timing_of_the_others() -> None:
     record = record_of(
         entry(1, "in", APPEND, 10),
         entry(2, "in", {**APPEND, "id": "b", "expect_position": 3}, 11),
@@ -69,7 +69,7 @@ def test_a_replay_leaves_out_requests_that_changed_nothing_and_keeps_the_times_o
     assert record.begin == first[0].asked.stored
 
 
-def test_a_replay_leaves_out_a_cancelled_empty_answer_but_keeps_one_that_was_to_have_no_tokens() -> None:
+def test_a_replay_leaves_out_an_empty_cancelled_answer_but_keeps_one_with_max_tokens_0() -> None:
     generated = {"type": "generated", "id": "x", "position": 1, "text": "", "tokens": [], "kv_live_bytes": 1}
     counts = {"usage": dict.fromkeys(COUNTS, 1), "seconds": SECONDS}
     said = generated | counts
@@ -104,7 +104,7 @@ def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forge
     assert [getattr(one.request, "forget", None) for one in kept] == [None, False, None]
 
 
-def test_a_time_range_selects_entries_before_its_end_of_sessions_that_began_in_it() -> None:
+def test_a_time_range_selects_sessions_that_began_in_it_with_their_entries_before_its_end() -> None:
     log = paired(KEY, [entry(seq, "in", APPEND, at_s) for seq, at_s in ((1, 0), (2, 5), (3, 9))])
     first, second, third = (one.entry.stored for one in log.asked)
     assert [one.entry.seq for one in within(log, None, None).asked] == [1, 2, 3]
@@ -143,7 +143,7 @@ def difference(*, was: Any = None, now: Any = None, told: dict[str, Any] | None 
 OTHER_TOKEN = {"tokens": [1, 3], "text": "ac"}
 
 
-def test_the_first_difference_names_its_session_request_token_and_both_texts() -> None:
+def test_the_first_difference_of_a_replay_names_its_session_request_token_and_both_texts() -> None:
     assert difference() is None
     found = difference(told=OTHER_TOKEN)
     assert found is not None
@@ -192,7 +192,7 @@ def test_the_first_difference_names_its_session_request_token_and_both_texts() -
         ({}, {}, {**REFUSED, "code": "internal", "message": "no"}, "the replaying worker: internal: no"),
     ],
 )
-def test_the_cause_of_a_difference_is_derived_from_the_two_results(
+def test_the_likely_cause_of_a_difference_in_a_replay_is_derived_from_the_two_results(
     was: Any, now: Any, told: Any, cause: str
 ) -> None:
     found = difference(was=was, now=now, told=told)

@@ -89,7 +89,7 @@ async def test_sessions_are_listed_the_same_after_their_answered_requests_have_l
     await raw.close()
 
 
-async def test_a_session_is_waiting_while_a_request_before_a_cancelled_one_has_no_result(
+async def test_a_session_is_listed_as_waiting_if_a_request_before_a_cancelled_one_has_no_result(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -185,7 +185,7 @@ async def test_more_sessions_than_fit_in_one_reply_of_the_nats_server_are_all_li
     assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
 
 
-async def test_the_command_sessions_lists_none_if_no_worker_has_made_a_log(nats_url: str) -> None:
+async def test_the_command_sessions_prints_an_empty_list_if_no_worker_has_made_a_log(nats_url: str) -> None:
     done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 
@@ -248,7 +248,7 @@ async def test_show_prints_each_request_of_a_conversation_with_its_result_and_co
         (Model(name="small", weights="2", tokenizer="2"), "by small, after small with another tokenizer"),
     ],
 )
-def test_a_change_of_model_is_named_by_what_differs_if_both_have_one_name(
+def test_show_says_what_differs_after_a_change_between_two_models_of_the_same_name(
     before: Model | None, says: str
 ) -> None:
     result = Appended(
@@ -383,7 +383,7 @@ async def test_an_imported_fork_shows_the_turns_of_its_parent_and_none_of_anothe
     assert history.messages == (expected.messages if history.is_whole else [])
 
 
-async def test_the_history_of_imported_sessions_that_name_each_other_as_parents_ends(
+async def test_reading_the_history_of_imported_sessions_that_name_each_other_as_parents_terminates(
     local_worker: Start, tmp_path: Path
 ) -> None:
     worker = await local_worker()
@@ -451,7 +451,7 @@ async def given_up(bitten: LocalWorker) -> list[dict[str, Any]]:
     return found
 
 
-async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
+async def test_the_command_dead_lists_a_request_that_was_given_up_and_shows_its_text(
     bitten: LocalWorker,
 ) -> None:
     (letter,) = await given_up(bitten)
@@ -467,7 +467,7 @@ async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
     assert "1 dead" in (await command("sessions", *where(bitten))).stdout
 
 
-async def test_a_retry_leaves_the_dead_letter_since_a_power_cut_may_lose_the_new_request(
+async def test_a_retry_keeps_the_dead_letter_since_a_power_cut_may_lose_the_new_request(
     bitten: LocalWorker,
 ) -> None:
     """So the request can be sent once more; by mistake it is not."""
@@ -483,7 +483,7 @@ async def test_a_retry_leaves_the_dead_letter_since_a_power_cut_may_lose_the_new
     assert (await dead(bitten, "retry", "s", "bad")).returncode == 0
 
 
-async def test_a_retry_is_refused_without_anyway_if_the_sessions_position_has_changed(
+async def test_a_retry_without_the_option_anyway_is_refused_if_the_sessions_position_has_changed(
     bitten: LocalWorker,
 ) -> None:
     await bitten.client.session("s").append(tokens=[5])
@@ -494,7 +494,7 @@ async def test_a_retry_is_refused_without_anyway_if_the_sessions_position_has_ch
     assert (await dead(bitten, "retry", "s", "bad", "--anyway")).returncode == 0
 
 
-async def test_dropping_a_dead_letter_leaves_its_request_in_the_log(bitten: LocalWorker) -> None:
+async def test_dropping_a_dead_letter_keeps_its_request_in_the_log(bitten: LocalWorker) -> None:
     assert (await dead(bitten, "drop", "s", "bad")).returncode == 0
     done = await command("sessions", "--state", "dead", *where(bitten))
     assert done.stdout == "there are no dead letters\n"

@@ -154,7 +154,9 @@ async def unrefused(client: Client, heard: list[str], publish: list[str], subscr
     return [one for one in (*publish, *subscribe) if f'"{one.lower()}"' not in refused]
 
 
-async def test_a_tenant_can_neither_publish_as_others_nor_receive_what_is_anothers(server: Server) -> None:
+async def test_a_tenant_can_neither_publish_as_other_tenants_nor_receive_their_messages(
+    server: Server,
+) -> None:
     refused: list[str] = []
     beta = await server.raw("beta.client", refused)
     kinds = ("commit", "out", "chunk.g", "tok.g", "checkpoint", "attempt", "dead", "closed")

@@ -94,7 +94,7 @@ def of_gateway(name: str, **counts: object) -> GatewayMetrics:
     return structs.replace(message, **counts)
 
 
-def test_the_screen_sums_up_the_gateways_that_publish_in_one_line() -> None:
+def test_the_screen_of_top_sums_up_all_gateways_that_publish_in_one_line() -> None:
     clock = Clock()
     gateways = Gateways(clock)
     gateways.hear(of_gateway("a", answers={"begun": 2}, tokens={"reused": 3, "prefilled": 1}))
@@ -109,7 +109,7 @@ def test_the_screen_sums_up_the_gateways_that_publish_in_one_line() -> None:
     assert "gateway" not in "\n".join(screen(fleet_of(1)))
 
 
-def test_the_share_of_cached_tokens_counts_only_tokens_between_two_messages() -> None:
+def test_the_share_of_cached_tokens_counts_only_tokens_between_two_metrics_messages() -> None:
     before = {"uptime_s": 1.0, "cached_tokens": 90, "prefilled_tokens": 10}
     after = {"uptime_s": 2.0, "cached_tokens": 91, "prefilled_tokens": 13}
     assert figures(before).cached_share == 0.9
@@ -270,7 +270,7 @@ def test_a_forged_metrics_message_changes_nothing_that_exporter_top_and_console_
     assert samples(page(fleet))[key("resident_kv_bytes")] == 1024
 
 
-def test_a_bounded_number_of_a_workers_metrics_messages_is_kept_whatever_uptimes_they_state() -> None:
+def test_top_keeps_a_bounded_number_of_a_workers_metrics_messages_whatever_uptimes_they_state() -> None:
     for step_s in (0.0, 0.001, 0.1, 5.0):
         fleet = Fleet(60, window_s=60)
         for number in range(200):

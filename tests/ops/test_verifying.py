@@ -247,7 +247,7 @@ async def searched(worker: LocalWorker, *arguments: object) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-async def test_what_is_left_of_a_forgotten_session_is_found(
+async def test_cache_remains_finds_whatever_is_left_of_a_forgotten_session(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Entries and chunks of the log, files of KV under any name of a folder, and texts; else 0."""
@@ -281,7 +281,7 @@ async def test_what_is_left_of_a_forgotten_session_is_found(
     assert (await searched(worker))[0] == 0, "what came after it is not what was forgotten"
 
 
-async def test_entries_from_before_the_forget_are_found(
+async def test_cache_remains_finds_log_entries_of_a_forgotten_session_that_are_not_yet_removed(
     local_worker: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As long as the worker has not removed them."""

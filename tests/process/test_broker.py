@@ -115,7 +115,7 @@ async def test_the_nats_server_syncs_to_disk_as_often_as_the_settings_say(
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-async def test_a_nats_server_ends_with_its_owner_and_the_next_one_has_its_messages(
+async def test_a_nats_server_ends_with_the_process_that_started_it_and_the_next_one_has_its_messages(
     embed, started_owner, settings, how
 ):
     owner, pid = started_owner()

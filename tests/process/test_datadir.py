@@ -53,14 +53,16 @@ def test_on_macos_models_and_snapshots_are_kept_out_of_backups_once(tmp_path, mo
     assert asked == [["tmutil", "addexclusion", folder] for folder in (opened.models, opened.snapshots)]
 
 
-def test_another_spelling_of_a_data_directory_is_the_same_server(tmp_path):
+def test_a_data_directory_has_the_same_server_name_under_every_spelling_of_its_path(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     assert server_name(tmp_path / "link" / "data") == server_name(tmp_path / "real" / "data")
     assert server_name(tmp_path / "link") != server_name(tmp_path)
 
 
-def test_another_case_of_a_data_directory_is_the_same_where_the_disk_says_so(tmp_path, monkeypatch):
+def test_a_data_directory_in_another_case_of_letters_is_the_same_if_the_disk_ignores_case(
+    tmp_path, monkeypatch
+):
     stat = os.stat
     (tmp_path / "data").mkdir()
     assert not is_same(tmp_path / "DATA", tmp_path / "data")
@@ -115,7 +117,7 @@ def test_a_lock_file_that_is_still_empty_keeps_other_workers_out(tmp_path):
     opened.close()
 
 
-def test_a_running_worker_is_known_by_its_lock_and_not_by_its_clock(tmp_path):
+def test_a_running_worker_is_recognised_by_its_lock_whatever_the_time_of_the_lock_file(tmp_path):
     with DataDir.open(tmp_path, "first"):
         os.utime(tmp_path / "worker.lock", (0, 0))  # so it is if the clock was set after the start
         assert owner(tmp_path) == f"worker first (pid {os.getpid()})"
@@ -123,7 +125,7 @@ def test_a_running_worker_is_known_by_its_lock_and_not_by_its_clock(tmp_path):
     assert owner(tmp_path) is None
 
 
-def test_a_directory_can_be_locked_while_others_ask_who_has_it(tmp_path):
+def test_a_worker_can_lock_its_data_directory_while_others_ask_who_has_it(tmp_path):
     DataDir.open(tmp_path).close()
     asking = (
         "import sys\nfrom pathlib import Path\nfrom worker.process.datadir import owner\nprint(1, flush=True)"

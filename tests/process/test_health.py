@@ -156,7 +156,7 @@ async def test_a_worker_that_cannot_renew_its_membership_record_is_not_ready(
     await unready(worker.app)
 
 
-async def test_a_worker_whose_device_thread_hangs_says_so(
+async def test_a_worker_whose_device_thread_hangs_reports_it(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()
@@ -183,7 +183,7 @@ async def test_a_worker_whose_device_thread_hangs_says_so(
     await unready(worker.app)
 
 
-async def test_serve_is_ready_while_its_worker_answers_and_live_while_the_worker_reports(
+async def test_serve_is_ready_only_while_its_worker_answers_and_stays_live_while_the_worker_restarts(
     worker_process: Callable[..., WorkerProcess], endpoint: Endpoint
 ) -> None:
     process = worker_process("--health", str(endpoint))

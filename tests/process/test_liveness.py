@@ -158,7 +158,7 @@ async def test_a_dead_workers_name_becomes_free_for_other_workers_after_a_while(
     assert (await other._holder())[0].boot == other.me.boot
 
 
-async def test_only_one_of_several_workers_that_start_together_under_one_name_serves(members):
+async def test_of_several_workers_that_start_together_under_one_name_only_one_serves(members):
     made = [await members("w", f"d{number}") for number in range(4)]
     outcomes = await asyncio.gather(*(one.join() for one in made), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes].count(BrokerError) == 3
@@ -173,7 +173,7 @@ async def test_workers_that_start_together_find_each_other_and_agree_which_one_i
     assert [one.is_first for one in made].count(True) == 1
 
 
-async def test_a_worker_that_slept_for_longer_than_its_record_lives_is_recorded_only_once_it_is_renewed(
+async def test_a_worker_that_slept_past_the_life_of_its_membership_record_does_not_hold_it_until_renewed(
     members, monkeypatch
 ):
     only = await members("one", "a")
@@ -215,7 +215,7 @@ async def test_a_worker_that_is_back_under_its_name_before_its_end_is_noticed_is
 
 
 @pytest.mark.parametrize("killed", ["d", "bcd", "bcdefghijklmn"])
-async def test_all_other_workers_miss_neighbours_that_die_together_within_a_second(members, killed):
+async def test_all_other_workers_notice_within_a_second_that_neighbours_died_together(members, killed):
     """Each pings only the next two; the others are told, or look as soon as a neighbour is silent."""
     made = {name: await members(name, name) for name in "abcdefghijklmno"}
     await asyncio.gather(*(one.join() for one in made.values()))
@@ -230,7 +230,7 @@ async def test_all_other_workers_miss_neighbours_that_die_together_within_a_seco
     assert not any(ended(one) for one in left)
 
 
-async def test_a_worker_that_another_one_only_seems_to_miss_stays_known(members):
+async def test_a_worker_that_another_one_wrongly_reports_as_gone_stays_known(members):
     """The other one's connection may go to another server of the cluster, with a cut between them."""
     first, second = await pair(members)
     await second._nc.publish(first.common_address("gone"), msgspec.json.encode(second.me))
@@ -239,7 +239,7 @@ async def test_a_worker_that_another_one_only_seems_to_miss_stays_known(members)
     assert not ended(first)
 
 
-async def test_a_running_worker_is_found_although_it_is_not_among_the_known_workers(members):
+async def test_a_running_worker_answers_that_it_runs_even_if_the_asking_worker_has_lost_track_of_it(members):
     """While a worker runs, a request that it has attempted has not crashed it."""
     first, second = await pair(members)
     first.others.clear()

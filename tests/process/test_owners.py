@@ -204,7 +204,7 @@ def member(name: str, **fields: Any) -> Member:
     return Member(name, "host", 1, name, boot=f"boot{name}", serves=True, **fields)
 
 
-def test_a_worker_that_ends_moves_only_its_own_sessions_to_all_of_the_others() -> None:
+def test_the_end_of_a_worker_moves_only_its_own_sessions_and_spreads_them_over_all_the_others() -> None:
     workers = [member(name) for name in "abcd"]
     keys = [SessionKey("t", f"s{number}") for number in range(400)]
     before = {key: chosen(workers, key) for key in keys}
@@ -257,7 +257,7 @@ async def test_all_workers_choose_the_same_worker_for_a_session(at: str) -> None
     assert (await owner("loop"))[1], "a forged log cannot keep a worker in a loop"
 
 
-async def test_a_worker_that_drains_is_asked_and_names_one_that_takes_its_sessions() -> None:
+async def test_a_draining_worker_is_asked_about_its_sessions_and_names_the_worker_that_takes_them() -> None:
     """It may be at work on the session, which only it knows."""
     drains, other, key = member("a", drains=True), member("b"), SessionKey("t", "s")
     assert (await owners_of(other, [drains], {"s": "a"}, {}).owner(key)).member == drains
@@ -267,7 +267,7 @@ async def test_a_worker_that_drains_is_asked_and_names_one_that_takes_its_sessio
     assert (await owners_of(drains, [also], {"s": "a"}, {}).owner(key)).member == drains
 
 
-async def test_a_forget_asks_each_other_worker_to_erase_and_believes_only_its_own_answer() -> None:
+async def test_a_forget_asks_every_other_worker_to_erase_and_trusts_only_the_answer_of_that_worker() -> None:
     answers = {"yes": b"true", "not yet": b"false", "also yes": b"true", "stops": b'"stops"'}
 
     async def request(address: str, *_: Any, **__: Any) -> Any:

@@ -88,7 +88,7 @@ def test_a_missing_nats_server_is_reported_before_a_model_is_converted(tmp_path:
     assert "GGUF" not in line
 
 
-def test_a_worker_without_a_terminal_logs_that_it_converts_a_model_and_in_no_colours(tmp_path: Path) -> None:
+def test_a_worker_without_a_terminal_logs_without_colours_that_it_converts_a_model(tmp_path: Path) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
     path = TinyLlama().write(tmp_path / "tiny.gguf")
@@ -98,7 +98,9 @@ def test_a_worker_without_a_terminal_logs_that_it_converts_a_model_and_in_no_col
     assert "\x1b" not in done.stderr
 
 
-def test_what_the_code_of_a_model_prints_is_no_report_of_its_worker(tmp_path: Path, tiny_model: Path) -> None:
+def test_serve_does_not_take_what_a_models_code_prints_for_a_report_of_the_worker(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     """Importing mlx-lm's olmo prints a line on standard output, and then exits."""
     olmo = shutil.copytree(tiny_model, tmp_path / "olmo")
     config = json.loads((olmo / "config.json").read_text())

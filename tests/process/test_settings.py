@@ -82,7 +82,9 @@ def test_the_flag_and_the_variable_of_each_setting_are_derived_from_its_name(tmp
         ("health", "box.example:9424", ("box.example", 9424)),
     ],
 )
-def test_a_value_may_be_written_in_common_ways_in_any_place(tmp_path, name, given, read):
+def test_a_setting_takes_the_common_spellings_of_its_value_from_flags_variables_and_the_file(
+    tmp_path, name, given, read
+):
     assert getattr(load({name: given}, {}, None, tmp_path), name) == read
     assert getattr(load({}, {f"TURNKEEP_{name.upper()}": given}, None, tmp_path), name) == read
     for value in (given, read) if isinstance(read, int | float) else (given,):

@@ -150,14 +150,18 @@ async def test_an_unused_model_is_unloaded_and_its_session_is_restored_later(hou
 
 
 @pytest.mark.process
-async def test_a_model_that_sees_says_so_before_it_is_loaded(house: Any, taught_model: Path) -> None:
+async def test_an_unloaded_model_is_listed_as_one_that_reads_images_if_it_does(
+    house: Any, taught_model: Path
+) -> None:
     at = await house(tiny=taught_model)
     listed = (await at.http.get("/v1/models")).json()["data"]
     assert [(one["id"], one["vision"]) for one in listed] == [("tiny", True), ("wide:1b", False)]
     assert at.workers() == {}
 
 
-async def test_requests_are_still_held_if_a_worker_dies_as_it_is_about_to_get_them(nats_url: str) -> None:
+async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_just_before_it_gets_them(
+    nats_url: str,
+) -> None:
     """The supervisor then cancels `end`."""
     nc, subjects, woken, heard = await nats.connect(nats_url), Subjects("held"), [], asyncio.Queue[bytes]()
     activator = Activator(nc, subjects, lambda: None, lambda: woken.append(1), never)  # type: ignore[arg-type, return-value]
@@ -209,7 +213,7 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
     await until(lambda: not at.workers())
 
 
-async def test_settings_that_are_read_again_hold_for_the_next_worker_too() -> None:
+async def test_reloaded_settings_apply_to_the_next_worker_process_too() -> None:
     alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
     await alone.reload(Settings(), {"a": Settings(max_disk=5)})
     (model,) = alone._models
@@ -341,7 +345,7 @@ async def test_a_model_whose_worker_never_gets_ready_is_tried_again_at_its_next_
     keeping.cancel()
 
 
-async def test_a_worker_that_has_served_for_seconds_is_started_again_at_once(
+async def test_a_worker_that_ends_after_it_has_served_for_a_while_is_started_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (1000.0, 1000.0))
@@ -358,7 +362,7 @@ async def test_a_worker_that_has_served_for_seconds_is_started_again_at_once(
     running.cancel()
 
 
-async def test_a_worker_that_fails_before_its_order_ends_serve_after_some_tries(
+async def test_serve_ends_if_its_worker_fails_five_times_in_a_row_before_it_is_ready(
     tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
@@ -398,7 +402,7 @@ async def test_the_model_of_a_worker_is_changed_even_while_requests_keep_coming(
     serving.cancel()
 
 
-async def test_workers_take_a_server_of_yours_for_one_that_syncs_every_two_minutes(
+async def test_workers_assume_that_an_external_server_syncs_every_two_minutes_unless_told_otherwise(
     tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does by default: so much a power cut may lose, which workers must not take for stored."""

@@ -29,7 +29,7 @@ SLEEP_S = 13.0
 
 
 @pytest.mark.process
-async def test_an_answer_goes_on_after_a_sleep_longer_than_a_worker_may_be_silent(
+async def test_an_answer_continues_after_the_machine_slept_longer_than_a_worker_may_be_silent(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     worker = worker_process()
@@ -55,7 +55,7 @@ async def test_an_answer_goes_on_after_a_sleep_longer_than_a_worker_may_be_silen
         assert "attempt" not in {entry.kind for entry in await client.log("asleep")}
 
 
-async def test_macos_is_kept_awake_only_while_requests_are_at_work(
+async def test_the_worker_keeps_macos_awake_only_while_requests_are_at_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = tmp_path / "caffeinate"
@@ -78,7 +78,9 @@ async def test_macos_is_kept_awake_only_while_requests_are_at_work(
     assert (tmp_path / "caffeinate.log").read_text() == 2 * f"-i -w {os.getpid()}\n"
 
 
-async def test_without_the_program_the_worker_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_runs_on_without_the_program_that_keeps_macos_awake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with anyio.move_on_after(0.1) as scope:
         await wakefulness.keep_awake(lambda: True)

@@ -198,7 +198,9 @@ async def test_turns_succeed_while_the_collector_is_down_and_spans_arrive_once_i
     assert [line["event"].split(" ")[0] for line in told] == ["spans", "the"]
 
 
-def test_turns_do_not_wait_for_a_hanging_collector_and_lost_spans_are_told(receiver: Receiver) -> None:
+def test_turns_do_not_wait_for_a_hanging_trace_collector_and_lost_spans_are_logged(
+    receiver: Receiver,
+) -> None:
     """More spans are made than fit into the queue."""
     taken, done = threading.Event(), threading.Event()
     take = receiver.take

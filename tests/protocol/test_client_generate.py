@@ -88,7 +88,7 @@ def subscriptions(client: Client) -> int:
     return sum(not sub.subject.startswith("_INBOX.") for sub in client._wire._nats._subs.values())
 
 
-async def test_awaiting_and_iterating_a_generation_at_once_sends_one_request(
+async def test_awaiting_and_iterating_a_generation_at_the_same_time_sends_one_request(
     client: Client, worker: FakeWorker
 ) -> None:
     generation = client.session("s1").generate(text="hi", max_tokens=6)
@@ -225,7 +225,7 @@ async def test_cancelling_a_task_cancels_the_answer_of_its_async_with_block(
     assert subscriptions(client) == 0
 
 
-async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_asks_and_reads_nothing(
+async def test_leaving_the_async_with_block_of_an_answered_or_unsent_request_sends_no_cancel(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cancelling = Cancelling(worker)
@@ -241,7 +241,7 @@ async def test_leaving_the_async_with_block_after_the_answer_or_before_sending_a
     assert (cancelling.num_asked, reads) == (0, [])
 
 
-async def test_leaving_the_async_with_block_of_an_unsent_request_does_not_send_it_again(
+async def test_leaving_the_async_with_block_of_a_request_that_was_not_stored_does_not_send_it_again(
     client: Client, server: NatsServer
 ) -> None:
     """No worker has ever run, so no stream stores the request; one starts within the time of the cancel."""
@@ -472,7 +472,7 @@ async def test_a_call_whose_request_was_the_log_s_last_entry_and_was_removed_rai
     assert time.monotonic() - begun_s > 1.0
 
 
-async def test_a_call_whose_request_the_server_has_lost_raises_although_another_has_its_sequence(
+async def test_a_call_whose_request_the_server_lost_raises_even_if_another_request_has_its_sequence(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Although requests before and after it, sent before or after the loss, are still there."""
@@ -520,7 +520,7 @@ async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_o
     assert (await client.session("s1").generate(text="hi", timeout_s=20)).text == TEXT
 
 
-async def test_checks_whether_requests_were_removed_run_concurrently_and_delay_no_other_call(
+async def test_checks_for_removed_requests_run_concurrently_and_delay_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each request is looked up twice, with a pause of 3 s between; a running answer goes on meanwhile."""
@@ -705,7 +705,7 @@ async def test_the_timeout_of_an_answer_counts_from_when_it_is_awaited(
     assert [one.text for one in await asyncio.gather(late.wait(), late.wait())] == [TEXT, TEXT]
 
 
-async def test_two_waiters_that_wait_again_after_each_timeout_time_out_no_more_often_than_that(
+async def test_two_waiters_that_wait_again_after_each_timeout_do_not_make_each_other_time_out_sooner(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = silent

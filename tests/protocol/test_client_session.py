@@ -342,7 +342,7 @@ async def test_a_connection_can_be_awaited_or_entered_by_async_with(server: Nats
             await client.session("s1").append(text="a")
 
 
-async def test_a_lost_server_raises_no_server_error_which_is_also_a_connection_error(
+async def test_the_error_for_a_lost_server_is_a_noservererror_and_also_a_connectionerror(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
     """It is a `NoWorkerError` like those for a closed client or no answer, which are no `ConnectionError`."""
@@ -594,7 +594,7 @@ async def test_a_request_above_the_size_limit_of_the_server_or_the_log_is_refuse
     assert (await client.session("s1").append(text="a")).tokens == 3
 
 
-async def test_publishing_for_another_tenant_or_with_wrong_credentials_raises_not_permitted(
+async def test_publishing_for_another_tenant_or_with_wrong_credentials_raises_a_notpermittederror(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("turnkeep_client.wire.FIRST_ACK_S", 0.2)

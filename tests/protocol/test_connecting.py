@@ -109,7 +109,7 @@ async def test_closing_a_client_while_it_reconnects_ends_its_reconnection_task(
     assert done
 
 
-async def test_a_question_to_a_worker_ends_soon_after_nats_is_lost_however_long_an_answer_may_take(
+async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_however_long_its_timeout_is(
     server: NatsServer,
 ) -> None:
     """Commands and gateways give a worker a minute, as it may have to load its model first."""
@@ -219,7 +219,7 @@ async def passage(server: NatsServer) -> AsyncIterator[Passage]:
 
 
 @pytest.mark.parametrize("size", [10, 500_000])
-async def test_requests_go_another_way_soon_after_a_server_has_fallen_silent(
+async def test_a_client_sends_requests_over_a_new_connection_soon_after_its_server_has_fallen_silent(
     passage: Passage, worker: FakeWorker, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also if the connection still has bytes to write."""
@@ -232,7 +232,7 @@ async def test_requests_go_another_way_soon_after_a_server_has_fallen_silent(
             await asyncio.gather(*(session.append(text="b" * size) for _ in range(20)))
 
 
-async def test_a_client_closes_although_its_server_has_fallen_silent(
+async def test_a_client_can_be_closed_although_its_server_has_fallen_silent(
     passage: Passage, worker: FakeWorker
 ) -> None:
     client = await connect(passage.url)

@@ -24,7 +24,9 @@ def picture(num_bytes: int) -> bytes:
     return b"\x89PNG" + os.urandom(num_bytes - 4)
 
 
-async def test_an_image_from_before_a_close_is_stored_again(client: Client, worker: FakeWorker) -> None:
+async def test_a_client_stores_an_image_again_that_it_had_stored_before_a_close_of_the_session(
+    client: Client, worker: FakeWorker
+) -> None:
     data = picture(99)
     digest = hashlib.sha256(data).hexdigest()
     await client._wire.store_images(KEY, {digest: data})
@@ -50,7 +52,9 @@ async def test_a_request_with_an_image_waits_like_others_while_the_nats_server_i
 
 
 @pytest.mark.parametrize("num_bytes", [1, PIECE_BYTES, PIECE_BYTES + 1, 5 * PIECE_BYTES])
-async def test_a_file_is_assembled_only_if_every_entry_is_what_its_name_says(num_bytes: int) -> None:
+async def test_an_image_is_assembled_from_its_log_entries_only_if_each_matches_the_digest_in_its_name(
+    num_bytes: int,
+) -> None:
     data = os.urandom(num_bytes)
     stored = dict(entries(data))
     *_, digest = stored

@@ -105,7 +105,9 @@ async def test_recorded_logs_are_read_as_the_typescript_client_reads_them(name: 
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_any_part_of_a_log_has_its_results_with_their_requests_and_the_later_requests() -> None:
+async def test_reading_any_part_of_a_log_gives_its_results_with_their_requests_and_its_waiting_requests() -> (
+    None
+):
     whole = await read(stream(), GARDEN)
     for start in range(1, 25):
         for end in range(start, 25):
@@ -125,7 +127,7 @@ async def test_a_log_is_read_from_its_end_in_parts_that_grow(monkeypatch: pytest
     assert parts[-1] == await read(stream(), GARDEN)
 
 
-async def test_a_request_is_read_that_is_answered_during_the_read() -> None:
+async def test_a_request_that_is_answered_while_the_log_is_read_is_not_missed() -> None:
     whole = await read(stream(), GARDEN)
     (*_, (asked, answered)) = pairs(whole)
     wire: Any = AnsweringWire(asked, answered)
@@ -134,7 +136,7 @@ async def test_a_request_is_read_that_is_answered_during_the_read() -> None:
     assert pairs(await first(LogStream(wire, Subjects()), GARDEN, 99)) == pairs(whole)
 
 
-async def test_an_entry_is_not_gone_that_only_a_lagging_replica_lacks() -> None:
+async def test_an_entry_that_only_a_lagging_replica_lacks_does_not_count_as_removed() -> None:
     wire: Any = LaggingWire()
     assert await LogStream(wire, Subjects()).get(SessionKey("default", "running"), "in", 26) is not None
 
@@ -146,7 +148,7 @@ async def test_of_two_results_of_a_request_the_first_one_counts() -> None:
     assert paired(GARDEN, [*entries, twice]).exchanges == log.exchanges
 
 
-async def test_a_log_is_the_same_without_the_requests_that_have_left_the_queue() -> None:
+async def test_a_log_reads_the_same_after_its_answered_requests_have_left_the_queue() -> None:
     whole = await read(stream(), GARDEN)
     answered = [one.asked.seq for one in whole.exchanges]
     assert await read(stream(*answered), GARDEN) == whole
@@ -193,7 +195,9 @@ class Connection:
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])
-async def test_a_batch_that_lost_a_message_with_the_connection_raises_a_timeout(missing: int | None) -> None:
+async def test_a_batch_of_log_reads_that_lost_a_message_with_the_connection_raises_a_timeout(
+    missing: int | None,
+) -> None:
     messages = [one for n, one in enumerate(WHOLE) if n != missing]
     gets = DirectGets(Connection([*messages, END]), timeout_s=1)  # type: ignore[arg-type]
     if missing is None:

@@ -46,11 +46,13 @@ def uncollected() -> Iterator[None]:
         ("AF", POWER_CUT._replace(queue_first=False)),
     ],
 )
-def test_all_interleavings_of_one_session_keep_the_invariants(program: str, rules: Rules) -> None:
+def test_all_interleavings_of_one_session_keep_the_invariants_of_the_protocol_model(
+    program: str, rules: Rules
+) -> None:
     Exploration(rules, [program]).explore()
 
 
-def test_two_sessions_together_have_the_states_that_each_has_alone() -> None:
+def test_in_the_protocol_model_two_sessions_together_have_exactly_the_states_that_each_has_alone() -> None:
     """So it is enough to explore each session with the steps of workers and server."""
     rules = CRASH._replace(reads_at_once=True)
     both = Exploration(rules, ["A", "A"])
@@ -62,7 +64,7 @@ def test_two_sessions_together_have_the_states_that_each_has_alone() -> None:
         assert {(both.shared[one[0]], both.sessions[one[at]]) for one in both.states} == states
 
 
-def test_what_the_model_forgets_of_stale_workers_changes_no_verdict() -> None:
+def test_dropping_stale_workers_makes_the_protocol_model_smaller_and_hides_no_violation() -> None:
     rules = CRASH._replace(num_losses=1)
     short, whole = (
         Exploration(one, ["A"]) for one in (rules, rules._replace(without=frozenset({"no rule"})))
@@ -108,7 +110,7 @@ def test_what_the_model_forgets_of_stale_workers_changes_no_verdict() -> None:
         ("a known id is not carried out again", "GR", CALM, "not the first of its id"),
     ],
 )
-def test_a_rule_that_is_left_out_of_the_model_is_missed(
+def test_leaving_any_rule_out_of_the_protocol_model_violates_an_invariant(
     without: str, program: str, rules: Rules, wrong: str
 ) -> None:
     with pytest.raises(ViolationError, match=wrong) as found:
@@ -117,7 +119,7 @@ def test_a_rule_that_is_left_out_of_the_model_is_missed(
 
 
 @pytest.mark.timeout(600)
-def test_each_step_of_the_simulation_is_a_step_of_the_model() -> None:
+def test_each_step_of_the_simulation_is_a_step_of_the_protocol_model() -> None:
     """In a process of its own, as histories end with coroutines that are closed unfinished."""
     command = [sys.executable, "-P", "-m", "tests.protocol_model", "--replay", "0", "--histories", "15"]
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "protocol")])}
@@ -162,7 +164,7 @@ FENCE = "Nats-Expected-Last-Subject-Sequence"
 
 
 @pytest.mark.parametrize("fault", ["", "fence", "twice", "too early", "removed", "lost"])
-def test_a_history_with_a_step_against_the_protocol_is_not_followed(fault: str) -> None:
+def test_the_protocol_model_rejects_a_history_with_a_step_against_the_protocol(fault: str) -> None:
     told = Told()
     events: list[Any] = [told("in", _asked(1)), told("in", _asked(2))]
     if fault == "removed":

@@ -242,7 +242,9 @@ async def test_a_repeated_request_gets_the_recorded_result_of_the_first_one(
     await check_goes_on(w, "s")
 
 
-async def test_what_an_invalid_request_was_is_known_once_it_is_only_in_its_result(wire: Start) -> None:
+async def test_the_text_of_an_invalid_request_is_still_shown_after_the_request_has_left_the_log(
+    wire: Start,
+) -> None:
     w = await wire()
     sent = [b"{no json", b'"\xff', b'"a"', b"x" * 5000, b"[" * 5000, b'{"type":"generate","id":"a","max":1}']
     seqs = [await w.publish("s", body) for body in sent]
@@ -396,7 +398,9 @@ async def test_invalid_messages_published_among_the_results_are_ignored(wire: St
     await check_goes_on(w, "s", "t")
 
 
-async def test_subscribers_of_out_get_exactly_the_results_that_the_log_stored(wire: Start) -> None:
+async def test_subscribers_of_a_sessions_out_subject_get_exactly_the_results_that_the_log_stored(
+    wire: Start,
+) -> None:
     """A result that the log rejects must not reach subscribers: another result may be stored instead."""
     w = await wire()
     seq = await w.publish("s", generate("a", text="eee", max_tokens=300))

@@ -138,7 +138,7 @@ async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
         ("falcon_h1", None, "5*[ArraysCache(2) KVCache]"),
     ],
 )
-async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_holds_in_some_only(
+async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_applies_to_some_only(
     local_worker, make_folder, kind, kv_bits, caches
 ) -> None:
     sizes = {"head_dim": 32, "sliding_window_pattern": 4} if kind != "falcon_h1" else {}

@@ -114,7 +114,9 @@ async def test_opening_a_long_session_reads_only_the_end_of_its_log(
     assert session.log.record.num_foreign == 0, "the worker's own log has no warning"
 
 
-async def test_checkpoints_have_only_what_the_session_has_gained_since_the_one_before(world: World) -> None:
+async def test_each_checkpoint_stores_only_what_the_session_has_gained_since_the_previous_one(
+    world: World,
+) -> None:
     """All that is read for the last one is at most twice the session, also if that is rewound often."""
     await converse(world, range(60))
     assert len(changes(world)) > 60 // EVERY - 3
@@ -129,7 +131,7 @@ async def test_checkpoints_have_only_what_the_session_has_gained_since_the_one_b
     assert_same((await opened(world)).history, (await whole(world)).history)
 
 
-async def test_the_memory_of_an_open_session_is_at_most_what_it_says_of_itself(
+async def test_an_open_session_takes_no_more_memory_than_it_reports(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes, counted = [], []
@@ -325,7 +327,9 @@ async def test_a_damaged_or_forged_checkpoint_is_ignored_and_logged_once(
 
 
 @both
-async def test_a_checkpoint_does_not_hide_that_the_log_lost_its_result(world: World) -> None:
+async def test_a_result_that_the_log_lost_is_noticed_even_if_a_checkpoint_was_made_after_it(
+    world: World,
+) -> None:
     await converse(world, range(22))
     request = resumed_at(await opened(world))
     (seq,) = [one.seq for one in world.log.entries if one.kind == "out" and answers(one) == request]

@@ -167,7 +167,7 @@ def num_snapshots(*folders: Path) -> int:
 
 
 @pytest.mark.parametrize("tail", [0, 5])
-async def test_neither_disk_nor_tier_gets_kv_of_a_session_without_snapshots(
+async def test_neither_disk_nor_remote_tier_gets_kv_of_a_session_without_snapshots(
     local_worker: Callable, tmp_path: Path, tail: int
 ) -> None:
     """Neither while it runs, idle, as a fork or at a stop; a session with snapshots has some."""
@@ -209,7 +209,7 @@ async def test_a_session_without_snapshots_reuses_those_of_other_sessions(local_
     assert saved.cached_tokens >= 3 * BLOCK
 
 
-async def test_a_session_that_keeps_its_kv_on_ssd_cannot_be_without_snapshots(
+async def test_a_client_refuses_to_open_a_paged_session_without_snapshots(
     local_worker: Callable,
 ) -> None:
     worker = await local_worker()
@@ -219,7 +219,7 @@ async def test_a_session_that_keeps_its_kv_on_ssd_cannot_be_without_snapshots(
         await worker.client.session("s").open(CachePolicy(snapshots="none"), fork_of=ForkPoint("t"))
 
 
-async def test_a_session_object_refuses_a_session_that_has_snapshots_if_it_shall_have_none(
+async def test_a_client_session_without_snapshots_refuses_a_session_that_was_opened_with_snapshots(
     local_worker: Callable,
 ) -> None:
     worker = await local_worker()

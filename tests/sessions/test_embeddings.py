@@ -52,7 +52,7 @@ async def test_an_embedding_is_the_last_tokens_hidden_state_also_for_texts_of_ma
 
 
 @pytest.mark.parametrize("kind", ["vectors", "scores"])
-async def test_an_embedding_or_scoring_request_at_a_worker_that_stops_is_told_so_at_once(
+async def test_an_embedding_or_scoring_request_at_a_stopping_worker_is_refused_at_once_with_the_reason(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
     worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))
@@ -106,7 +106,7 @@ async def test_with_input_tokens_an_input_is_cut_to_them_or_to_what_fits_and_kee
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "scores"])
-async def test_a_model_trained_for_something_else_makes_no_answers_and_says_what_it_makes(
+async def test_a_model_for_embeddings_or_scores_refuses_to_generate_answers_and_says_what_it_makes(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
     worker = await local_worker(model=str(embedding_model if kind == "embeddings" else reranker))

@@ -48,7 +48,7 @@ def test_reading_the_log_gives_the_state_that_the_session_had_in_memory(tokenize
         ("", STORED),
     ],
 )
-async def test_a_copied_session_began_at_the_time_that_its_first_request_states_with_a_time_zone(
+async def test_a_copied_session_began_at_the_time_stated_by_its_first_request_if_that_has_a_time_zone(
     world, stated, began
 ) -> None:
     world.ring(world.log.add("in", encode(Append(id="a", text="x")), {BEGAN_HEADER: stated}))
@@ -86,7 +86,7 @@ async def test_an_append_behind_a_close_is_refused_though_the_log_is_read_anew_d
     await world.assert_fold_is_life()
 
 
-async def test_an_id_that_was_cancelled_behind_a_forgetting_close_stays_answered(world) -> None:
+async def test_a_request_cancelled_behind_a_close_that_forgets_stays_answered_under_its_id(world) -> None:
     """Its result is stored before that of the close."""
     await world.ask(Append(id="a", text="one"))
     closing = world.publish(Close(id="close", forget=True))
@@ -99,7 +99,9 @@ async def test_an_id_that_was_cancelled_behind_a_forgetting_close_stays_answered
         world.crash()
 
 
-async def test_a_cancelled_waiting_request_gets_no_result_out_of_order_once_it_is_the_next_one(world) -> None:
+async def test_the_result_of_a_cancelled_waiting_request_is_not_stored_if_it_has_become_the_next_request(
+    world,
+) -> None:
     """Another worker may have begun to answer it since it was found to wait."""
     world.publish(Append(id="first", text="one"))
     world.publish(Generate(id="second", max_tokens=3))
@@ -241,7 +243,7 @@ async def test_a_closed_session_is_known_to_be_closed_whichever_results_before_t
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_looking_up_an_id_finds_the_first_of_its_results_that_were_not_dropped(
+def test_looking_up_a_request_id_finds_the_first_of_its_results_that_were_not_dropped(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     monkeypatch.setattr(answered_ids, "_FEW", 5)
@@ -290,7 +292,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_repeat_answered_by_a_worker_that_cannot_read_the_log_does_not_end_the_session(
+async def test_a_repeat_answered_by_a_worker_that_could_not_read_the_log_does_not_break_the_session(
     world: World, repeated: Any
 ) -> None:
     for request in ASKED.values():

@@ -166,7 +166,7 @@ async def test_forgetting_a_session_leaves_no_snapshot_of_a_withdrawn_requests_i
     assert await all_gone(worker.client, tmp_path)
 
 
-async def test_a_session_is_erased_although_its_log_changes_while_it_is_read_from_the_beginning(
+async def test_a_session_is_erased_even_if_its_log_changes_while_the_erase_reads_it(
     local_worker: Start, endless_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another worker forgets the session; meanwhile the server is restarted, for example."""
@@ -236,7 +236,7 @@ def quarantined(backup: Path, data: Path) -> None:
 
 
 @pytest.mark.parametrize("put_back", [whole, over, files_only, quarantined])
-async def test_a_backup_that_is_put_back_brings_no_forgotten_kv_to_life(
+async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_forgotten_sessions(
     local_worker: Callable,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -271,7 +271,9 @@ async def test_a_backup_that_is_put_back_brings_no_forgotten_kv_to_life(
     assert worker.app._store.eraser.put_back == frozenset()
 
 
-async def test_a_copy_of_a_data_directory_has_no_forgotten_kv(local_worker: Callable, tmp_path: Path) -> None:
+async def test_a_worker_on_a_copied_data_directory_uses_no_kv_of_sessions_forgotten_since_the_copy(
+    local_worker: Callable, tmp_path: Path
+) -> None:
     worker = await local_worker(block_tokens=LONG_BLOCK)
     await worker.client.session("kept").append(tokens=[*KEPT, 5])
     await worker.client.session("gone").append(tokens=[*FORGOTTEN, 5])
@@ -286,7 +288,7 @@ async def test_a_copy_of_a_data_directory_has_no_forgotten_kv(local_worker: Call
     assert num_files(worker) == 0
 
 
-async def test_a_backup_from_before_the_oldest_notes_is_dropped(
+async def test_a_restored_cache_backup_that_is_older_than_the_oldest_erasure_notes_is_dropped(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(block_tokens=LONG_BLOCK)
@@ -324,7 +326,7 @@ async def num_fetched(worker: Any, tokens: list[int]) -> int:
 
 
 @pytest.mark.parametrize("runs", [False, True])
-async def test_a_remote_tier_that_is_put_back_brings_no_forgotten_kv_to_life(
+async def test_restoring_a_backup_of_the_remote_tier_brings_back_no_kv_of_forgotten_sessions(
     local_worker: Callable, tmp_path: Path, runs: bool
 ) -> None:
     """Neither for a worker that starts, nor for one that runs meanwhile; the files leave the tier."""
@@ -351,7 +353,7 @@ async def test_a_remote_tier_that_is_put_back_brings_no_forgotten_kv_to_life(
     assert await num_fetched(worker, KEPT) == 3 * LONG_BLOCK
 
 
-async def test_a_tier_that_once_could_not_store_how_far_it_has_erased_is_used_later(
+async def test_a_remote_tier_that_once_failed_to_record_its_erasures_is_used_again_later(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is fresh, and the log has no note."""

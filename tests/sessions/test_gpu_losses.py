@@ -118,7 +118,7 @@ async def test_a_worker_whose_gpu_fails_at_its_start_says_so_in_one_line(local_w
 
 @pytest.mark.metal
 @pytest.mark.parametrize("error", [TOO_LONG, NO_MEMORY], ids=["time", "memory"])
-async def test_prompts_run_in_smaller_pieces_after_a_piece_took_the_gpu_too_long(
+async def test_prompts_run_in_smaller_pieces_after_a_gpu_error_for_a_piece_that_took_too_long(
     local_worker: Any, gpu: Gpu, error: str
 ) -> None:
     """Pieces of 256, 128, 64 and 32 tokens fail; none of these failures counts against the request."""

@@ -212,7 +212,7 @@ def texts(messages: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_each_messages_text_is_in_the_prompt_under_every_template(
+def test_the_text_of_every_message_is_in_the_prompt_under_every_chat_template(
     tokenizers: dict[str, Tokenizer], name: str
 ) -> None:
     lost = [

@@ -69,7 +69,7 @@ def digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-async def test_an_answer_depends_on_the_picture_and_on_nothing_that_came_between(
+async def test_the_same_question_about_the_same_image_gets_the_same_answer_whatever_images_came_between(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     """The same text with pictures A, B, A, one after the other; those of the same session's history too."""
@@ -83,7 +83,7 @@ async def test_an_answer_depends_on_the_picture_and_on_nothing_that_came_between
     assert len({one.change.images[0].fingerprint for one in (*first, *second)}) == 2
 
 
-async def test_a_session_with_images_goes_on_after_a_restart_as_without_one(
+async def test_a_session_with_images_continues_after_a_restart_as_without_one(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing))
@@ -100,7 +100,7 @@ async def test_a_session_with_images_goes_on_after_a_restart_as_without_one(
     assert await broken.image(digest(RED)) == RED
 
 
-async def test_a_fork_has_the_images_of_its_parent_also_once_that_is_forgotten(
+async def test_a_fork_keeps_the_images_of_its_parent_after_the_parent_is_forgotten(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing), snapshots="off")
@@ -118,7 +118,7 @@ async def test_a_fork_has_the_images_of_its_parent_also_once_that_is_forgotten(
     assert await fork.image(digest(RED)) == RED
 
 
-async def test_a_forgotten_image_leaves_the_log_and_may_come_again(
+async def test_a_forgotten_image_leaves_the_log_and_can_be_sent_again(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client
@@ -162,7 +162,9 @@ async def test_a_session_with_images_is_exported_imported_and_verified(
     assert (damaged.session, [one.what for one in damaged.faults]) == ("s", [why])
 
 
-async def test_a_sampled_image_token_is_no_image(local_worker: StartWorker, seeing: Path) -> None:
+async def test_an_image_token_that_the_model_samples_does_not_count_as_an_image(
+    local_worker: StartWorker, seeing: Path
+) -> None:
     client = (await local_worker(model=str(seeing))).client
     token = Tokenizer.from_file(str(seeing / "tokenizer.json")).token_to_id("<image>")
     session = client.session("s")
@@ -188,7 +190,7 @@ async def test_a_session_may_be_rewound_to_a_position_inside_an_image(
     assert (found.tokens, found.position) == (wanted.tokens, wanted.position)
 
 
-async def test_a_session_is_not_cut_inside_an_image_that_a_model_sees_as_a_whole(
+async def test_a_session_is_not_cut_inside_an_image_that_the_model_sees_only_as_a_whole(
     local_worker: StartWorker, joint: Path
 ) -> None:
     client = (await local_worker(model=str(joint))).client
@@ -205,7 +207,7 @@ async def test_a_session_is_not_cut_inside_an_image_that_a_model_sees_as_a_whole
         assert (await ask(session, "so ", BLUE)).tokens == (await ask(other, "so ", BLUE)).tokens
 
 
-async def test_an_image_that_is_missing_or_broken_fails_its_request_alone(
+async def test_a_missing_or_broken_image_fails_only_its_own_request(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client
@@ -219,7 +221,7 @@ async def test_an_image_that_is_missing_or_broken_fails_its_request_alone(
     assert (await ask(session, "what is ", RED)).tokens
 
 
-async def test_an_image_in_a_request_is_stored_by_the_worker_and_named_by_the_log(
+async def test_a_worker_stores_an_image_sent_inside_a_request_and_the_log_names_it_by_its_digest(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     client = (await local_worker(model=str(seeing))).client
@@ -246,7 +248,7 @@ async def test_an_image_in_a_request_is_stored_by_the_worker_and_named_by_the_lo
     assert counted.position == (await ask(client.session("raw"), "what is ", RED, max_tokens=0)).position
 
 
-async def test_a_model_that_does_not_see_gets_a_placeholder_and_one_that_sees_then_gets_the_image(
+async def test_a_text_model_gets_a_placeholder_for_an_image_and_a_vision_model_later_gets_the_image(
     local_worker: StartWorker, seeing: Path, blind: Path
 ) -> None:
     worker = await local_worker(model=str(blind))

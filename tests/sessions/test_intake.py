@@ -98,7 +98,7 @@ async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unackno
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_after_a_server_restart_sessions_whose_entry_the_log_lost_are_no_longer_at_work() -> None:
+async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_count_as_at_work() -> None:
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -113,7 +113,7 @@ async def test_after_a_server_restart_sessions_whose_entry_the_log_lost_are_no_l
 
 
 @pytest.mark.parametrize("told", ["ack", "keep alive", "return"])
-async def test_a_restarted_server_hears_nothing_of_deliveries_whose_sequences_it_may_have_used_again(
+async def test_a_restarted_server_is_told_nothing_of_deliveries_whose_sequences_it_may_have_reused(
     told: str,
 ) -> None:
     """The last three deliveries are lost: there another session's request may have been delivered."""
@@ -194,7 +194,7 @@ class EmptyServer:
 
 
 @pytest.mark.parametrize("pulls", [True, False])
-async def test_a_returned_request_counts_as_such_until_pulls_bring_it_back_no_more(
+async def test_a_returned_request_counts_as_returned_until_the_server_no_longer_delivers_it(
     monkeypatch: pytest.MonkeyPatch, pulls: bool
 ) -> None:
     """It has left the log, as by a close. A worker that stops pulls nothing: it may still be delivered."""
@@ -304,7 +304,9 @@ def delivery() -> Any:
 
 
 @pytest.mark.parametrize("drains", ["", "a", "ab", "abc"])
-async def test_one_worker_takes_a_delivery_whatever_workers_remember_and_whichever_drain(drains: str) -> None:
+async def test_exactly_one_worker_takes_a_delivery_whatever_owners_they_remember_and_whichever_drain(
+    drains: str,
+) -> None:
     """One that takes sessions, and after three requests to others at most."""
     for home, places, at in product(["", *NAMES, "gone"], product(["", *NAMES], repeat=3), NAMES):
         cluster = Cluster(drains=drains, home=home)
@@ -316,7 +318,9 @@ async def test_one_worker_takes_a_delivery_whatever_workers_remember_and_whichev
 
 
 @pytest.mark.parametrize("home", ["", "a"])
-async def test_a_session_at_work_at_a_worker_that_drains_waits_there(home: str) -> None:
+async def test_a_session_stays_with_a_draining_worker_until_that_worker_has_finished_its_work_on_it(
+    home: str,
+) -> None:
     cluster = Cluster(drains="a", home=home)
     cluster.at_work["a"].add(KEY)
     cluster.remember(b="a", c="" if home else "a")

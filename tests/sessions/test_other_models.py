@@ -266,7 +266,7 @@ async def tokens_of(client: Client, name: str) -> tuple[int, ...]:
     return tokens
 
 
-async def test_forks_and_endless_sessions_continue_with_another_tokenizer_as_if_it_had_read_them_itself(
+async def test_forks_and_endless_sessions_continue_with_another_tokenizer_as_if_it_had_tokenised_them(
     local_worker: Callable[..., Any], endless_model: Path, retokenised: Path
 ) -> None:
     """A fork may be made before the change, after it, or after its parent went on with the other model."""

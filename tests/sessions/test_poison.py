@@ -56,7 +56,7 @@ async def test_a_request_that_crashes_three_workers_fails_and_becomes_a_dead_let
 
 # The coroutines of killed workers are collected at the end, and their last lines run.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_attempts_by_two_workers_at_the_same_time_add_up(wire: Start) -> None:
+async def test_crashing_attempts_by_two_workers_at_the_same_request_add_up(wire: Start) -> None:
     started = [await wire(ack_wait_s=1.0, worker=name) for name in ("one", "two")]
     w = started[0]
     poison = await w.publish("s", {"type": "append", "id": "poison", "tokens": [POISON]})
@@ -189,7 +189,7 @@ async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worke
 
 
 @pytest.mark.parametrize(("text", "expected"), [("hello", "appended"), ("other", "id_conflict")])
-async def test_a_request_with_a_used_id_is_answered_although_workers_ended_while_they_had_it(
+async def test_a_request_with_an_already_used_id_is_answered_even_if_workers_crashed_while_they_had_it(
     wire: Start, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
 ) -> None:
     """Such a request runs nothing, so it cannot have ended them."""
@@ -210,7 +210,7 @@ async def test_a_request_with_a_used_id_is_answered_although_workers_ended_while
     assert expected in (result["type"], result.get("code"))
 
 
-async def test_what_a_stopping_worker_has_not_answered_is_answered_at_once_by_another(
+async def test_another_worker_answers_at_once_what_a_stopping_worker_has_left_unanswered(
     quiet_wire: Start, server: Server
 ) -> None:
     """It stops between two steps of pulling, passing on and answering the requests, and keeps no delivery."""

@@ -76,7 +76,7 @@ async def test_clients_can_choose_only_a_bounded_number_of_different_policies(wo
     await world.assert_fold_is_life()
 
 
-def test_one_tenants_many_policies_leave_some_for_another_tenant() -> None:
+def test_one_tenants_many_different_policies_leave_some_for_another_tenant() -> None:
     limits = RequestLimits(None, FULL, context_tokens=4096, block_tokens=32, vocab_size=9)  # type: ignore[arg-type]
     for window in range(MOST_POLICIES):
         limits.note(Policy(4, 40 + window), "loud")
@@ -115,7 +115,7 @@ async def test_a_window_that_does_not_fit_the_worker_is_refused_and_no_session_b
     assert (await world.ask(append(0))).cache is None
 
 
-def test_a_default_policy_that_pages_cannot_be_without_snapshots() -> None:
+def test_a_paged_default_policy_without_snapshots_is_refused() -> None:
     paged = Policy.paged(4096, sink=4)
     limits = {"block_tokens": 32, "context_tokens": 10_000}
     assert misfit(paged, **limits) is None
@@ -163,7 +163,9 @@ async def test_a_session_under_sink_window_may_become_longer_than_the_models_con
     assert (asked[0].answer.max_tokens, asked[0].policy) == (20_000, Policy(4, 40))
 
 
-async def test_a_logged_policy_of_a_later_version_stops_the_session_with_the_reason(world: World) -> None:
+async def test_a_cache_policy_in_the_log_that_only_a_later_version_knows_stops_the_session_with_the_reason(
+    world: World,
+) -> None:
     await world.ask(Open(id="o"))
     entries = world.log.entries
     told = entries[1].body.replace(b',"asked"', b',"cache":{"policy":"lru","most":4096},"asked"')

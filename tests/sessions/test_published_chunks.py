@@ -155,7 +155,7 @@ async def test_chunks_that_became_old_while_the_machine_slept_are_published_agai
 
 
 @pytest.mark.simulated
-async def test_a_running_answer_publishes_its_chunks_once_more_if_others_take_the_place_of_its_first_ones(
+async def test_a_running_answer_publishes_its_chunks_once_more_if_the_token_stream_dropped_its_first_ones(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The size of the token stream is limited, and it drops the oldest chunks. No text is lost."""
@@ -197,7 +197,7 @@ async def test_no_worker_can_publish_a_chunk_of_an_answer_that_expired_before_it
 
 
 @pytest.mark.simulated
-async def test_a_stalled_worker_keeps_its_first_chunk_if_the_request_was_answered_and_left_the_log(
+async def test_a_stalled_worker_does_not_delete_its_first_chunk_if_the_request_was_answered_meanwhile(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks late whether its session was forgotten; another worker has continued the answer meanwhile."""
@@ -227,7 +227,7 @@ async def test_a_stalled_worker_keeps_its_first_chunk_if_the_request_was_answere
 
 
 @pytest.mark.simulated
-async def test_a_worker_that_resumes_an_answer_takes_its_first_chunk_back_if_its_session_was_forgotten(
+async def test_a_worker_that_resumes_an_answer_deletes_its_first_chunk_if_its_session_was_forgotten(
     wire: Start,
 ) -> None:
     """The chunk that it has read is of another stalled worker, which will take that one back."""

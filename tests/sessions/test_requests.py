@@ -85,7 +85,7 @@ async def test_a_cancelled_generate_keeps_the_tokens_generated_until_then_and_th
     assert (await session.generate(max_tokens=8)).tokens == alone.tokens[len(result.tokens) :]
 
 
-async def test_a_page_of_the_log_has_no_entries_that_a_lagging_replica_has_not_removed_yet(
+async def test_a_page_of_the_log_has_no_removed_entries_that_a_lagging_replica_still_has(
     wire: Start, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await wire()
@@ -295,7 +295,7 @@ async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(wire:
         assert json.loads(asked)["id"] == answer["id"]
 
 
-async def test_an_ask_at_a_worker_that_stops_is_told_so_and_its_result_is_stored_after_the_next_start(
+async def test_an_ask_at_a_stopping_worker_is_refused_and_its_answer_is_stored_after_the_next_start(
     wire: Start,
 ) -> None:
     w = await wire()
@@ -310,7 +310,9 @@ async def test_an_ask_at_a_worker_that_stops_is_told_so_and_its_result_is_stored
     assert (await w.result(1))["type"] == "generated"
 
 
-async def test_an_ask_whose_answer_takes_long_is_told_so_and_must_not_be_sent_again(wire: Start) -> None:
+async def test_an_ask_whose_answer_takes_long_is_told_not_to_send_it_again_and_the_answer_is_stored(
+    wire: Start,
+) -> None:
     """Its answer goes on: another ask would be a second request."""
     w = await wire(token_ttl_s=0.2)
     told = await w.nc.request(w.subject("s", "ask"), json.dumps(LONG).encode(), timeout=PATIENCE_S)

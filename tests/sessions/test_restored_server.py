@@ -80,7 +80,7 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
 
 
 @pytest.mark.simulated
-async def test_a_session_that_a_worker_leaves_to_another_one_is_answered_although_nothing_delivers_it(
+async def test_a_request_that_is_not_delivered_again_is_answered_even_if_its_worker_left_it_to_another(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has lost a result and kept the ack; the session's worker was away when it was looked for."""
@@ -109,7 +109,7 @@ async def test_a_session_that_a_worker_leaves_to_another_one_is_answered_althoug
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("when", ["while it runs", "before it starts", "between two reads"])
-async def test_a_note_of_what_to_erase_is_carried_out_that_has_the_sequence_of_a_lost_one(
+async def test_an_erasure_note_is_carried_out_even_if_it_has_the_sequence_of_a_lost_note(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """A worker, or its directory, had carried out the lost one."""
@@ -150,7 +150,7 @@ async def test_a_note_of_what_to_erase_is_carried_out_that_has_the_sequence_of_a
     assert key not in disk
 
 
-async def test_undelivered_requests_are_searched_until_it_succeeds_after_each_start_of_the_server(
+async def test_after_each_start_of_the_server_undelivered_requests_are_searched_for_until_a_search_succeeds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     log, searched = SimpleNamespace(server="S"), list[str]()

@@ -166,7 +166,7 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_sess
     assert await until_gone(w, "s", text=b"") == {}
 
 
-async def test_a_log_that_has_become_shorter_has_lost_entries_that_counted_as_synced() -> None:
+async def test_entries_at_the_end_of_a_log_that_became_shorter_no_longer_count_as_synced() -> None:
     """Also if the worker is connected to another node of a cluster than the one that was restarted."""
 
     class Log:
@@ -187,7 +187,7 @@ async def test_a_log_that_has_become_shorter_has_lost_entries_that_counted_as_sy
     assert not synced.has(10)
 
 
-async def test_a_forgotten_session_is_removed_once(
+async def test_a_forgotten_session_is_removed_from_the_log_only_once(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its note stays as long as that of any closed session, and is the log's first one."""
@@ -206,7 +206,7 @@ async def test_a_forgotten_session_is_removed_once(
     assert removed == ["first", "second"]
 
 
-async def test_a_forgotten_session_that_the_server_fails_to_delete_is_tried_again_and_delays_no_other(
+async def test_a_forgotten_session_is_removed_even_if_the_first_delete_fails_and_delays_no_other_session(
     quiet_wire: Start, server: Server
 ) -> None:
     """A delete that fails, as on a full disk, has the error code of one that finds no message."""
@@ -234,7 +234,7 @@ async def test_a_forget_whose_result_comes_an_hour_after_its_note_removes_the_se
 
 
 @pytest.mark.parametrize("num_deleted", [0, 1, 2, 4, 8])
-async def test_a_forget_that_a_kill_interrupts_anywhere_is_ended_by_the_next_worker(
+async def test_a_forget_that_a_kill_interrupts_at_any_point_is_completed_by_the_next_worker(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
 ) -> None:
     """Until then the next worker serves the next session of this name, and reuses an id."""
@@ -279,7 +279,7 @@ async def test_a_forget_that_a_kill_interrupts_anywhere_is_ended_by_the_next_wor
 
 
 @pytest.mark.parametrize("num_removed", range(7))
-async def test_a_session_whose_removal_a_kill_interrupts_anywhere_is_known_to_be_closed(
+async def test_a_session_whose_removal_a_kill_interrupts_at_any_point_is_still_known_to_be_closed(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_removed: int
 ) -> None:
     """Results that were stored behind the request of the close leave the log later than those before it."""
@@ -358,7 +358,7 @@ async def test_a_forged_note_that_a_session_was_closed_removes_no_session_from_t
 
 
 @pytest.mark.parametrize("closed_ttl_s", [None, 0.0])
-async def test_of_a_close_that_is_noted_again_after_a_crash_the_first_note_counts(
+async def test_if_a_crash_makes_a_close_noted_twice_the_first_note_decides_which_images_are_removed(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, closed_ttl_s: float | None
 ) -> None:
     """Images that were stored behind it are of the next session, and no note is left over."""
@@ -547,7 +547,7 @@ async def test_requests_sent_after_a_forget_are_answered_by_the_next_worker(quie
 
 
 @pytest.mark.parametrize(("waiting", "removed_below"), [((1, 0), []), ((0, 1), []), ((0, 0), [7])])
-async def test_the_removal_of_a_close_removes_no_unanswered_request(
+async def test_removing_a_closed_session_from_the_log_removes_no_unanswered_request(
     waiting: tuple[int, int], removed_below: list[int]
 ) -> None:
     """It is between the close at 4 and its result at 6, the last one, on a first page of the log or later."""
@@ -680,7 +680,7 @@ async def test_a_worker_that_missed_a_forget_drops_the_sessions_kv_from_the_devi
     assert key not in app.device_of_hashes.resident
 
 
-async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_its_turns_have_ended(
+async def test_a_worker_away_for_longer_than_erasure_notes_are_kept_drops_all_kv_once_its_turns_have_ended(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It erases its copies last, and again if this failed, since a running turn may add some."""
@@ -710,7 +710,7 @@ async def test_a_worker_away_for_longer_than_notes_are_kept_drops_all_kv_once_it
     assert (await disk.erased_up_to(app._parts.erasures._log)).seq > asked
 
 
-async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_and_stays_for_90_days(
+async def test_an_erasure_note_is_tried_again_until_it_is_carried_out_and_stays_for_90_days(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that are away meanwhile read it later; only the last note stays for longer."""
@@ -739,7 +739,7 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
 
 
 @pytest.mark.parametrize(("boot", "num_erased"), [("an empty directory's", 0), (erasures.TIER, 1)])
-async def test_a_worker_with_an_empty_directory_has_no_note_to_carry_out(
+async def test_a_worker_with_an_empty_cache_directory_skips_the_erasure_notes_of_the_log(
     quiet_wire: Start, boot: str, num_erased: int
 ) -> None:
     """Each takes milliseconds, and a log may have 100,000. A tier of which nothing is known may have KV."""
@@ -769,7 +769,7 @@ async def test_a_worker_with_an_empty_directory_has_no_note_to_carry_out(
         assert len(noted) == num_notes
 
 
-async def test_a_note_of_what_to_erase_waits_for_the_end_of_its_sessions_turn(
+async def test_an_erasure_note_waits_for_the_end_of_its_sessions_turn(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()
@@ -800,7 +800,7 @@ async def until_queued(w: Wire, session: str, wanted: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("filling")
-async def test_an_answered_request_leaves_the_log_and_its_session_goes_on(quiet_wire: Start) -> None:
+async def test_an_answered_request_leaves_the_log_and_its_session_continues(quiet_wire: Start) -> None:
     """Also at a worker that has read the session without it: repeats and conflicts are answered as before."""
     w = await quiet_wire(sync_interval="0.1s")
     first = await w.send("s", append("a", "hello"))
@@ -816,7 +816,7 @@ async def test_an_answered_request_leaves_the_log_and_its_session_goes_on(quiet_
 
 
 @pytest.mark.usefixtures("filling")
-async def test_a_request_that_was_cancelled_behind_a_waiting_one_stays_in_the_log_until_that_is_answered(
+async def test_a_cancelled_request_behind_a_waiting_one_stays_in_the_log_until_that_one_is_answered(
     quiet_wire: Start,
 ) -> None:
     """The server redelivers only the newest request of a session: it must still be there."""
@@ -841,7 +841,7 @@ async def test_a_worker_removes_the_answered_requests_of_a_worker_that_has_ended
 
 @pytest.mark.usefixtures("filling")
 @pytest.mark.parametrize("last", [append("b"), CLOSE, FORGET])
-async def test_nothing_leaves_the_log_because_of_a_result_that_a_power_cut_may_lose(
+async def test_a_result_that_a_power_cut_may_lose_makes_no_request_or_session_leave_the_log(
     quiet_wire: Start, server: Server, last: dict[str, Any]
 ) -> None:
     """A restarted server may have lost it, and another entry may have its sequence: then it takes as long."""
@@ -868,7 +868,7 @@ async def test_nothing_leaves_the_log_because_of_a_result_that_a_power_cut_may_l
         await until_queued(w, "s", [])
 
 
-async def test_a_request_stays_until_a_power_cut_can_lose_neither_it_nor_its_result() -> None:
+async def test_a_request_stays_in_the_log_until_a_power_cut_can_lose_neither_it_nor_its_result() -> None:
     removed, results = list[int](), {1: 2, 3: 9, 8: 4}
 
     async def queues(counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:

@@ -122,7 +122,7 @@ async def test_a_count_request_returns_the_tokens_that_a_generate_would_add_and_
 
 
 @pytest.mark.simulated
-async def test_raw_text_with_an_answer_prefix_is_answered_as_both_are_in_one_text(
+async def test_raw_text_with_an_answer_prefix_gets_the_same_answer_as_both_joined_to_one_text(
     client: Client,
 ) -> None:
     _, given = await answered(client.session("s"), text="Once ", prefix="upon", max_tokens=6)
@@ -130,7 +130,7 @@ async def test_raw_text_with_an_answer_prefix_is_answered_as_both_are_in_one_tex
     assert (given.tokens, given.position) == (plain.tokens, plain.position)
 
 
-async def test_with_own_sampling_options_that_a_request_leaves_out_get_the_models_recommended_values(
+async def test_with_own_sampling_the_options_that_a_request_leaves_out_are_those_the_model_recommends(
     local_worker: Callable[..., Awaitable[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"

@@ -128,7 +128,7 @@ def forge(path: Path, codec: Codec) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("kv_bits", "has_key"), [(None, True), (4, False)])
-async def test_recompute_finds_a_file_whose_kv_was_changed_under_a_right_checksum_and_moves_it_if_asked(
+async def test_recompute_finds_a_file_with_changed_kv_and_a_valid_checksum_and_quarantines_it_if_asked(
     worker_process: Callable[..., WorkerProcess], tmp_path: Path, kv_bits: int | None, has_key: bool
 ) -> None:
     model, key = make_tiny_model(tmp_path / "model", hidden_size=256), None

@@ -75,7 +75,7 @@ def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Even
     return there, go_on
 
 
-async def test_a_request_that_arrives_before_the_acknowledgement_is_answered_before_it(
+async def test_a_request_that_arrives_just_before_a_sessions_delivery_is_acknowledged_is_answered_first(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It arrives while notes of attempts are removed, just before the session's delivery is acknowledged."""
@@ -281,7 +281,7 @@ async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the
             pass
 
 
-async def test_nobody_else_enters_the_device_lock_while_it_is_held_exclusively() -> None:
+async def test_no_other_turn_enters_the_device_lock_while_it_is_held_exclusively() -> None:
     device_lock, seen = SharedLock(), []
 
     async def one(name: int, *, alone: bool) -> None:
@@ -374,7 +374,7 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     return chunk
 
 
-async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count(
+async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count_as_a_failed_attempt(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asleep, and seemed to have ended; of the workers that took the request then, two crashed."""
@@ -394,7 +394,7 @@ async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count
 
 
 @pytest.mark.parametrize(("num_busy", "noted", "is_tried"), [(0, 3, False), (1, 3, True), (1, 4, False)])
-async def test_an_attempt_of_a_worker_that_seemed_to_have_ended_and_still_has_the_request_does_not_count(
+async def test_an_attempt_of_a_worker_that_only_seemed_to_have_ended_does_not_count_as_failed(
     world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int, noted: int, *, is_tried: bool
 ) -> None:
     """As after the sleep of a laptop with two workers. The attempts of others still add up."""
@@ -616,7 +616,7 @@ async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its
     assert "lost" in answer.warnings[-1]
 
 
-async def test_an_answer_that_another_worker_gives_as_this_one_comes_to_it_is_not_begun(
+async def test_a_worker_does_not_begin_an_answer_that_another_worker_has_given_meanwhile(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of two requests that both workers know, the other one answers the second behind the first's result."""
@@ -640,7 +640,7 @@ async def test_an_answer_that_another_worker_gives_as_this_one_comes_to_it_is_no
     assert len(begun) == 1
 
 
-async def test_a_turn_that_fails_over_what_another_worker_has_removed_is_no_failure_of_its_request(
+async def test_a_turn_that_fails_because_another_worker_forgot_its_session_does_not_fail_the_request(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""
@@ -660,7 +660,7 @@ async def test_a_turn_that_fails_over_what_another_worker_has_removed_is_no_fail
     assert [type(result) for result in world.results] == [Generated, Closed]
 
 
-async def test_an_id_whose_hash_is_that_of_an_answered_id_is_answered(
+async def test_a_request_whose_id_has_the_hash_of_an_answered_id_is_still_answered(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answered_ids, "_hash", lambda _: 7)
@@ -705,7 +705,7 @@ async def test_a_close_that_cancels_ends_the_request_whose_page_of_the_log_is_be
 
 
 @pytest.mark.parametrize("was_read", [False, True])
-async def test_a_result_is_not_missed_whose_request_leaves_the_queue_between_two_reads(
+async def test_a_result_whose_request_leaves_the_queue_between_two_reads_of_the_log_is_not_missed(
     world: World, monkeypatch: pytest.MonkeyPatch, was_read: bool
 ) -> None:
     """Another worker answers the request, and a later one comes, while this worker reads the log."""

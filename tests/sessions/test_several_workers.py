@@ -107,7 +107,7 @@ async def test_a_joining_worker_answers_a_part_of_the_many_requests_that_wait_in
 
 
 @pytest.mark.real
-async def test_a_request_that_comes_again_while_a_worker_looks_up_its_owner_has_crashed_no_worker(
+async def test_a_request_redelivered_while_its_owner_is_being_looked_up_does_not_count_as_a_crash(
     cluster: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Meanwhile the other worker ends. As if this one had been asleep."""
@@ -148,7 +148,7 @@ async def two(wire: Start) -> tuple[Wire, Wire]:
     return first, second
 
 
-async def test_a_busy_worker_that_says_late_what_it_is_at_work_on_is_not_taken_for_idle(
+async def test_a_busy_worker_that_reports_its_sessions_late_is_not_taken_for_idle(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a worker that was paused goes on too, and a request that has crashed nobody is given up."""

@@ -105,7 +105,7 @@ async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are
         assert one.num("loud") == MOST
 
 
-async def test_a_flood_stays_limited_until_its_last_session_has_ended() -> None:
+async def test_a_flooding_tenant_stays_limited_until_its_last_session_has_ended() -> None:
     async with crowd() as one:
         await one.come("quiet", "s")
         await one.flood("loud")

@@ -159,7 +159,7 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], tools: Se
     ).removesuffix("\n")
 
 
-async def test_other_tools_replace_the_sessions_tools_and_an_empty_list_removes_them(
+async def test_tools_in_a_request_replace_the_sessions_tools_and_an_empty_list_removes_them(
     with_tools: Tokenizer,
 ) -> None:
     world = world_of(with_tools, "One.", "Two.", CALL, CALL)
@@ -428,7 +428,7 @@ async def context_after(templated: Tokenizer, num_turns: int, groups: str) -> li
 
 
 @pytest.mark.parametrize(("came", "num_turns"), [("cab", 0), ("c b a", 0), ("bc a", 30), ("c a", 0)])
-async def test_results_are_read_in_the_order_of_their_calls(
+async def test_the_model_gets_tool_results_in_the_order_of_their_calls_whatever_order_they_came_in(
     templated: Tokenizer, came: str, num_turns: int
 ) -> None:
     in_order = "".join(sorted(came.replace(" ", "")))
@@ -437,7 +437,7 @@ async def test_results_are_read_in_the_order_of_their_calls(
     )
 
 
-async def test_an_id_of_a_call_names_the_last_call_with_this_id(templated: Tokenizer) -> None:
+async def test_a_tool_result_belongs_to_the_last_call_with_its_id(templated: Tokenizer) -> None:
     """In the second answer the ids are in another order; in the third both calls have the same id."""
 
     async def context(*told: Message) -> list[int]:
@@ -459,7 +459,7 @@ async def test_an_id_of_a_call_names_the_last_call_with_this_id(templated: Token
     assert await context(*flat(backwards=True)) == await context(*flat(backwards=False))
 
 
-async def test_a_result_that_answers_no_call_of_the_last_answer_stays_where_it_came(
+async def test_a_tool_result_that_answers_no_call_of_the_last_answer_keeps_its_place(
     templated: Tokenizer,
 ) -> None:
     world = world_of(templated, "Fine.")

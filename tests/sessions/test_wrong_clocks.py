@@ -41,7 +41,7 @@ async def test_a_clock_that_is_ahead_makes_no_session_leave_the_log_early(
     assert await num_closed(w) == 1
 
 
-async def test_a_clock_that_is_behind_keeps_no_session_in_the_log(
+async def test_a_clock_that_is_behind_does_not_keep_closed_sessions_in_the_log(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fall_asleep(monkeypatch, -100 * DAY_S)
@@ -52,7 +52,7 @@ async def test_a_clock_that_is_behind_keeps_no_session_in_the_log(
             await asyncio.sleep(0.05)
 
 
-async def test_a_clock_that_is_ahead_makes_no_note_of_what_was_forgotten_leave_the_log(
+async def test_a_clock_that_is_ahead_makes_no_erasure_note_leave_the_log(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire(closed_ttl_s=DAY_S)

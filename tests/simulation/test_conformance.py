@@ -501,7 +501,7 @@ async def _ignore(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_the_simulated_nats_server_has_each_behaviour(
+def test_the_simulated_nats_server_behaves_as_each_scene_expects(
     scene: Callable[[Place], Awaitable[None]], tmp_path: Path
 ) -> None:
     async def main(server: Server) -> None:
@@ -533,7 +533,7 @@ def test_confirming_subscriptions_waits_for_a_crashed_server_and_fails_on_a_clos
 
 
 @pytest.mark.parametrize("scene", SCENES)
-async def test_a_real_nats_server_has_each_behaviour(
+async def test_a_real_nats_server_behaves_as_each_scene_of_the_simulated_one_expects(
     scene: Callable[[Place], Awaitable[None]], nats_url: str, tmp_path: Path
 ) -> None:
     nc = await nats.connect(nats_url)

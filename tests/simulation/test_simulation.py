@@ -50,7 +50,7 @@ def test_new_histories_of_the_simulation_break_no_invariant() -> None:
     assert status == 0
 
 
-def test_a_history_that_is_over_leaves_no_task_in_memory() -> None:
+def test_a_finished_simulated_history_leaves_no_task_in_memory() -> None:
     for seed in (1009, 1028):  # their workers are killed with open scopes of anyio
         history.simulate(seed)
     gc.collect()
@@ -148,7 +148,7 @@ def test_a_log_is_not_read_from_a_lagging_replica_while_its_leader_is_silent() -
         run(loop, main(server))
 
 
-def test_a_worker_that_saw_a_session_closed_continues_the_answer_of_a_worker_that_did_not(
+def test_a_worker_that_saw_a_close_continues_an_answer_begun_by_a_worker_that_did_not_see_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The close is removed from the log, so the second worker begins a new session, answers, and dies."""
@@ -223,7 +223,7 @@ def test_the_simulated_histories_that_have_failed_before_pass() -> None:
     assert "10 histories" in said
 
 
-def test_ids_are_free_again_once_a_session_is_forgotten_that_a_newer_worker_has_answered() -> None:
+def test_request_ids_can_be_used_again_after_a_forget_of_a_session_that_a_newer_worker_answered() -> None:
     plan = {"kinds": ("newer worker",), "num_faults": 5, "num_requests": 9, "num_clients": 3}
     plan |= {"num_visitors": 0, "num_sessions": 1, "sync_s": 0.0, "num_workers": 1}
     assert history.simulate(77, favoured=plan | {"weights": (10, 30, 10, 20, 5, 0)}).wrong == []

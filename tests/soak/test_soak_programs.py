@@ -43,7 +43,7 @@ async def test_every_request_gets_exactly_one_result_under_random_faults_of_two_
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_answers_about_pictures_are_under_faults_those_of_a_worker_without_faults(
+async def test_answers_about_images_are_the_same_under_faults_as_without_faults(
     tmp_path: Path,
 ) -> None:
     run, verdict = await campaign(
@@ -54,19 +54,21 @@ async def test_answers_about_pictures_are_under_faults_those_of_a_worker_without
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_a_short_day_has_restarts_and_two_models_and_no_faults(tmp_path: Path) -> None:
+async def test_a_short_simulated_day_with_restarts_and_two_models_shows_no_faults(tmp_path: Path) -> None:
     day, verdict = await play(tmp_path, requests=80, sessions=16, seed=1)
     assert (day.struck["restart"], day.struck["exchange"], len(day.rows)) == (2, 2, 10)
     assert verdict.answered == verdict.requests > 20
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_a_long_session_has_a_row_for_each_tenth_and_goes_on_after_kills(tmp_path: Path) -> None:
+async def test_one_session_of_many_turns_is_answered_to_its_end_also_after_kills_of_the_worker(
+    tmp_path: Path,
+) -> None:
     rows = await converse(tmp_path, 20)
     assert [row.split()[0] for row in rows] == ["2", "a", *map(str, range(4, 21, 2)), "a"]
 
 
-async def test_no_restore_is_false_whatever_is_done_to_the_files(tmp_path: Path) -> None:
+async def test_no_restore_returns_wrong_kv_whatever_is_done_to_the_cache_files(tmp_path: Path) -> None:
     kinds = ("llama", "gemma3_text", "qwen3_next")
     verdict = await restore_campaign(tmp_path, restores=1200, seed=1, kinds=kinds)
     assert verdict.wrong == []
@@ -74,7 +76,9 @@ async def test_no_restore_is_false_whatever_is_done_to_the_files(tmp_path: Path)
     assert len(verdict.put) == 7
 
 
-async def test_a_false_restore_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_restore_campaign_notices_a_restore_of_wrong_kv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(_OpenSnapshot, "check", lambda *_: None)  # a file may have any name
     verdict = await restore_campaign(tmp_path, restores=300, seed=1, kinds=("llama",))
     assert verdict.wrong
@@ -126,7 +130,7 @@ def test_the_oracle_finds_each_kind_of_fault_in_a_log(
     assert judge(log, acked).faults.most_common(1) == [(fault, 1)]
 
 
-def test_a_request_that_only_its_result_still_has_is_not_lost() -> None:
+def test_the_oracle_does_not_count_a_request_as_lost_if_its_result_still_quotes_it() -> None:
     verdict = judge([told(2, 1, asked=having("a"))], {1: (KEY, asked(1).body)})
     assert (verdict.requests, verdict.answered, verdict.faults.total()) == (1, 1, 0)
 
