@@ -67,8 +67,9 @@ NATS = {
 #: `worker/sessions` and `words`, as conversations have images; `worker/batch device models`, as Qwen3.5 and
 #: Gemma 3 see; `worker/text`, as checkpoints have only what is new; `cache`, `commands`, `ops`, `worker/wire`
 #: and tests, as a copied directory is known, and what a forget has left is searched for; `protocol` and
-#: `worker/sessions`, as a session can stay off the disk; `tests`, as each promise of the pages has a test;
-#: all rooms by a few lines, as paths after errors were mended, which no test had taken.
+#: `worker/sessions`, as a session can stay off the disk; `tests`, as each promise of the pages has a test,
+#: and longer names wrap; all rooms by a few lines, as paths after errors were mended, which no test had
+#: taken, and docstrings say what comes back in each case.
 SIZES = {
     "bench": 3_856,
     "cache": 9_661,
