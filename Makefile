@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup demo demo-cluster test durations soak campaigns simulate model mutants packaging lint type check bench tools site lock clean
+.PHONY: help setup demo demo-cluster test durations soak campaigns simulate model mutants packaging generate lint type check bench tools site lock clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -75,6 +75,10 @@ mutants: $(STAMP) ## Take guards away, one at a time: a test fails each time (K=
 
 packaging: $(VENV)/tools/.set-up $(VENV)/docs/.set-up ## Test wheels, locks, site, deployment, pages and short benches; as root also full and failing disks
 	$(BIN)/python -m pytest -q --dist worksteal -n 2 -m '(packaging or mounts or registry) and not soak'
+
+generate: $(STAMP) ## Write docs/asyncapi.yaml and the TypeScript client's messages anew, after a change of the protocol
+	$(BIN)/python -P -m turnkeep_client.asyncapi > docs/asyncapi.yaml
+	$(BIN)/python -P -m turnkeep_client.typescript > protocol/typescript/src/messages.ts
 
 lint: $(STAMP) ## Check style and format (ruff)
 	$(BIN)/ruff check .

@@ -173,6 +173,7 @@ def _print_metrics(metrics: Metrics) -> None:
             rows.append((what, f"{mean_s:.1f} s" if mean_s >= 1 else f"{1000 * mean_s:.1f} ms"))
     rows += [
         ("KV on the device", f"{size(metrics.resident_kv_bytes)} of {size(metrics.kv_limit_bytes)}"),
+        ("log", f"{size(metrics.log_bytes)} of {size(metrics.log_max_bytes)}"),
         ("snapshots on SSD", f"{snapshots.stored}, {size(snapshots.stored_bytes)}"),
     ]
     if snapshots.capacity_bytes:

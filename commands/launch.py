@@ -184,7 +184,8 @@ def _door(url: str, key: str, wanted: str | None) -> GatewayAccess:
         reason = getattr(error, "reason", error)
         why = getattr(reason, "strerror", None) or reason
         raise _NoGatewayError(
-            f"no gateway answers at {url} ({why}); `{program()} gateway{_port_of(url)}` starts one"
+            f"no gateway answers at {url} ({why}); `{program()} gateway{_port_of(url)}` starts one, and"
+            " --data-dir or --gateway names another"
         ) from None
     except (ValueError, LookupError, TypeError, HTTPException):
         raise TurnkeepError(f"what answers at {url} is no gateway of Turnkeep") from None

@@ -89,6 +89,7 @@ async def test_info_without_a_session_shows_the_worker_s_current_state(local_wor
     assert re.search(r"^worker +test$", shown.stdout, re.MULTILINE)
     assert re.search(r"^sessions +1 in use, 1 with KV on the device$", shown.stdout, re.MULTILINE)
     assert re.search(r"^  room .* evictable, .* in use$", shown.stdout, re.MULTILINE)
+    assert re.search(r"^log +[0-9.]+ [kMG]?i?B of [0-9.]+ [MG]iB$", shown.stdout, re.MULTILINE)
     raw = json.loads((await run("info", "--json", *where(worker))).stdout)
     assert (raw["type"], raw["requests"]["append"]) == ("metrics", {"ok": 1})
     assert not any(raw["by_tenant"].values()), "one tenant is told nothing of another"

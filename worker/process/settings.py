@@ -94,7 +94,7 @@ class Settings:
     nats_port: int | None = _setting(
         kinds.word_or("auto", None, kinds.PORT),
         None,
-        "the port on 127.0.0.1 of the worker's own NATS server; auto is 4222, for clients that of the worker",
+        "the port on 127.0.0.1 of the worker's own NATS server; auto: 4222, for other commands the worker's",
     )
     nats_websocket: int | None = _setting(
         kinds.word_or("off", None, kinds.PORT),
