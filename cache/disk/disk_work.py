@@ -113,7 +113,10 @@ class DiskWork:
         self._cleared = True
 
     def write(self, write: Write) -> None:
-        """Write a snapshot, or move a fetched file into the directory, unless the write is abandoned."""
+        """Write a snapshot, or move a fetched file into the directory, unless the write is abandoned.
+
+        Ends with one of the final states in `write.state`: an exception only sets FAILED and `write.error`.
+        """
         encoded = write.encoded
         if self._end_if_abandoned(write):
             if write.fetched is not None:
@@ -158,7 +161,7 @@ class DiskWork:
         return True
 
     def use(self, uses: list[tuple[int, bytes]]) -> None:
-        """Store times of last use, in pairs (time, digest)."""
+        """Store times of last use: pairs of (microseconds since 1970, digest)."""
         self._in_catalog(self._catalog.use, uses)
 
     def note_erased(self, erased: ErasureProgress) -> None:
@@ -173,7 +176,7 @@ class DiskWork:
             self.noted.add(identity)
 
     def measured(self, freed: FreedSpace, work: Callable[[], None]) -> None:
-        """Do `work`, which removes files, and measure the free bytes before and after it."""
+        """Do `work`, which removes files; store the free bytes before and after it in `freed`."""
         with suppress(OSError):
             freed.before_bytes = self._folder.free_bytes()
         work()
@@ -203,9 +206,10 @@ class DiskWork:
             self._left.update((row.digest, row) for row in rows)
 
     def erase(self, is_of: Callable[[Name], bool] | None) -> bool:
-        """Erase all traces of the snapshots of which `is_of` is true; with None, of all. Unlink them first.
+        """Erase what `unlink` may have left of the snapshots of which `is_of` is true; with None, everything.
 
-        Returns whether no file in the directory is such a snapshot, even after a crash.
+        With `is_of` the caller must `unlink` the known snapshots before. Erases from quarantine, temporary
+        files and SQLite's log too. Returns whether certainly none is left, even after a crash; never raises.
         """
         try:
             if is_of is None:
