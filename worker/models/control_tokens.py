@@ -162,5 +162,5 @@ def is_marked(text: str) -> bool:
 
 
 def unmarked(text: str) -> str:
-    """Return a text of the same length, with the characters that the stand-ins replace."""
+    """Return a text with each stand-in turned back into its character; the length stays the same."""
     return text if text.isascii() else _STAND_IN.sub(lambda found: chr(ord(found[0]) - _DISTANCE), text)
