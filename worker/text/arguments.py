@@ -104,7 +104,8 @@ class OfferedTools:
     def believed(self, written: WrittenCall) -> ParsedCall:
         """Check a call that the model wrote, and return it with converted arguments.
 
-        Raises `NoCallError` for an invalid call, or what `json` raises.
+        Raises `NoCallError` for an invalid call. May raise anything for a schema that is not valid, or for
+        arguments that JSON cannot have.
         """
         schema = self._schemas.get(written.name)
         if schema is None:
