@@ -36,7 +36,7 @@ class PruneResult:
 
 
 @contextmanager
-def locked(
+def lock_directory(
     directory: Path, codec: Codec = PLAIN, *, fresh: bool = False
 ) -> Iterator[tuple[Folder, Catalog, SnapshotIndex]]:
     """Lock a directory during the block; yield its folder, its catalog, and the index of its files.
@@ -64,7 +64,7 @@ def prune(
     `to_bytes` are left in the cache. None means no condition. `model` is the hex digest of a model's
     identity, or a prefix of it. Raises `CacheError`, `OSError`.
     """
-    with locked(directory, codec) as (folder, catalog, index):
+    with lock_directory(directory, codec) as (folder, catalog, index):
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
         victims: list[Node] = []

@@ -88,7 +88,7 @@ class RestoredKv:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
     The arrays have memory for more tokens, with undefined contents. Arrays of layers that see only some
-    tokens have memory for exactly these tokens. `size_bytes` bytes were read from disk.
+    tokens have memory for exactly these tokens. The read of `size_bytes` bytes took `seconds`.
     """
 
     num_tokens: int

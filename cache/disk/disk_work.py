@@ -87,17 +87,20 @@ class FreedSpace:
 
     @property
     def is_missing(self) -> bool:
-        """Whether less than half came back: a snapshot of the file system or another link keeps the files."""
+        """Whether less than half of the removed bytes became free.
+
+        Then a snapshot of the file system, or another link, keeps the files.
+        """
         return self.after_bytes < self.enough_bytes
 
     @property
     def enough_bytes(self) -> int:
-        """Free bytes from which on the removal has had its effect, perhaps later."""
+        """The free bytes if half of the removed bytes became free; a file system may free them later."""
         return self.before_bytes + self.removed_bytes // 2
 
 
 class DiskWork:
-    """Changes the files and the catalog of an open directory."""
+    """Changes the files and the catalog of an open directory. Methods log errors and do not raise them."""
 
     def __init__(self, folder: Folder, catalog: Catalog, noted: Iterable[bytes]) -> None:
         #: Set after a fault of the program: then no further snapshots are written.

@@ -217,13 +217,13 @@ class Folder:
             _discard(path)
 
     def remove_quarantined_of(self, is_of: Callable[[Name], bool]) -> None:
-        """Remove quarantined files of which `is_of` is true, or whose names cannot be read."""
+        """Remove quarantined snapshots whose `Name` fits `is_of`, and files whose `Name` cannot be read."""
         for path in _within(self.quarantined):
             if path.is_file() and self.may_be(path, is_of):
                 path.unlink(missing_ok=True)
 
     def may_be(self, path: Path, is_of: Callable[[Name], bool]) -> bool:
-        """Whether `is_of` is true of a file's name, or the name cannot be read."""
+        """Whether `is_of` is true of the `Name` in a file's header; True also if that cannot be read."""
         try:
             return is_of(read_name(path, self.codec))
         except (DoubtfulSnapshotError, OSError):

@@ -139,7 +139,7 @@ class SnapshotIndex:
         return node
 
     def mark_durable(self, node: Node) -> None:
-        """Mark a node's file as complete on disk."""
+        """Mark a node's file as complete on disk; unless a load or a turn uses the node, it is evictable."""
         node.durable = True
         self.on_its_way_bytes -= node.size_bytes
         self.stored += 1

@@ -125,7 +125,8 @@ class Prefixes:
     def needed(self, num: int, num_tokens: int, first: int) -> Sequence[int]:
         """Return which of the first `num` blocks a session needs to resume after `num_tokens` tokens.
 
-        The blocks from number `first` on are in the remote tier; a session may resume earlier than there.
+        The blocks from number `first` on are in the remote tier. If layers have states, all of these count:
+        which of them have a state, where a session can resume, is known only after the fetch.
         """
         needed = self._needed(num, num_tokens)
         return sorted({*needed, *range(first, num)}) if self.is_stateful else needed

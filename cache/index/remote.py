@@ -231,7 +231,7 @@ class TierAccess:
         return node
 
     def forget(self) -> None:
-        """Refuse to adopt the files that are being fetched now."""
+        """Have the files that are being fetched now discarded: they may have KV that is being erased."""
         self._num_forgotten += 1
 
     def erase(self, tenant: str, packed: bytes, shared: int) -> asyncio.Future[bool]:

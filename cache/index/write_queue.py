@@ -113,7 +113,7 @@ class WriteQueue:
         return not self.counts.in_flight_bytes
 
     def vacant_bytes(self) -> int:
-        """Return how many bytes the queue accepts now. Safe on any thread: reads plain integers."""
+        """Return how many bytes the queue accepts now; 0 while writing is paused. Safe on any thread."""
         taken_bytes = self.counts.in_flight_bytes + self.announced_bytes
         return 0 if self.paused else max(0, self.queue_bytes - taken_bytes)
 

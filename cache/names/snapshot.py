@@ -94,7 +94,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class KvPart(NamedTuple):
-    """A part of a session's KV: the tokens in `spans`, of all layers that see `reach`, or of one `layer`."""
+    """A part of a session's KV: the tokens in `spans`, of all layers with this reach, or of one `layer`."""
 
     reach: Policy
     spans: tuple[Span, ...]

@@ -105,7 +105,7 @@ class Tokens(Sequence[int]):
         return self.extended(array("I", more))
 
     def extended(self, ids: _Ids, spans: Iterable[ImageSpan] = ()) -> Tokens:
-        """Return tokens with `ids` appended, which have the images `spans`; their positions count from 0."""
+        """Return tokens with `ids` appended; `spans` are the images in these, by positions in the result."""
         rest, spans = self._rest + ids, (*self.spans, *spans)
         parts, start = [*self._parts], len(self._parts) * _PART
         num_whole = len(rest) - len(rest) % _PART
