@@ -77,7 +77,10 @@ class Lookup(Drafter):
         return {row: draft for row, most in wanted.items() if (draft := lookup_draft(row.known, most))}
 
     def num_missing(self, row: Row) -> int | None:
-        """Return 0 if the row's last two tokens occurred before: the next one may complete a match."""
+        """Return 0 if the row's last two tokens occurred before, as the next one may complete a match.
+
+        Otherwise None.
+        """
         return 0 if _place(row.known, NGRAM - 1) is not None else None
 
 

@@ -45,7 +45,7 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How one request samples tokens. With the default of a field, the field has no effect."""
+    """How one request samples tokens: by default the likeliest one, without penalties or limits."""
 
     #: 0 draws the likeliest token (greedy).
     temperature: float = 0.0
