@@ -91,7 +91,7 @@ class LoadedModel:
         }
 
     def makes(self) -> tuple[Made, ...]:
-        """Return what the model makes. Raises `ModelError`."""
+        """Return which of answers, embeddings and scores the model makes. Raises `ModelError`."""
         told = self.config, self.folder
         can: dict[Made, bool] = {
             "answers": self.no_answers is None,

@@ -127,10 +127,10 @@ class Tokenizer:
     def encode_whole(
         self, text: str, before: Sequence[int] | None = None, most: int | None = None
     ) -> list[int]:
-        """Return a text's tokens with the tokenizer's own end tokens, after `before` (default: start tokens).
+        """Return a text's tokens between the tokenizer's own start and end tokens: BERT's [CLS] and [SEP].
 
-        Of BERT these are [CLS] and [SEP]; text that only spells a special token does not become one. All
-        together are at most `most` tokens, for which the text's last ones are left out.
+        `before` replaces the start tokens. Text that only spells a special token does not become one. If all
+        together are more than `most` tokens, the text's last ones are left out.
         """
         before = self._bos if before is None else before
         room = None if most is None else max(most - len(before) - len(self._after), 0)

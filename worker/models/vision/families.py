@@ -74,7 +74,7 @@ class Family:
         return bool(self.axes)
 
     def make(self, processor: Any) -> Any:
-        """Make the processor."""
+        """Make a processor of the class `processor`, with the settings."""
         return processor(**self.settings)
 
     def views(self, image: Image) -> tuple[Grid, list[View]]:

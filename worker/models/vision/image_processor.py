@@ -48,7 +48,7 @@ class ImageProcessor:
     """A model's image processor."""
 
     def __init__(self, family: Family, encode: Callable[..., list[int]]) -> None:
-        """Take the tokenizer's `encode`. Raises `ValueError` if no one token stands for a row of an image."""
+        """Take the tokenizer's `encode`. Raises `ValueError` unless it makes one token of `family.image`."""
         #: What the chat template writes for an image, and the token that stands for each row.
         self.image = family.placeholder or family.image
         (self.image_token,) = encode(family.image, at_start=False)
