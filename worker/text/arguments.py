@@ -72,13 +72,11 @@ _SIZES: Final = (
 
 
 class NoCallError(ValueError):
-    """Text that looks like a tool call is not a valid call; the message says why.
-
-    Unless `allows_text`, the schema that a text does not fit allows no other text either.
-    """
+    """Text that looks like a tool call is not a valid call; the message says why."""
 
     def __init__(self, message: str, *, allows_text: bool = True) -> None:
         super().__init__(message)
+        #: Whether the schema that a value does not fit may allow some text.
         self.allows_text = allows_text
 
 

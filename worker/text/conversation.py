@@ -132,7 +132,7 @@ class Segments:
 
     @property
     def images(self) -> list[tuple[str, Sequence[int]]]:
-        """The digest and the grid of each image that messages rendered together show the model, in order."""
+        """(digest, grid) of each image of the current conversation that the model sees, in order."""
         found = _images_in(in_order(said_in(self._segments[self._first :])))
         return [(digest, grid) for digest, grid in found if grid is not None]
 
@@ -257,7 +257,10 @@ class Segments:
         return replace(self, _segments=segments, _first=first)
 
     def parts(self) -> Iterator[str | list[MessageRecord] | None]:
-        """Yield the content without tokens: raw texts and lists of messages; None for tokens alone."""
+        """Yield the content without tokens, in order: each raw text, and each list of messages between.
+
+        None stands for a raw part of which only the tokens are known; before a list, for unknown messages.
+        """
         for is_raw, run in groupby(self._segments, lambda segment: segment.kind == "raw"):
             segments = list(run)
             if is_raw:

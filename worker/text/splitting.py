@@ -158,7 +158,7 @@ class Splitter(ABC):
 
     @abstractmethod
     def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer and return what was held back; `is_cut`: the model did not end it itself."""
+        """End the answer and return what was held back; `is_cut` if a limit or a stop string has ended it."""
 
 
 class MarkedSplitter(Splitter):
