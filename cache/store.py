@@ -85,11 +85,7 @@ def tier_at(place: str, codec: Codec, *, max_bytes: int, min_free_bytes: int) ->
 
 
 class Store:
-    """An open cache directory, made by `open`. It belongs to the event loop.
-
-    `kv` finds, reads and saves KV, `remote` fetches it from the remote tier, `eraser` erases it, `queue` has
-    the snapshots that wait for the disk, and `quota` the disk limits.
-    """
+    """An open cache directory, made by `open`. Event loop only."""
 
     def __init__(
         self,
@@ -100,10 +96,15 @@ class Store:
         remote: TierAccess | None,
         kv: StoredKv,
     ) -> None:
+        #: Finds, reads and saves KV.
         self.kv: Final = kv
+        #: Uploads snapshots to the remote tier and fetches them; None without a tier.
         self.remote: Final = remote
+        #: Erases the KV of forgotten tokens, or all KV.
         self.eraser: Final = Eraser(opened, queue, remover, remote)
+        #: The snapshots that wait for the disk.
         self.queue: Final = queue
+        #: The disk limits.
         self.quota: Final = quota
         self._folder = opened.folder
         self._opened = opened
@@ -149,9 +150,10 @@ class Store:
         return cls(opened, queue, remover, quota, remote, kv)
 
     def listen(self, lost: Callable[[], None]) -> None:
-        """Call `lost` on the event loop when snapshots are missing that a session may have on the device.
+        """Set the callback `lost`: it says that snapshots are gone, so sessions should save their KV again.
 
-        They were not written, failed verification, or were erased with another session's.
+        The event loop calls it after snapshots were not written, failed verification, or were erased together
+        with another session's. An eviction does not call it.
         """
         self._lost = self._remover.lost = lost
 
@@ -179,11 +181,11 @@ class Store:
         )
 
     async def close(self, timeout_s: float = 5.0, *, discard: bool = False) -> bool:
-        """Write the queue, end the threads and unlock the directory. False if time ran out.
+        """Write the queue, end the threads and unlock the directory. False if that was not done in time.
 
         Snapshots that are not written in time are dropped. If the writer hangs, the directory stays locked; a
-        hanging read ends with the process. Later saves are refused; closing again does nothing. With
-        `discard`, everything is removed instead of writing the queue.
+        hanging read ends with the process. Later saves are refused; closing again does nothing and returns
+        True. With `discard`, all stored KV is removed instead of writing the queue; False if that fails.
         """
         if self.queue.is_closing:
             return True

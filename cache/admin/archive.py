@@ -24,7 +24,7 @@ from cache.disk.rows import SnapshotRow
 from cache.disk.unencrypted import PLAIN
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
-from .pruning import opened
+from .pruning import lock_directory
 from .survey import check
 
 if TYPE_CHECKING:
@@ -55,10 +55,11 @@ _EMPTY: Final = {
 
 @dataclass(slots=True)
 class Transfer:
-    """The result of an export or import; `skipped` has the name of each skipped file, and the reason."""
+    """The result of an export or import: the files that were copied, and those that were not."""
 
     num_files: int = 0
     size_bytes: int = 0
+    #: The name of each file that an import skipped, and the reason.
     skipped: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -114,7 +115,7 @@ def import_files(
     members to ignore, which are not snapshots. With `fresh` the cache is created if there is none. Raises
     `CacheError` if the archive cannot be read, `DirectoryLockedError`, `OSError`.
     """
-    with source.open("rb") as file, opened(directory, codec, fresh=fresh) as (folder, catalog, index):
+    with source.open("rb") as file, lock_directory(directory, codec, fresh=fresh) as (folder, catalog, index):
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise CacheError(f"{source} is no file: save the archive to one first")
         importer = _Importer(folder, catalog, index, max_bytes, min_free_bytes)

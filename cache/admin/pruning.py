@@ -26,15 +26,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PruneResult:
-    """The result of pruning: the removed files, and how many bytes are left."""
+    """The result of pruning."""
 
+    #: The number of removed snapshots, and their bytes.
     num_files: int
     size_bytes: int
+    #: The bytes of the snapshots that stay.
     left_bytes: int
 
 
 @contextmanager
-def opened(
+def lock_directory(
     directory: Path, codec: Codec = PLAIN, *, fresh: bool = False
 ) -> Iterator[tuple[Folder, Catalog, SnapshotIndex]]:
     """Lock a directory during the block; yield its folder, its catalog, and the index of its files.
@@ -60,9 +62,9 @@ def prune(
 
     The conditions: the snapshot was not used for `older_than_s` seconds; it belongs to `model`; more than
     `to_bytes` are left in the cache. None means no condition. `model` is the hex digest of a model's
-    identity, or a prefix of it.
+    identity, or a prefix of it. Raises `CacheError`, `OSError`.
     """
-    with opened(directory, codec) as (folder, catalog, index):
+    with lock_directory(directory, codec) as (folder, catalog, index):
         left_bytes = index.stored_bytes
         is_of_model = _of_model(folder, model)
         victims: list[Node] = []
@@ -83,7 +85,7 @@ def prune(
 def prune_all(directory: Path) -> PruneResult:
     """Remove all snapshots and quarantined files, and the record of the encryption key. Needs no key.
 
-    Raises `CacheError` if files cannot be removed.
+    Raises `OSError`, and `CacheError` if files cannot be removed or a worker has the directory open.
     """
     check(directory, None)
     with closing(Folder(directory)) as folder:

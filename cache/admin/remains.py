@@ -24,10 +24,10 @@ _SOME: Final = 2**20
 def search(
     folder: Path, marks: Sequence[Marks], needles: Sequence[bytes], codec: Codec = PLAIN
 ) -> Iterator[tuple[Path, str]]:
-    """Yield each file with KV that has one of the marks, or with one of the needles, and which of the two.
+    """Yield (path, "KV") for each snapshot with one of the marks, (path, "text") for each file with a needle.
 
-    Snapshots that end before the first `STRIDE` tokens have no mark of their own, and are left out. Raises
-    `OSError`.
+    A file with both is yielded twice. Searches all subfolders, but follows no links. Snapshots that end
+    before token `STRIDE` have no mark of their own, and do not count as KV. Raises `OSError`.
     """
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not path.is_file():

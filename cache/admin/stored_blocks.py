@@ -34,10 +34,11 @@ class StoredBlocks:
         self._codec = codec
 
     def of(self, identity: bytes) -> tuple[int, Iterator[tuple[Tokens, Span, str]]]:
-        """Return the number of a model's blocks; and for each all tokens up to its end, its place, its file.
+        """Return the number of a model's blocks, and an iterator over them: (tokens, span, file name).
 
-        A block is followed by those that continue it. Left out are blocks after one that is missing, since
-        their tokens are not all known, and those with images and after them.
+        The tokens are all tokens of the session up to the block's end. Every block comes after the one that
+        it continues. The iterator skips blocks after a missing block, since their tokens are not all known,
+        and blocks with images and those after them; the number includes some of these.
         """
         following: defaultdict[bytes, list[Name]] = defaultdict(list)
         first: list[Name] = []

@@ -47,37 +47,42 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True)
 class StoredChain:
-    """A stored sequence of tokens, in snapshots that continue each other; `digest` names the last one.
+    """A stored sequence of tokens, in snapshots that continue each other.
 
-    Earlier snapshots of the sequence may be missing. `size_bytes` is the size of all its files, `own_bytes`
-    the size of the files that no other chain shares. The tenant is unknown, because names are hashes that
+    Earlier snapshots of the sequence may be missing. The tenant is unknown, because names are hashes that
     include the tenant.
     """
 
+    #: The name of the last snapshot.
     digest: bytes
     model: StoredModel
+    #: The position of the sequence's end in the session.
     num_tokens: int
     num_files: int
     size_bytes: int
+    #: The size of the files that no other chain shares.
     own_bytes: int
+    #: The time of the last use, in seconds since 1970.
     used_s: float
 
 
 @dataclass(slots=True)
 class Survey:
-    """The result of `inspect` or `verify`.
+    """The result of `inspect` or `verify`."""
 
-    `doubtful` has the name of each file that failed verification, and the reason. `quarantined` names the
-    doubtful files that were moved to quarantine.
-    """
-
+    #: By `inspect` only; the last used chain first.
     chains: list[StoredChain] = field(default_factory=list)
     models: list[StoredModel] = field(default_factory=list)
+    #: The name of each file that failed verification, and the reason.
     doubtful: list[tuple[str, str]] = field(default_factory=list)
+    #: The names of the doubtful files that `verify` has moved to quarantine.
     quarantined: list[str] = field(default_factory=list)
+    #: All files in the folder of snapshots; by `verify` only.
     num_files: int = 0
+    #: Files of another format version, which are not verified.
     num_foreign: int = 0
     foreign_bytes: int = 0
+    #: The size of all files in quarantine; by `inspect` only.
     quarantined_bytes: int = 0
 
 
@@ -103,7 +108,10 @@ def check(directory: Path, codec: Codec | None) -> None:
 
 
 def inspect(directory: Path, codec: Codec = PLAIN) -> Survey:
-    """List chains and disk usage. Reads one header per chain. Raises `CacheError`, `OSError`."""
+    """List chains, models and disk usage. Raises `CacheError`, `OSError`.
+
+    Reads a copy of the catalog, one header per chain, and those of files that the catalog does not have.
+    """
     check(directory, codec)
     rows, survey, names = _read(directory, codec)
     index = SnapshotIndex(lambda: 0.0, [columns(rows)])

@@ -66,7 +66,7 @@ _PUT: Final = "INSERT OR REPLACE INTO snapshot VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?
 
 
 class Catalog:
-    """Stores the rows of snapshots in an SQLite file.
+    """Stores the rows of snapshots in an SQLite file. Methods raise `sqlite3.Error`.
 
     Callers log errors and continue: an error can lose times of last use, but no snapshots.
     """
@@ -161,7 +161,7 @@ class Catalog:
             yield list(self._codec.rows(list(map(made, rows))))
 
     def identities(self) -> dict[bytes, int]:
-        """Read the identities of all models that may have snapshots here; return their tokens per block."""
+        """Return the tokens per block of models that may have snapshots here, by the identity's digest."""
         return dict(self._db.execute("SELECT identity, block FROM model"))
 
     def note_identities(self, identities: Iterable[tuple[bytes, int]], name: str = "") -> None:
@@ -180,7 +180,7 @@ class Catalog:
     def note_erased(self, erased: Iterable[ErasureProgress]) -> None:
         """Store how far this cache has carried out the erasures in each of these logs of requests.
 
-        From now on this is certain of all snapshots.
+        Also records that this holds for all snapshots in the directory: see `take_certainty`.
         """
         with self._transaction() as db:
             db.executemany("INSERT OR REPLACE INTO erased VALUES (?, ?, ?, ?)", erased)
@@ -188,9 +188,10 @@ class Catalog:
             db.execute("INSERT INTO life VALUES (?)", (self._stamp,))
 
     def take_certainty(self) -> bool:
-        """Return whether `erased` was certain of all snapshots; until the next `note_erased` it is not.
+        """Return whether `erased` holds for all snapshots in the directory, and delete the record of that.
 
-        It is not if the directory is a copy, or if files were put back into it.
+        False if no `note_erased` has made the record since the last call, or if the directory is a copy or
+        was restored from a backup: then it may have snapshots that were erased before.
         """
         found = self._db.execute("SELECT * FROM life").fetchall()
         with self._transaction() as db:
@@ -233,7 +234,7 @@ class Catalog:
             db.executemany("DELETE FROM snapshot WHERE digest = ?", hidden)
 
     def use(self, uses: Iterable[tuple[int, bytes]]) -> None:
-        """Store times of last use, in pairs (time, digest)."""
+        """Store times of last use: pairs of (microseconds since 1970, digest)."""
         with self._transaction() as db:
             hidden = ((used, self._codec.hidden(digest)) for used, digest in uses)
             db.executemany("UPDATE snapshot SET used = ? WHERE digest = ?", hidden)

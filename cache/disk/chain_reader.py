@@ -37,16 +37,14 @@ LEAST_HELPED_BYTES: Final = 512 << 10
 
 @dataclass(frozen=True, slots=True)
 class ChainFile:
-    """One file of a chain, and the position of its first token.
-
-    `state` says whether to read the file's state: only of a chain's last file, and only if the model's layers
-    have states. If the file also has sketches (2-bit copies of keys) of earlier tokens, `carried` are these
-    tokens.
-    """
+    """One file of a chain to read."""
 
     digest: bytes
+    #: The position of the file's first token in the session.
     start: int
+    #: Whether to read the file's state: only of a chain's last file, if the model's layers have states.
     state: bool = False
+    #: The earlier tokens whose sketches (2-bit copies of keys) the file has too; None for most files.
     carried: Span | None = None
 
 
@@ -90,7 +88,7 @@ class RestoredKv:
     """The KV of the first `num_tokens` tokens: evaluated arrays, for `layers.rebuild` on the device thread.
 
     The arrays have memory for more tokens, with undefined contents. Arrays of layers that see only some
-    tokens have memory for exactly these tokens. `size_bytes` bytes were read from disk.
+    tokens have memory for exactly these tokens. The read of `size_bytes` bytes took `seconds`.
     """
 
     num_tokens: int
@@ -101,10 +99,13 @@ class RestoredKv:
 
 @dataclass(frozen=True, slots=True)
 class ReadOutcome:
-    """The outcome of a read: `num_read` valid files, and in `doubt` the fault of the next file, if any."""
+    """The outcome of `read_chain`."""
 
+    #: The KV of the chain, or of its valid beginning; None if a session cannot resume there.
     restored: RestoredKv | None
+    #: The number of valid files at the chain's beginning.
     num_read: int
+    #: Why the next file is not valid; None if all files are.
     doubt: str | None
 
 
@@ -159,7 +160,10 @@ def read_chain(folder: Folder, chain: ChainRead, limit_s: float, threads: IoThre
 
 
 def num_shared(folder: Folder, digests: Sequence[bytes], packed: bytes) -> list[int]:
-    """Return how many first tokens of `packed` each of these snapshots begins with; 0 for doubtful files."""
+    """Return how many first tokens of `packed` each of these snapshots begins with, in order.
+
+    0 for a file that is missing, unreadable or damaged. Reads only the files' headers.
+    """
     found = []
     for digest in digests:
         try:

@@ -87,17 +87,20 @@ class FreedSpace:
 
     @property
     def is_missing(self) -> bool:
-        """Whether less than half came back: a snapshot of the file system or another link keeps the files."""
+        """Whether less than half of the removed bytes became free.
+
+        Then a snapshot of the file system, or another link, keeps the files.
+        """
         return self.after_bytes < self.enough_bytes
 
     @property
     def enough_bytes(self) -> int:
-        """Free bytes from which on the removal has had its effect, perhaps later."""
+        """The free bytes if half of the removed bytes became free; a file system may free them later."""
         return self.before_bytes + self.removed_bytes // 2
 
 
 class DiskWork:
-    """Changes the files and the catalog of an open directory."""
+    """Changes the files and the catalog of an open directory. Methods log errors and do not raise them."""
 
     def __init__(self, folder: Folder, catalog: Catalog, noted: Iterable[bytes]) -> None:
         #: Set after a fault of the program: then no further snapshots are written.
@@ -113,7 +116,10 @@ class DiskWork:
         self._cleared = True
 
     def write(self, write: Write) -> None:
-        """Write a snapshot, or move a fetched file into the directory, unless the write is abandoned."""
+        """Write a snapshot, or move a fetched file into the directory, unless the write is abandoned.
+
+        Ends with one of the final states in `write.state`: an exception only sets FAILED and `write.error`.
+        """
         encoded = write.encoded
         if self._end_if_abandoned(write):
             if write.fetched is not None:
@@ -158,7 +164,7 @@ class DiskWork:
         return True
 
     def use(self, uses: list[tuple[int, bytes]]) -> None:
-        """Store times of last use, in pairs (time, digest)."""
+        """Store times of last use: pairs of (microseconds since 1970, digest)."""
         self._in_catalog(self._catalog.use, uses)
 
     def note_erased(self, erased: ErasureProgress) -> None:
@@ -173,7 +179,7 @@ class DiskWork:
             self.noted.add(identity)
 
     def measured(self, freed: FreedSpace, work: Callable[[], None]) -> None:
-        """Do `work`, which removes files, and measure the free bytes before and after it."""
+        """Do `work`, which removes files; store the free bytes before and after it in `freed`."""
         with suppress(OSError):
             freed.before_bytes = self._folder.free_bytes()
         work()
@@ -203,9 +209,10 @@ class DiskWork:
             self._left.update((row.digest, row) for row in rows)
 
     def erase(self, is_of: Callable[[Name], bool] | None) -> bool:
-        """Erase all traces of the snapshots of which `is_of` is true; with None, of all. Unlink them first.
+        """Erase what `unlink` may have left of the snapshots of which `is_of` is true; with None, everything.
 
-        Returns whether no file in the directory is such a snapshot, even after a crash.
+        With `is_of` the caller must `unlink` the known snapshots before. Erases from quarantine, temporary
+        files and SQLite's log too. Returns whether certainly none is left, even after a crash; never raises.
         """
         try:
             if is_of is None:

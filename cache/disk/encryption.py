@@ -45,7 +45,7 @@ _NAME: Final = [b"name"]
 
 
 def read_key(path: Path) -> bytes:
-    """Read a key: 32 bytes, raw or in base64. Raises `KeyFileError`."""
+    """Read a key: 32 bytes, raw or in base64. Raises `KeyFileError`, also if others can read the file."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())

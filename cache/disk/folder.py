@@ -54,7 +54,10 @@ def scan(snapshots: Path, codec: Codec = PLAIN) -> dict[bytes, tuple[int, int]]:
 
 
 def may_hold(directory: Path) -> bool:
-    """Whether a directory that no store has open may contain snapshots or remains of snapshots."""
+    """Whether a directory that no store has open may contain snapshots or remains of snapshots.
+
+    False if it does not exist, True if it cannot be read.
+    """
     try:
         return any(any(path.iterdir()) for path in directory.iterdir() if path.is_dir())
     except FileNotFoundError:
@@ -90,8 +93,8 @@ class Folder:
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
         self._tighten()
-        #: What no copy of the folder has: its lock file's device, inode, and time of change, which cannot be
-        #: set, and which each opening changes, as does a backup that is put back. First the last opening's.
+        #: The stamp that the previous opening left, and the stamp of this one: the lock file's device, inode
+        #: and ctime. Nobody can set these, so the first one differs in a copy and in a restored backup.
         self.stamps = (last_stamp, self._stamp())
 
     def _stamp(self) -> str:
@@ -153,8 +156,8 @@ class Folder:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
 
-    def fetched(self, digest: bytes, number: int) -> Path:
-        """Return the temporary path for a snapshot that is being fetched from the remote tier."""
+    def fetch_path(self, digest: bytes, number: int) -> Path:
+        """Return a temporary path for fetching a snapshot from the remote tier, as fetch number `number`."""
         return (self.tmp / self.codec.file_name(digest)).with_suffix(f".fetched{number}")
 
     def discard_fetched(self, digest: bytes) -> None:
@@ -214,13 +217,13 @@ class Folder:
             _discard(path)
 
     def remove_quarantined_of(self, is_of: Callable[[Name], bool]) -> None:
-        """Remove quarantined files of which `is_of` is true, or whose names cannot be read."""
+        """Remove quarantined snapshots whose `Name` fits `is_of`, and files whose `Name` cannot be read."""
         for path in _within(self.quarantined):
             if path.is_file() and self.may_be(path, is_of):
                 path.unlink(missing_ok=True)
 
     def may_be(self, path: Path, is_of: Callable[[Name], bool]) -> bool:
-        """Whether `is_of` is true of a file's name, or the name cannot be read."""
+        """Whether `is_of` is true of the `Name` in a file's header; True also if that cannot be read."""
         try:
             return is_of(read_name(path, self.codec))
         except (DoubtfulSnapshotError, OSError):
@@ -233,7 +236,7 @@ class Folder:
                 sync(subfolder, through=True)
 
     def quarantined_bytes(self) -> int:
-        """Return the bytes in quarantine, which count against the disk limit."""
+        """Return the bytes in quarantine, which count against the disk limit; 0 if it cannot be read."""
         try:
             return sum(path.stat().st_size for path in self.quarantined.iterdir())
         except OSError:  # the folder was removed, or is being removed

@@ -136,7 +136,7 @@ def peek(
 ) -> tuple[Layout, States]:
     """Read the layout and states of the snapshot `digest` from its header, and verify the header.
 
-    Raises `DoubtfulSnapshotError` if the file is not that snapshot, `OSError` if the file may be valid.
+    Raises `DoubtfulSnapshotError` if the file is not that snapshot, `OSError` as `prove` does.
     """
     with _opened(path, codec) as found:
         found.check(digest, start, identity)
@@ -282,7 +282,7 @@ class _OpenSnapshot:
 def _opened(path: Path, codec: Codec) -> Iterator[_OpenSnapshot]:
     """Open a snapshot's file and parse its header. Any defect is a `DoubtfulSnapshotError`."""
     try:
-        with headers.opened(path, codec) as (file, head, payload_bytes):
+        with headers.open_file(path, codec) as (file, head, payload_bytes):
             yield _OpenSnapshot(file, head, payload_bytes)
     except OSError as error:
         if is_lack(error):

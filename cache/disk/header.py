@@ -117,7 +117,10 @@ class Header:
 
 
 def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
-    """Return a header without its checksums. Raises `ValueError` if the tensors do not fit the name."""
+    """Return a header's bytes, with zeros for the checksums, which `format.write` inserts.
+
+    Raises `ValueError` if the tensors do not fit the name.
+    """
     sizes = (sum(tensor.data.nbytes for tensor in section) for section in sections(tensors))
     metadata = {
         "checksum": BLANK.decode(),
@@ -152,11 +155,13 @@ def write(name: Name, identity: Identity, tensors: Sequence[Tensor]) -> bytes:
 
 
 def read_header(path: Path, codec: Codec = PLAIN) -> Header:
-    """Read a file's header, and compare it with the file's name.
+    """Read a snapshot file's header; verify no checksum.
 
-    Raises `OSError`, and `DoubtfulSnapshotError` if it is not a snapshot of Turnkeep.
+    Of a file of another format version only the identity is read: see `Header.is_foreign`. Raises `OSError`,
+    and `DoubtfulSnapshotError` if the file is not a snapshot of Turnkeep, or if its header names another
+    snapshot than its file name (not checked if the format version differs).
     """
-    with opened(path, codec) as (_, head, payload_bytes):
+    with open_file(path, codec) as (_, head, payload_bytes):
         header = parse(head, payload_bytes=payload_bytes)
     if not header.is_foreign and header.name.digest != codec.digest_in(path):
         raise DoubtfulSnapshotError("the file bears another snapshot's name")
@@ -164,7 +169,10 @@ def read_header(path: Path, codec: Codec = PLAIN) -> Header:
 
 
 def read_name(path: Path, codec: Codec = PLAIN) -> Name:
-    """Read the snapshot's `Name` from a file of this format version. Raises the errors of `read_header`."""
+    """Read a snapshot's `Name` from its file's header, as `read_header` does.
+
+    Raises the errors of `read_header`, and `DoubtfulSnapshotError` for another format version.
+    """
     header = read_header(path, codec)
     if header.is_foreign:
         raise DoubtfulSnapshotError("another format version")
@@ -172,10 +180,11 @@ def read_name(path: Path, codec: Codec = PLAIN) -> Name:
 
 
 @contextmanager
-def opened(path: Path, codec: Codec = PLAIN) -> Iterator[tuple[FileReader, bytes, int]]:
+def open_file(path: Path, codec: Codec = PLAIN) -> Iterator[tuple[FileReader, bytes, int]]:
     """Open a file; yield a `FileReader`, the header's bytes (with its length), and the payload's size.
 
-    Raises `OSError`, and `DoubtfulSnapshotError` if the file is too short for a header.
+    Raises `OSError`, also for a symbolic link, and `DoubtfulSnapshotError` if the file is too short for a
+    header, or does not decrypt.
     """
     # `_open` neither blocks on a pipe nor follows a link.
     with open(path, "rb", buffering=0, opener=_open) as file:

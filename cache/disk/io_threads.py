@@ -77,7 +77,7 @@ class IoThreads:
     def result(self, future: Future[T], timeout_s: float) -> T:
         """Wait on the calling thread for a future of `submit`; return its result or raise its exception.
 
-        Raises `TimeoutError` as `run` does, and after `timeout_s`.
+        Raises `TimeoutError` as `run` does, and after `timeout_s`; it then cancels work that has not begun.
         """
         until = monotonic() + timeout_s
         while not future.done():
@@ -88,9 +88,10 @@ class IoThreads:
         return future.result()
 
     def submit(self, work: Callable[[], T], limit_s: float = math.inf) -> Future[T]:
-        """Queue `work`, with a time limit of `limit_s`, and return its future. Safe on any thread.
+        """Queue `work`, and return its future. Safe on any thread.
 
-        The future fails with `TimeoutError` at once while any thread's job has exceeded its limit.
+        `limit_s` is its time limit, from its start on a thread. While any thread's job exceeds its limit, new
+        work is not queued: its future fails with `TimeoutError` at once.
         """
         job = _Job(work, limit_s)
         if self.are_stuck():

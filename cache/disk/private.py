@@ -23,11 +23,14 @@ DIRECTORY_MODE: Final = 0o700
 
 
 def opener(path: str, flags: int) -> int:
-    """Open a file, but no link; a new file is accessible to its owner only. For `open(opener=...)`."""
+    """Open a file for `open(opener=...)`; a new one is accessible to its owner only.
+
+    Raises `OSError` for a symbolic link.
+    """
     return os.open(path, flags | os.O_NOFOLLOW, FILE_MODE)
 
 
-def is_open(directory: Path) -> bool:
+def is_open_to_others(directory: Path) -> bool:
     """Whether users other than the owner have access to a directory."""
     return bool(stat.S_IMODE(directory.stat().st_mode) & ~DIRECTORY_MODE)
 
@@ -35,9 +38,9 @@ def is_open(directory: Path) -> bool:
 def tighten(directory: Path, files: Iterable[Path]) -> None:
     """If other users have access to a directory, make these files, then the directory, private.
 
-    If this is not permitted, because another user owns the files, log it and change nothing.
+    If this fails for one of them, for example because another user owns it, log that and leave the rest.
     """
-    if not is_open(directory):
+    if not is_open_to_others(directory):
         return
     try:
         for path in files:

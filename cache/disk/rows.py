@@ -71,7 +71,7 @@ def is_right(row: SnapshotRow) -> bool:
 
 
 def fit(fields: Columns) -> bool:
-    """Whether digests and marks have the right length, and numbers are integers."""
+    """Whether digests and marks have the right length, and numbers are integers, not negative."""
     digests, parents, starts, lengths, sizes, used, _, marks, _ = fields
     return (
         {*map(len, digests), *map(len, parents)} <= {DIGEST_BYTES}

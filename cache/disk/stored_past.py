@@ -45,6 +45,7 @@ class StoredPast:
     chain: ChainRead
     policy: Policy
     threads: IoThreads
+    #: Bytes read so far.
     size_bytes: int = 0
     #: The file that failed verification, if any, and the reason.
     doubt: tuple[ChainFile, str] | None = None
@@ -57,10 +58,12 @@ class StoredPast:
         return self.chain.num_tokens
 
     def parts(self, layer: str, then: str | None = None) -> Iterator[tuple[list[mx.array], list[mx.array]]]:
-        """Yield a layer's keys and values, part by part: (1, KV heads, tokens, size), or codes and scales.
+        """Yield the arrays of a layer's keys and those of its values, for some of the tokens at a time.
 
-        `layer` is the layer's path in snapshots, and `then` the layer to read next. Raises `LostPastError` if
-        a file is missing or damaged, or the disk does not answer.
+        Each array is (1, KV heads, tokens, size). Keys, like values, are one array, or codes, scales and
+        biases if KV is quantised. `layer` is the layer's path in snapshots. During its last part, the layer
+        `then` is read in advance, if given. Raises `LostPastError` if a file is missing or damaged, or the
+        disk does not answer.
         """
         todo = [(layer, at) for at in range(0, self.end, PART)]
         for this, following in zip(todo, [*todo[1:], (then, 0)], strict=True):

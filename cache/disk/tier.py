@@ -53,8 +53,9 @@ _DEAD_COPY_S: Final = 600.0
 
 
 class FileKey(NamedTuple):
-    """The name of a file in the tier: that of the snapshot that it continues, and its own."""
+    """The name of a file in the tier."""
 
+    #: The file name, without its suffix, of the snapshot that this one continues; or `IDENTITIES`, `ERASED`.
     parent: str
     file: str
 
@@ -78,7 +79,7 @@ class Tier(Protocol):
         """Yield the keys of all snapshots."""
 
     def local(self, key: FileKey, path: Path) -> Path:
-        """Return where a file can be read: its own path, or a copy that is made at `path`."""
+        """Return where to read a file: its own path, or `path`, to which the call has copied it."""
 
     def remove(self, keys: Iterable[FileKey]) -> None:
         """Remove files; missing ones are no error. Until `sync`, a power failure may undo the removal."""
@@ -116,7 +117,10 @@ class SharedDirectory:
         probe.unlink()
 
     def put(self, key: FileKey, path: Path) -> None:
-        """Link or copy the file at `path` into the directory, after eviction if it is full: see `Tier`."""
+        """Link or copy the file at `path` into the directory, unless the directory has this key.
+
+        Evicts files first if the directory is full. Raises `OSError` (ENOSPC) if the disk is still full then.
+        """
         target = self._path(key)
         if target.exists():
             os.utime(target)
@@ -160,7 +164,7 @@ class SharedDirectory:
         return (FileKey(entry.parent, entry.file) for entry in self._entries())
 
     def local(self, key: FileKey, path: Path) -> Path:  # noqa: ARG002  # it is never copied
-        """Return a file's path in the directory."""
+        """Return a file's path in the directory, whether or not the file is there."""
         return self._path(key)
 
     def remove(self, keys: Iterable[FileKey]) -> None:

@@ -35,20 +35,20 @@ _MANY_ROWS: Final = 10_000
 
 @dataclass(slots=True)
 class OpenDirectory:
-    """An open directory. Folder and catalog belong to the write queue from now on.
-
-    `identities` are the model identities that have snapshots, with their tokens per block. `noted` are those
-    that the catalog lists; if it could not be written, some are missing. `erased` is not certain of snapshots
-    with the marks `put_back`: they may have come from a copy since, or the directory may be one.
-    """
+    """An open directory, made by `open_directory`. Folder and catalog then belong to the write queue."""
 
     folder: Folder
     catalog: Catalog
     index: SnapshotIndex
+    #: The tokens per block of every model that has snapshots, by its identity's digest.
     identities: dict[bytes, int]
+    #: Those of the identities that the catalog lists: all, unless it could not be written.
     noted: set[bytes]
+    #: How far erasures are carried out here, by log of requests.
     erased: list[ErasureProgress]
+    #: Marks of snapshots for which `erased` may be wrong: they may have come from a copy or a backup.
     put_back: frozenset[bytes]
+    #: How many files went to quarantine during the opening.
     rejected: int
     quarantined_bytes: int
     free_bytes: int

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ErasureResult:
-    """The result of an erasure. `settled` is true if certainly no copy is left on disk or in the tier."""
+    """The result of an erasure."""
 
+    #: How many snapshots the index had to remove.
     num_snapshots: int
+    #: Whether certainly no copy is left on disk or in the remote tier, even after a crash.
     settled: bool
 
 
@@ -47,7 +49,8 @@ class Eraser:
         self._remover = remover
         self._remote = remote
         self._progress = {one.log: one for one in opened.erased}
-        #: Marks of snapshots that an erasure up to `erased_up_to` may concern all the same.
+        #: Marks of snapshots that may have come back after their erasure, from a copy or a backup. Erasures
+        #: of them must be repeated, even those before `erased_up_to`; `note_erased` empties the set.
         self.put_back = opened.put_back
         #: When the snapshots that were here at the start were last used, in seconds since 1970.
         self._used_s = opened.index.last_used / 1e6 if opened.index.stored else None
@@ -90,9 +93,9 @@ class Eraser:
     async def erase_marked(self, tenant: str, marks: Marks, timeout_s: float = 2.0) -> bool:
         """Erase, like `erase`, the snapshots of a forgotten session, given the marks of its tokens.
 
-        Each snapshot is found by its own mark, whatever is missing before it. Repeats earlier erasures of
-        these tokens by `erase` that could not be settled. Returns false if one still cannot: call again
-        later. Snapshots that differ from the tokens only after the last mark are erased too.
+        Each snapshot is found by its own mark, whatever is missing before it. Repeats calls of `erase` for
+        these tokens that were not settled. Returns whether the erasure and these repetitions are settled; if
+        not, call again later. Snapshots that differ from the tokens only after the last mark are erased too.
         """
         if self._remote is not None:
             self._remote.forget()
@@ -137,9 +140,10 @@ class Eraser:
         return is_disk_clean and is_remote_clean and not is_held
 
     async def erased_up_to(self, log: str) -> ErasureProgress | None:
-        """Return how far this cache has carried out a log's erasures, by `note_erased`.
+        """Return how far this cache has carried out a log's erasures: the last argument of `note_erased`.
 
-        If that is unknown, the cache was there until its snapshots were last used; None if it had none.
+        If there is none, return entry 0 at the last use of the snapshots that were here at the start: the
+        cache may lack all erasures since then. None if there were no snapshots.
         """
         known = self._progress.get(log)
         if known is None and self._used_s is not None:
@@ -147,7 +151,11 @@ class Eraser:
         return known
 
     async def note_erased(self, erased: ErasureProgress) -> None:
-        """Store how far this cache has carried out a log's erasures; on disk only after the queued ones."""
+        """Store how far this cache has carried out a log's erasures.
+
+        Writes it to the disk after all erasures that are queued already. Does not wait for that; a failure is
+        only logged, and makes the next start repeat erasures.
+        """
         self._progress[erased.log] = erased
         self.put_back = frozenset()
         self._queue.note_erased(erased)
@@ -165,7 +173,7 @@ class Eraser:
         return await self._queue.drained(timeout_s) and bool(erasure.result())
 
     def _discard(self, nodes: Sequence[Node]) -> int:
-        """Remove nodes, and say so: a longer one may have replaced the snapshot of a session that stays."""
+        """Remove nodes, and call `lost`: a session that stays may have relied on one of them."""
         num_discarded = self._remover.discard(nodes)
         self._remover.lost()
         return num_discarded

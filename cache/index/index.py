@@ -112,7 +112,7 @@ class SnapshotIndex:
 
     @property
     def last_used(self) -> int:
-        """The time of the last use, in microseconds since 1970."""
+        """The time of the last use, in microseconds since 1970; 0 if there was none."""
         return self._now
 
     def next_use(self) -> int:
@@ -121,9 +121,10 @@ class SnapshotIndex:
         return self._now
 
     def add(self, name: Name, size_bytes: int) -> Node:
-        """Add a snapshot that is queued for the disk, used with the one that it continues, if that is here.
+        """Add a node for a snapshot that is queued for the disk, and return it.
 
-        So what a turn adds to a session is evicted before the beginning of the session.
+        Its last use is that of the snapshot that it continues, so what a turn adds to a session is evicted
+        before the session's beginning. If that snapshot is not in the index, the last use is now.
         """
         digest, before = name.digest, self._nodes.get(name.parent)
         used = self.next_use() if before is None else before.used
@@ -138,7 +139,7 @@ class SnapshotIndex:
         return node
 
     def mark_durable(self, node: Node) -> None:
-        """Mark a node's file as complete on disk."""
+        """Mark a node's file as complete on disk; unless a load or a turn uses the node, it is evictable."""
         node.durable = True
         self.on_its_way_bytes -= node.size_bytes
         self.stored += 1
@@ -207,7 +208,7 @@ class SnapshotIndex:
         return self._nodes.get(node.digest) is node
 
     def oldest(self) -> Node | None:
-        """Return the node to evict next: least recently used, and last in its session."""
+        """Return the node to evict next: least recently used, and last in its session; None without one."""
         while self._uses:
             used = self._uses[0]
             nodes = self._due[used]
@@ -225,7 +226,7 @@ class SnapshotIndex:
         """Return the nodes after `parent`, each continuing the one before, that hold most tokens of `packed`.
 
         They hold no other tokens. With `usable`, only nodes that a match may use, up to one at whose end a
-        session can resume.
+        session can resume. Empty if there are none.
         """
         best: tuple[Node, ...] = ()
         for node in self._continuing(parent, packed):

@@ -27,14 +27,12 @@ if TYPE_CHECKING:
 
 
 class PrefixMatch(NamedTuple):
-    """The longest stored prefix of some tokens: `num_tokens` tokens.
+    """The longest stored prefix of some tokens, and the snapshots from which a session resumes at its end."""
 
-    `placed` are the snapshots that a session needs to resume there, in order, each with the position of its
-    first token. The prefix ends where the last snapshot ends, which then has the layers' states, if they have
-    any. Only if `StoredKv.extend` has added the last snapshot may the prefix end before that snapshot does.
-    """
-
+    #: The prefix's length. It ends with the last snapshot, or within one that `StoredKv.extend` has added.
     num_tokens: int
+    #: The snapshots that a session needs, in order, each with the position of its first token. If layers have
+    #: states, the last snapshot has them.
     placed: tuple[tuple[int, Node], ...] = ()
     policy: Policy = FULL
 
@@ -45,14 +43,11 @@ class PrefixMatch(NamedTuple):
 
 
 class KnownPrefix(NamedTuple):
-    """The stored and queued prefix of some tokens.
+    """The longest prefix of some tokens that is stored or queued for the disk."""
 
-    Its end, `edges[-1]`, may be within a block, which is then stored as several pieces: `edges` are the
-    positions between which they lie, from the block's start on. `nodes` are the snapshots from which a
-    session resumes at that end.
-    """
-
+    #: The end of the last full block, then the end of each piece after it; the last edge is the prefix's end.
     edges: tuple[int, ...]
+    #: The snapshots that a session needs to resume at the prefix's end.
     nodes: tuple[Node, ...]
 
 
@@ -88,7 +83,11 @@ class Prefixes:
         return PrefixMatch(num_tokens, tuple(kept), chain.policy)
 
     def branches(self, match: PrefixMatch, chain: Chain, tokens: Tokens, most: int) -> list[Node]:
-        """Return snapshots that continue a match, the last used first, if a session can resume within one."""
+        """Return the `most` last used snapshots that continue a match, the last used first.
+
+        Empty if no session can resume within a snapshot, since layers have states; or if the match has all
+        `tokens`.
+        """
         if self.is_stateful or match.num_tokens == len(tokens):
             return []
         parent = match.nodes[-1].digest if match.placed else chain.root
@@ -126,13 +125,14 @@ class Prefixes:
     def needed(self, num: int, num_tokens: int, first: int) -> Sequence[int]:
         """Return which of the first `num` blocks a session needs to resume after `num_tokens` tokens.
 
-        The blocks from number `first` on are in the remote tier; a session may resume earlier than there.
+        The blocks from number `first` on are in the remote tier. If layers have states, all of these count:
+        which of them have a state, where a session can resume, is known only after the fetch.
         """
         needed = self._needed(num, num_tokens)
         return sorted({*needed, *range(first, num)}) if self.is_stateful else needed
 
     def window(self, chain: Chain, tokens: Tokens) -> list[Node]:
-        """Return the blocks that are seen after `tokens`, if no layer sees all tokens; else none."""
+        """Return the blocks that layers still see after `tokens`; empty if some layer sees all tokens."""
         if self._sees_all:
             return []
         names = chain.names(tokens)[1:]
@@ -140,9 +140,9 @@ class Prefixes:
         return [node for node in found if node is not None]
 
     def known(self, chain: Chain, tokens: Tokens) -> KnownPrefix:
-        """Find the stored or queued prefix of `tokens`, with which a session could resume once it is stored.
+        """Find the longest prefix of `tokens` whose KV is stored or queued, for all layers that see it.
 
-        States are not asked for.
+        Does not check that layers' states are stored at its end.
         """
         names = chain.names(tokens)
         there = [self._index.get(name) for name in names[1:]]
@@ -198,10 +198,10 @@ class Prefixes:
         return path[-1].digest if path and path[-1].end == start else bytes(DIGEST_BYTES)
 
     def to_read(self, match: PrefixMatch, only: KvPart | None = None) -> tuple[list[Node], ChainRead]:
-        """Return what to read for a session that resumes at the end of a match.
+        """Return the nodes of the files to read, in order, and what to read, to resume at the end of a match.
 
-        Reads the KV that the session's next token sees, and the state at its end; with `only`, that part of
-        the KV. Also returns the nodes of the files to read, in order.
+        That is the KV that the session's next token sees, and the states at the match's end; with `only`,
+        that part of the KV and no states.
         """
         # Positions are computed, not read from files: the arrays must be filled without a gap.
         found = [(Span(start, start + node.num_tokens), node) for start, node in match.placed]

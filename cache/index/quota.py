@@ -32,15 +32,14 @@ STEP_PAUSE_S: Final = 0.01
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskUsage:
-    """Bytes at one instant: `free + held + evictable = capacity`.
+    """Bytes at one instant: `free + held + evictable = capacity`."""
 
-    `capacity` is the space that snapshots may use: the disk limit minus the quarantine, and no more than the
-    file system has beyond `min_free_bytes`. `held` bytes must not be evicted now: snapshots that are being
-    written, or that a load or a turn uses. `free` is negative while a lowered limit is exceeded.
-    """
-
+    #: What snapshots may use: the disk limit minus the quarantine, and no more than the file system has
+    #: beyond `min_free_bytes`.
     capacity: int
+    #: Negative while a lowered limit is exceeded.
     free: int
+    #: Snapshots that must not be evicted now: they are being written, or a load or a turn uses them.
     held: int
     evictable: int
 
@@ -78,9 +77,10 @@ class Quota:
         return DiskUsage(capacity=used + free, free=free, held=held, evictable=used - held)
 
     def add(self, name: Name, size_bytes: int) -> Node | None:
-        """Add a snapshot that is queued for the disk to the index, and evict others if it does not fit.
+        """Add a snapshot that is queued for the disk to the index, after evicting others if space is lacking.
 
-        Returns its node; None if the snapshot does not fit yet, or never.
+        Returns its node. None, and nothing is added, if too little can be evicted, or not in one step of
+        `EVICT_LIMIT` snapshots: then a later call may succeed.
         """
         node = self._index.add(name, size_bytes)
         if self._has_evicted_for(node):

@@ -64,24 +64,25 @@ _POLL_S: Final = 0.002
 
 @dataclass(slots=True)
 class RemoteCounts:
-    """Totals since the start: bytes uploaded and fetched, snapshots not uploaded, and failed calls."""
+    """Totals since the start."""
 
+    #: Bytes uploaded, also of snapshots that the tier had already; and bytes fetched.
     put_bytes: int = 0
     fetched_bytes: int = 0
+    #: Snapshots not uploaded, because the tier is too slow or paused.
     dropped: int = 0
+    #: Calls of the tier that failed or exceeded the time limit.
     failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RemotePrefix:
-    """Snapshots in the tier that continue the prefix that this worker has stored.
+    """Snapshots in the tier that continue the prefix that this worker has stored."""
 
-    The stored prefix has `num_stored` tokens; with these snapshots it has `num_tokens`. `links` are the
-    snapshots to fetch, (parent, digest) in order.
-    """
-
+    #: The length of the stored prefix in tokens, and with these snapshots.
     num_stored: int
     num_tokens: int
+    #: The snapshots to fetch: (parent, digest), in order.
     links: tuple[tuple[bytes, bytes], ...]
 
 
@@ -147,9 +148,10 @@ class TierAccess:
     async def find(
         self, chain: Chain, tokens: Tokens, num_stored: int, needed: Callable[[int, int, int], Sequence[int]]
     ) -> RemotePrefix | None:
-        """Find snapshots in the tier that extend the stored prefix of `num_stored` tokens; None if none.
+        """Find snapshots in the tier that extend the stored prefix of `num_stored` tokens.
 
-        `needed` is `Prefixes.needed`, which says which blocks a session needs to resume.
+        `needed` is `Prefixes.needed`, which says which blocks a session needs to resume. None if the tier has
+        none, fails, is paused after a failure, or may have forgotten KV (`TierEraser.is_certain`).
         """
         if num_stored >= len(tokens) or monotonic() < self._paused_until or self._write_queue.is_closing:
             return None
@@ -168,9 +170,10 @@ class TierAccess:
         return RemotePrefix(num_stored, num_tokens, tuple(missing))
 
     async def fetch(self, found: RemotePrefix) -> tuple[int, float]:
-        """Fetch snapshots into this worker's directory; return the bytes, and the seconds needed.
+        """Fetch snapshots into this worker's directory, and wait until they are in place.
 
-        The first snapshot that is missing, damaged or refused ends the fetch: later ones need it.
+        Returns the bytes fetched and the seconds needed. The first snapshot that is missing, damaged or does
+        not fit ends the fetch, since later ones need it; those before it are kept.
         """
         if self._write_queue.is_closing:
             return 0, 0.0
@@ -228,20 +231,21 @@ class TierAccess:
         return node
 
     def forget(self) -> None:
-        """Refuse to adopt the files that are being fetched now."""
+        """Have the files that are being fetched now discarded: they may have KV that is being erased."""
         self._num_forgotten += 1
 
     def erase(self, tenant: str, packed: bytes, shared: int) -> asyncio.Future[bool]:
         """Queue the removal of these tokens' snapshots from the tier, but not of the first `shared` tokens.
 
-        Snapshots that others continue stay. Returns a future (shield it from cancellation): false on failure.
+        Snapshots that others continue stay. The returned future gets true once the removal is durable, false
+        on failure; shield it from cancellation.
         """
         return self._queue_erasure(partial(self._erase, tenant, packed, shared))
 
     def erase_nodes(self, nodes: Iterable[Node]) -> asyncio.Future[bool]:
         """Queue the removal of these snapshots from the tier, and of those of earlier calls that failed.
 
-        Returns a future (shield it from cancellation): false on failure.
+        The returned future is like that of `erase`.
         """
         for node in nodes:
             self._there.discard(node.digest)
@@ -367,7 +371,7 @@ class TierAccess:
         return {self._folder.codec.file_name(digest): (digest, num) for digest, num in digests}
 
     def _get(self, parent: bytes, digest: bytes, wanted: Event) -> tuple[Name, Path, int] | None:
-        key, path = self._key(parent, digest), self._folder.fetched(digest, next(self._numbers))
+        key, path = self._key(parent, digest), self._folder.fetch_path(digest, next(self._numbers))
         if not self._tier.get(key, path):
             return None
         try:

@@ -83,9 +83,10 @@ class Remover:
                     node.doomed = False  # a snapshot that was saved meanwhile continues it
 
     def reject(self, node: Node, doubt: str) -> bool:
-        """Remove a snapshot whose file failed verification.
+        """Remove a snapshot whose file failed verification, also from the remote tier, and call `lost`.
 
-        False if the snapshot has been removed already, by another load or by `forget`.
+        Removes the pieces of a tail that continue it too. False, and nothing happens, if the snapshot has
+        been removed already, by another load or by `forget`.
         """
         if not self._index.has(node):
             return False
@@ -96,7 +97,10 @@ class Remover:
         return True
 
     def note_end(self, node: Node, write: Write) -> None:
-        """Update the index after a write has ended."""
+        """Update the index after a write has ended: mark the node as stored, or remove it.
+
+        Removes the smaller snapshots that a stored one replaces, and a file that an abandoned write has left.
+        """
         if write.state is WriteState.DURABLE and write.abandoned is None:
             self._left.discard(node.digest)
             self._index.mark_durable(node)

@@ -114,7 +114,10 @@ class StoredKv:
         return chain if of is None else of.chains.setdefault(root, chain)
 
     def find(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
-        """Find the longest prefix of `tokens` on disk; also once the store is closed. Protects nothing."""
+        """Find the longest prefix of `tokens` on disk, but do not protect it from eviction.
+
+        Works even when the store is closed.
+        """
         return self._under(chain.policy).longest(chain, as_tokens(tokens))
 
     def match(self, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
@@ -124,10 +127,11 @@ class StoredKv:
         return match
 
     async def extend(self, match: PrefixMatch, chain: Chain, tokens: Sequence[int]) -> PrefixMatch:
-        """Return a held match of `tokens`, extended by the beginning of one more snapshot if one has that.
+        """Extend a match of `tokens` by the beginning of one more snapshot, whose later tokens differ.
 
-        The index has no tokens, so this reads the headers of the `_MOST_BRANCHES` last used snapshots that
-        continue the match. If it is cancelled, the match stays held.
+        `match` must be protected (by the method `match`); so is the result, which is `match` if no snapshot
+        has enough of the next tokens, or on an error. The index has no tokens, so this reads the headers of
+        the `_MOST_BRANCHES` last used snapshots that continue it. If cancelled, `match` stays protected.
         """
         prefixes = self._under(chain.policy)
         branches = prefixes.branches(match, chain, as_tokens(tokens), _MOST_BRANCHES)
@@ -150,9 +154,10 @@ class StoredKv:
             self._release(branches)
 
     def hold(self, chain: Chain, tokens: Sequence[int]) -> KnownPrefix:
-        """Protect the snapshots of these tokens, stored or queued, from eviction until `release`.
+        """Find the longest prefix of `tokens` that is stored or queued, and protect it from eviction.
 
-        Protects those that a session needs to resume at their end; they count as used now.
+        Protects the snapshots that a session needs to resume at its end, until `release` of the result. They
+        count as used now.
         """
         known = self._under(chain.policy).known(chain, as_tokens(tokens))
         self._hold(known.nodes)
@@ -192,7 +197,7 @@ class StoredKv:
             await asyncio.sleep(_SETTLE_S)
 
     async def find_remote(self, chain: Chain, tokens: Sequence[int]) -> RemotePrefix | None:
-        """Find snapshots in the remote tier that extend the stored prefix of `tokens`; None if none."""
+        """Find snapshots in the remote tier that extend the stored prefix of `tokens`: `TierAccess.find`."""
         if self._remote is None:
             return None
         prefixes = self._under(chain.policy)

@@ -36,7 +36,7 @@ class TierEraser:
     While `is_certain` is false, the tier may have KV that must not be used.
     """
 
-    #: No note is carried out again: a tier that was put back says itself what it lacks.
+    #: Always empty: a tier that was restored from a backup also has its old entry in `ERASED`.
     put_back: Final[frozenset[bytes]] = frozenset()
 
     def __init__(
@@ -63,21 +63,21 @@ class TierEraser:
         self.is_certain = False
 
     async def erase_marked(self, tenant: str, marks: Marks) -> bool:  # noqa: ARG002  # it is in the marks
-        """Have the next `note_erased` remove the snapshots with these marks; true."""
+        """Have the next `note_erased` remove snapshots with these marks; `doubt` until then. Return true."""
         self.doubt()
         self._marks.append(marks)
         return True
 
     async def clear(self) -> bool:
-        """Have the next `note_erased` remove all snapshots; true."""
+        """Have the next `note_erased` remove all snapshots; `doubt` until then. Return true."""
         self.doubt()
         self._is_all = True
         return True
 
     async def erased_up_to(self, log: str) -> ErasureProgress | None:
-        """Return how far the tier says that a log's erasures are carried out; None if it says nothing.
+        """Return how far a log's erasures are carried out in the tier, by its own record; None without one.
 
-        Drops what was collected. Raises `OSError` if the tier does not answer.
+        Forgets the earlier calls of `erase_marked` and `clear`. Raises `OSError` if the tier does not answer.
         """
         if self._erasure is not None:
             await asyncio.shield(self._erasure)
@@ -88,9 +88,9 @@ class TierEraser:
         return min((progress for _, progress in _said(found, log)), default=None)
 
     async def note_erased(self, erased: ErasureProgress) -> None:
-        """Remove the snapshots that were collected, then store in the tier how far erasures are carried out.
+        """Carry out `erase_marked` and `clear`, then record in the tier how far erasures are carried out.
 
-        If this fails, the tier says what it said before: raises `OSError`.
+        Sets `is_certain`. Raises `OSError` if this fails: then the tier keeps its old record.
         """
         self._erasure = self._queue(partial(self._carry_out, self._marks, self._is_all, erased))
         if not await asyncio.shield(self._erasure):
@@ -141,7 +141,7 @@ class TierEraser:
             digest = codec.digest_of(key.file)
             if digest is None:  # not a file of Turnkeep
                 continue
-            copy = self._folder.fetched(digest, 0)
+            copy = self._folder.fetch_path(digest, 0)
             try:
                 name = read_name(self._tier.local(key, copy), codec)
                 if any(one.has(name.mark, name.span.end) for one in noted.get(name.mark, ())):

@@ -113,14 +113,14 @@ class WriteQueue:
         return not self.counts.in_flight_bytes
 
     def vacant_bytes(self) -> int:
-        """Return how many bytes the queue accepts now. Safe on any thread: reads plain integers."""
+        """Return how many bytes the queue accepts now; 0 while writing is paused. Safe on any thread."""
         taken_bytes = self.counts.in_flight_bytes + self.announced_bytes
         return 0 if self.paused else max(0, self.queue_bytes - taken_bytes)
 
     def spare_bytes(self) -> int:
-        """Return how many bytes of snapshots that were lost the queue accepts again now.
+        """Return how many bytes of lost snapshots may be saved again now: see `StoredKv.save`.
 
-        They leave half of the queue to new ones, unless it is empty.
+        They must leave half of the queue to new snapshots, unless the queue is empty.
         """
         return max(0, self.vacant_bytes() - (0 if self.is_idle else self.queue_bytes // 2))
 
@@ -194,9 +194,10 @@ class WriteQueue:
         self._jobs.put(_Job(partial(self._disk.note_erased, erased)))
 
     def erase(self, is_of: Callable[[Name], bool]) -> asyncio.Future[bool | None]:
-        """Queue the erasure of all traces of these snapshots. Call `unlink` for their files first.
+        """Queue `DiskWork.erase`, which erases what is left of snapshots after their `unlink`.
 
-        The result is whether no file in the directory is such a snapshot, even after a crash.
+        The future's result is whether certainly none is left, even after a crash; None after a fault of the
+        program.
         """
         return self._queued(partial(self._disk.erase, is_of))
 

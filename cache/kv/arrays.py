@@ -57,11 +57,9 @@ def _held(layout: ModelLayout, num_tokens: int, only: KvPart | None) -> list[tup
 class BlankTensors:
     """Uninitialised tensors for a session's first `num_tokens` tokens, and for states of recurrent layers.
 
-    `places` and `state` are the buffers to write to, until `arrays` returns the tensors. A layer's tensors
-    have memory for at least `capacity_tokens` tokens, of which the first `num_tokens` are valid. If a layer
-    sees only some tokens, its tensors have memory for exactly these. Sketches that carriers have too are read
-    in two parts: `carried` has the buffers for their first `num_carried` tokens, `places` those for the other
-    tokens. With `only`, just some layers get tensors.
+    A layer's tensors have memory for at least `capacity_tokens` tokens; the first `num_tokens` are to be
+    filled. If a layer sees only some tokens, its tensors have memory for exactly these. With `only`, just
+    some layers get tensors. Write to the buffers until `arrays` returns the tensors.
     """
 
     def __init__(
@@ -91,13 +89,16 @@ class BlankTensors:
         # buffer. Writes to CUDA's managed memory are slow, so there numpy owns the memory until `arrays`.
         self._in_place = not mx.cuda.is_available()
         self._owners: dict[str, Any] = _blank(self._specs) if self._in_place else self._plain()
+        #: The buffers of each tensor of the layout, without the tokens of `carried`.
         self.places: list[TensorBuffers] = [
             TensorBuffers(
                 _rows(self._owners.get(name), heads), dim * ITEM_BYTES[dtype], section(name, reach), held
             )
             for (name, dtype, (heads, dim)), reach, held in zip(layout.kv, layout.reaches, spans, strict=True)
         ]
+        #: The buffers for the first `num_carried` tokens of the sketches, which carriers have too.
         self.carried = self._take_carried(len(layout.kv) - len(layout.carried), num_carried)
+        #: The buffers for the tensors of the states, in the order of `states`.
         self.state: list[memoryview] = [_memory(self._owners[name]) for name, _, _ in states]
 
     def _take_carried(self, start: int, num_tokens: int) -> list[TensorBuffers]:
@@ -117,7 +118,7 @@ class BlankTensors:
         self.places, self.carried, self.state = [], [], []  # from now on nothing may write to the arrays
         owners, self._owners = self._owners, {}
         if not self._in_place:
-            return {name: cuda.copied(owners.pop(name), TYPES[dtype][0]) for name, dtype, _ in self._specs}
+            return {name: cuda.to_device(owners.pop(name), TYPES[dtype][0]) for name, dtype, _ in self._specs}
         return owners
 
     def _plain(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 _DEVICE: Final = 0
 
 
-def copied(host: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
+def to_device(host: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
     """Copy the numpy array `host` to the device; return an evaluated array with its bytes and shape.
 
     Waits for the copy without the GIL. Raises `RuntimeError` if the driver refuses.

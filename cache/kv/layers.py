@@ -62,9 +62,9 @@ def make(
     `sketched` are the layers with sketches (2-bit copies of keys) if the policy needs them: by default all.
     With `block_tokens`, layers with chunks of two blocks or more are stored per token; a shorter chunk could
     be dropped before its block is copied, since a block may wait for one more piece of the prompt. The rings
-    of the model's own windows then keep at least a block; `grid` is theirs, if given. They have room for
-    `most_joint` tokens of which the first one sees the last. Raises `ValueError` with the class of a layer
-    that does not support the policy.
+    of the model's own windows then keep at least a block. They have `grid` as `RingCache.grid`, and hold a
+    window and at least `most_joint` more tokens, so that so many can run in one pass. Raises `ValueError`
+    with the class of a layer that does not support the policy.
     """
     new_ring = maker(policy, sketched)
 
@@ -241,8 +241,8 @@ def rebuild(tensors: Mapping[str, mx.array], caches: list[Any], num_tokens: int)
     """Fill a model's new caches with the evaluated arrays of a session's first `num_tokens` tokens.
 
     Arrays with a token axis may be longer: the caches then use the rest for further tokens. A ring's arrays
-    contain exactly its sinks and its window. Raises `ValueError` if the arrays do not fit such caches at that
-    position.
+    contain exactly its sinks and its window. Returns `caches`. Raises `ValueError` if the arrays do not fit
+    such caches at that position; some caches may be filled then.
     """
     groups = _by_path(tensors)
     for path, cache in leaves(caches):
@@ -316,7 +316,8 @@ def trim(caches: Sequence[Any], num_tokens: int) -> None:
 def fork(caches: Sequence[Any], new: list[Any], num_tokens: int) -> list[Any]:
     """Fill a model's `new` caches with copies of the first `num_tokens` tokens of `caches`.
 
-    `caches` stay usable. Raises `ValueError` unless they are `trimmable` to `num_tokens`.
+    `caches` stay usable; they must be `trimmable`. Returns `new`, evaluated. Raises `ValueError` if
+    `num_tokens` is below `earliest`.
     """
     copies: list[mx.array] = []
     for (_, cache), (_, copy) in zip(leaves(caches), leaves(new), strict=True):

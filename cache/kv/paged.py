@@ -21,7 +21,7 @@ from cache.names.policy import CHUNK, PART, SLACK, Policy
 
 from . import states
 from .ring import RingCache
-from .sketches import ASKED, compared, sketch_of
+from .sketches import ASKED, page_shares, sketch_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -57,15 +57,13 @@ class Past(Protocol):
 
 
 class Pages:
-    """Which chunks are in a session's slots, the same for all layers, and the score of every chunk.
-
-    While `sees_all` is true, the tokens being run attend to all earlier tokens: those on the device, and
-    those only on SSD, which `past` reads.
-    """
+    """Which chunks are in a session's slots, the same for all layers, and the score of every chunk."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        #: Whether the tokens being run attend to all earlier tokens, also to those only on SSD.
         self.sees_all = False
+        #: Reads the KV that is only on SSD.
         self.past: Past | None = None
         #: By slot: the chunk's number, -1 for none. Pinned chunks have the first slots, for ever.
         self.slots: list[int] = [-1] * (policy.recall // CHUNK)
@@ -335,7 +333,7 @@ class PagedCache(RingCache):
         asked = queries[-ASKED:, :, 0].reshape(-1, kv_heads, queries.shape[1] // kv_heads, size)
         asked = asked.transpose(1, 0, 2, 3).reshape(1, kv_heads, -1, size) * scale
         keys = tuple(array[..., :num_tokens, :] for array in self.sketch)
-        self.pages.note(compared(asked, keys, PAGE))
+        self.pages.note(page_shares(asked, keys, PAGE))
 
     def _keep_passed(self) -> None:
         """Copy chunks whose first tokens have left the window to slots, as long as slots are free."""

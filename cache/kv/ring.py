@@ -23,14 +23,8 @@ class RingCache:
 
     A token sees the last `window` tokens. More are kept if a block is longer than the window: a session that
     continues within a block must still have the beginning of the block, which is stored once it is full.
-
-    `keys` and `values` are tuples of arrays, (1, KV heads, allocated, size) each: one array, or codes, scales
-    and biases if KV is quantised in groups of `group_size` to `bits` bits. Token p is at place p if p < sink;
-    later tokens cycle through the places after the sinks. `offset` counts the tokens that were run. The
-    rotary embedding (RoPE) of a key at position p uses p modulo `grid`, a power of two of at least `sink +
-    window`: see `worker.batch.ring_attention`. With a `grid` of 0 it uses p itself.
-
-    A subclass may keep other tokens too, in slots behind the ring's places, and small copies of all keys.
+    Token p is at place p if p < sink; later tokens cycle through the places after the sinks. A subclass may
+    keep other tokens too, in slots behind the ring's places, and small copies of all keys.
     """
 
     #: Copies of all keys in few bits, (1, KV heads, tokens, size) each; empty if the cache keeps none.
@@ -49,12 +43,17 @@ class RingCache:
         self.sink = sink
         self.window = window
         self.kept = max(window, kept)
+        #: KV is quantised in groups of `group_size` to `bits` bits; with 0 it is not quantised.
         self.group_size = group_size
         self.bits = bits
-        # Stored keys depend on the grid: another formula needs another `FORMAT_VERSION`.
+        #: The rotary embedding (RoPE) of a key at position p uses p modulo `grid`, a power of two of at least
+        #: `sink + window`; with 0 it uses p. See `worker.batch.ring_attention`. Stored keys depend on the
+        #: grid: another formula needs another `FORMAT_VERSION`.
         self.grid = 1 << max(12, (2 * (sink + window) - 1).bit_length()) if grid is None else grid
+        #: One array, or codes, scales and biases if quantised: (1, KV heads, allocated places, size) each.
         self.keys: tuple[mx.array, ...] | None = None
         self.values: tuple[mx.array, ...] | None = None
+        #: How many tokens the layer has run.
         self.offset = 0
         #: The first position after the sinks whose token has not been overwritten.
         self.first_held = sink

@@ -17,17 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Layers that keep at most `num_tokens` tokens; together they take `bytes_per_token` for each token.
-
-    The size of a ring (`is_ring`) includes `spare` tokens, which no later token sees: the piece of a prompt
-    that is being prefilled, chunks that are being read from SSD, and the beginning of a block that is longer
-    than the window. Layers with rings or chunked attention (`is_chunk`) are stored by block.
-    """
+    """Layers that keep at most `num_tokens` tokens; together they take `bytes_per_token` for each token."""
 
     num_tokens: int
     bytes_per_token: int
     is_ring: bool = False
+    #: How many of a ring's `num_tokens` no later token sees: the piece of a prompt that is being prefilled,
+    #: chunks that are being read from SSD, and the beginning of a block that is longer than the window.
     spare: int = SLACK
+    #: Whether attention is chunked.
     is_chunk: bool = False
 
     @property
@@ -38,14 +36,14 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class KvSize:
-    """Bytes of a model's KV: for every token, for tokens in windows, and for states of a fixed size.
+    """Bytes of a model's KV, over all layers."""
 
-    `sketch_bytes` is the size of the sketches of one token, under a policy with `recall`.
-    """
-
+    #: Of the layers that keep every token.
     bytes_per_token: int
     windows: tuple[Window, ...] = ()
+    #: Of the states of layers that keep no tokens.
     fixed_bytes: int = 0
+    #: Of the sketches (2-bit copies of keys) of one token, under a policy with `recall`.
     sketch_bytes: int = 0
 
     @property
@@ -88,7 +86,10 @@ class KvSize:
         return replace(self, windows=tuple(seen)).held(num_tokens)
 
     def snapshot(self, num_new: int, *, at: int) -> int:
-        """Return the bytes of a snapshot of the last `num_new` of a session's `at` tokens, with states."""
+        """Return the bytes of a snapshot of a session's last `num_new` tokens, with the states at its end.
+
+        `at` is the number of the session's tokens.
+        """
         states = replace(self, bytes_per_token=0, windows=tuple(w for w in self.windows if not w.is_cut))
         per_token = self.bytes_per_token + sum(one.bytes_per_token for one in self.windows if one.is_cut)
         return states.held(at) + num_new * per_token

@@ -67,12 +67,12 @@ def _group(head_dim: int) -> int | None:
     return next((size for size in (64, 32) if head_dim % size == 0), None)
 
 
-def compared(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
+def page_shares(asked: mx.array, sketch: tuple[mx.array, ...], page: int) -> mx.array:
     """Return, for each page, the largest share of a query's attention that one of its tokens gets: (pages,).
 
-    `asked` are queries, (1, KV heads, queries, head_dim); `page` is the number of tokens per page. On a CPU
-    numpy compares them, in runs of tokens that fit into the processor's cache: MLX takes seven times as long
-    for 32 queries.
+    `asked` are scaled queries, (1, KV heads, queries, head_dim), `page` is the number of tokens per page, and
+    `sketch` has whole pages. On a CPU numpy compares them, in runs of tokens that fit into the processor's
+    cache: MLX takes seven times as long for 32 queries.
     """
     if asked.dtype == mx.float32 and mx.default_device() == mx.cpu:
         return _compared_by_numpy(asked, sketch, page)

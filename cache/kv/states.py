@@ -84,7 +84,7 @@ def describe(cache: Any) -> str:
 
 
 def reach(cache: Any) -> Policy:
-    """Return the policy of the tokens that this layer's sessions need; not for recurrent states."""
+    """Return, as a `Policy`, which tokens of a session the layer needs to continue; not for whole states."""
     if isinstance(cache, ChunkCache):
         return Policy(0, cache.chunk_size)
     return replace(cache.policy, window=cache.kept) if isinstance(cache, RingCache) else FULL

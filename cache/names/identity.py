@@ -38,18 +38,19 @@ _PIECE_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Everything that KV depends on besides its tokens. `weights`, `config`, `tokenizer`: hex digests.
+    """Everything that KV depends on besides its tokens."""
 
-    `code` is a hex digest of the model's source code; `caches` has the cache classes, by `layers.describe`.
-    """
-
+    #: Hex digests.
     weights: str
     config: str
     tokenizer: str
     kv_dtype: str
     block_tokens: int
+    #: A hex digest of the model's source code.
     code: str = ""
+    #: The cache classes, by `layers.describe`.
     caches: str = ""
+    #: By `ModelLayout.name`.
     policy: str = "full"
     format_version: int = FORMAT_VERSION
 
@@ -130,7 +131,7 @@ def _tokenizer_digest(folder: Path, memo: Path | None) -> str:
 
 
 def files_digest(paths: Sequence[Path], *, memo: Path | None = None) -> str:
-    """Hash the names and contents of files, in the given order; return the digest as hex.
+    """Hash the names and contents of files, in the given order; return the digest as hex. Raises `OSError`.
 
     `memo` is a small JSON file of earlier digests, so that a start need not read the weights again. A file
     counts as unchanged if its path, size, mtime and ctime are the same (a copy can preserve the mtime, but

@@ -24,17 +24,15 @@ _PERSON: Final = b"turnkeep.image"
 
 
 class ImageSpan(NamedTuple):
-    """The tokens `[start, end)` of one image: from its first to its last row of input embeddings.
-
-    The fingerprint is a digest of all that the rows depend on, besides the model. `digest` is the SHA-256 of
-    the file, for readers of the file alone. If the tokens have positions in a plane, each line has `columns`
-    tokens; otherwise that is 0.
-    """
+    """The tokens `[start, end)` of one image: from its first to its last row of input embeddings."""
 
     start: int
     end: int
+    #: A digest of all that the rows depend on, besides the model.
     fingerprint: bytes
+    #: The SHA-256 of the image's file.
     digest: bytes = b""
+    #: The tokens in each line, if the tokens have positions in a plane; otherwise 0.
     columns: int = 0
 
     def moved(self, by: int) -> Self:
@@ -47,15 +45,21 @@ class ImageSpan(NamedTuple):
 
 
 def whole_end(spans: Iterable[ImageSpan], start: int, end: int) -> int:
-    """Return the end of a piece `[start, end)` that ends inside no image: before it, else behind it."""
+    """Return `end`; if it is inside an image, the image's start, or its end if `start` is not before it.
+
+    So a piece of a prompt that begins at `start` ends at a whole image.
+    """
     for span in spans:
         if span.start < end < span.end:
             return span.start if span.start > start else span.end
     return end
 
 
-def overlaid(packed: bytes, start: int, spans: Sequence[ImageSpan]) -> bytes:
-    """Return packed tokens with images' ids drawn from their fingerprints; the first is number `start`."""
+def name_images(packed: bytes, start: int, spans: Sequence[ImageSpan]) -> bytes:
+    """Return packed tokens in which the tokens of images have ids drawn from the images' fingerprints.
+
+    `start` is the position of the first token in the session, `spans` are the session's images.
+    """
     end = start + len(packed) // _ID_BYTES
     inside = [span for span in spans if span.start < end and span.end > start]
     if not inside:

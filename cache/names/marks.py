@@ -26,24 +26,24 @@ MARK_BYTES: Final = 8
 
 
 class ErasureProgress(NamedTuple):
-    """The entry `seq` of a `log` up to which a cache has carried out erasures, at `time_s` (since 1970).
+    """Up to which entry of a log a cache has carried out the erasures that the log asks for."""
 
-    The log has it only if it has stored the entry `seq` at `stored_s`; else it has lost its last entries.
-    """
-
+    #: The log's name.
     log: str
+    #: The sequence of the last entry that was carried out; 0 for none.
     seq: int
+    #: When that was recorded, in seconds since 1970.
     time_s: float
+    #: When the log stored the entry. If it has stored another time for `seq`, it has lost its last entries.
     stored_s: float = 0.0
 
 
 class Marks(msgspec.Struct, frozen=True):
-    """The marks of a token sequence: the last one at or before position `shared`, and all later ones.
+    """The marks of a token sequence whose KV must be erased."""
 
-    The first `shared` tokens must not be erased, because another sequence has them too.
-    """
-
+    #: The first `shared` tokens must not be erased, because another sequence has them too.
     shared: int
+    #: The last mark at or before position `shared`, and all later ones, `MARK_BYTES` each.
     digests: bytes
 
     @classmethod
@@ -71,14 +71,13 @@ class Marks(msgspec.Struct, frozen=True):
 
 
 class ErasureNote(msgspec.Struct, frozen=True):
-    """A note that KV of a forgotten session must be erased, except by the worker processes `done`.
+    """A note that every worker must erase the KV of a forgotten session."""
 
-    Their successors erase it again: the data directory may be an older copy. `session` is a digest of the
-    session's name.
-    """
-
+    #: A digest of the session's name, by `digest_of_name`.
     session: bytes
     marks: Marks
+    #: The worker processes that have erased it. Their successors erase it again: the data directory may be an
+    #: older copy.
     done: tuple[str, ...] = ()
 
 

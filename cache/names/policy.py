@@ -31,18 +31,18 @@ class Policy:
     The visible part is the first `sink` and the last `window` tokens, including the token itself, as in
     "Efficient Streaming Language Models with Attention Sinks" (arXiv 2309.17453). With `recall`, rotary
     positions equal session positions, and up to `recall` other tokens are visible too, in whole chunks: the
-    chunks that contain `pins`, (start, end), and the chunks with the highest scores. KV of all tokens is on
-    SSD, that of the visible ones also on the device. With `recall` only the tokens of answers are limited to
-    this part: a prompt's tokens see all earlier tokens, whose KV is read from SSD layer by layer.
-
-    Without `has_snapshots`, the session's KV is never written to disk. It is the same KV, so policies that
-    differ in this only are equal, and have the same names.
+    chunks that contain pinned tokens, and the chunks with the highest scores. KV of all tokens is on SSD,
+    that of the visible ones also on the device. With `recall` only the tokens of answers are limited to this
+    part: a prompt's tokens see all earlier tokens, whose KV is read from SSD layer by layer.
     """
 
     sink: int = 0
     window: int | None = None
     recall: int = 0
+    #: Spans of pinned tokens, (start, end), in order.
     pins: tuple[tuple[int, int], ...] = ()
+    #: Whether the session's KV may be written to disk. That does not change the KV, so policies that differ
+    #: in this only are equal, and have the same names.
     has_snapshots: bool = field(default=True, compare=False)
 
     @classmethod
@@ -84,7 +84,7 @@ class Policy:
 
     @property
     def scale(self) -> int:
-        """How many times longer than usual a prompt's pieces are, if each reads all earlier KV from SSD."""
+        """How many times longer a prompt's pieces may be than under `FULL`: 8 if each reads KV from SSD."""
         return 8 if self.recall else 1
 
     @property

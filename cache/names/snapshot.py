@@ -30,16 +30,15 @@ CARRIER: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One tensor as plain bytes. `dtype` is a key of `ITEM_BYTES`.
-
-    `shape` is (1, heads, tokens, head_dim); a state's tensor may have any shape. `reach` says which tokens of
-    a session its layer sees.
-    """
+    """One tensor as plain bytes."""
 
     name: str
+    #: A key of `ITEM_BYTES`.
     dtype: str
+    #: (1, heads, tokens, head_dim); a state's tensor may have any shape.
     shape: tuple[int, ...]
     data: memoryview
+    #: Which tokens of a session the tensor's layer sees.
     reach: Policy = FULL
 
     @property
@@ -95,7 +94,7 @@ def seen(reach: Policy, num_tokens: int) -> tuple[Span, ...]:
 
 
 class KvPart(NamedTuple):
-    """A part of a session's KV: the tokens in `spans`, of all layers that see `reach`, or of one `layer`."""
+    """A part of a session's KV: the tokens in `spans`, of all layers with this reach, or of one `layer`."""
 
     reach: Policy
     spans: tuple[Span, ...]
@@ -108,21 +107,20 @@ GROWING: Final = 2
 
 @dataclass(frozen=True, slots=True)
 class ModelLayout:
-    """The tensors that every snapshot of a model has; a file with other tensors is not used.
+    """The tensors that every snapshot of a model has; a file with other tensors is not used."""
 
-    `kv` are the tensors that have a token axis, grouped by reach (the tokens that a layer sees); `reaches`
-    has the reach of each, by default all tokens. `states` are the tensors of a state; -1 along `GROWING`
-    means any length. `prove(tensors, num_tokens)` raises `ValueError` if no cache can be filled with the
-    tensors of a state, for example if its numbers are impossible. `prove` is safe on any thread. Under a
-    policy with `recall`, `sketches` are further tensors of every snapshot, and `carried` those of the
-    carriers, which contain the sketches of earlier blocks too.
-    """
-
+    #: The tensors that have a token axis, grouped by reach (the tokens that a layer sees).
     kv: Layout
+    #: The tensors of a state; -1 along `GROWING` means any length.
     states: States = ()
+    #: `prove(tensors, num_tokens)` raises `ValueError` if no cache can be filled with the tensors of a state,
+    #: for example if its numbers are impossible. Safe on any thread.
     prove: Callable[..., None] | None = None
+    #: The reach of each tensor of `kv`, by default all tokens.
     reaches: tuple[Policy, ...] = ()
+    #: Further tensors of every snapshot under a policy with `recall`: sketches, 2-bit copies of keys.
     sketches: Layout = ()
+    #: Further tensors of carriers, files that have the sketches of earlier blocks too.
     carried: Layout = ()
     _distinct: tuple[Policy, ...] = field(init=False, repr=False)
 
@@ -170,7 +168,7 @@ class ModelLayout:
     def ordered(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Sort a snapshot's tensors into the layout's order, the state last.
 
-        Raises `ValueError` if these are not the layout's tensors.
+        Raises `ValueError` if one with a token axis is not the layout's, or has another reach than there.
         """
         kv = {tensor.name: tensor for tensor in tensors if not (tensor.of_state or tensor.is_carried)}
         reaches = {name: reach for (name, _, _), reach in zip(self.kv, self.reaches, strict=True)}
@@ -196,17 +194,18 @@ class ModelLayout:
 
 
 class Name(NamedTuple):
-    """The content that names a snapshot: packed `tokens`, their start, and the prefix `parent` before.
+    """The tokens of a snapshot, which name it, and what the index must know of it."""
 
-    A session can resume at the end of a `resumable` snapshot. Any other snapshot lacks the state of some
-    layers and can only be the middle of a chain. By its `mark` (see `marks`) a snapshot of forgotten tokens
-    is found, whatever is missing before it.
-    """
-
+    #: The name of the prefix before the snapshot: of the snapshot that it continues, or a root.
     parent: bytes
+    #: The position of its first token.
     start: int
+    #: Its tokens, packed.
     tokens: bytes
+    #: Whether a session can resume at its end. Otherwise it lacks the state of some layers, and can only be
+    #: the middle of a chain.
     resumable: bool = True
+    #: A digest of all tokens up to its end, by which an erasure finds it: see `marks`.
     mark: bytes = bytes(MARK_BYTES)
 
     @property
@@ -231,15 +230,14 @@ class Name(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorBuffers:
-    """A tensor's memory: `rows` has one buffer for each head, with `token_bytes` bytes per token.
+    """A tensor's memory, as the buffers to which a file is read."""
 
-    Each buffer has the tokens of `spans`, in order. `section` is the tensor's section in a file, as the
-    function `section` returns it.
-    """
-
+    #: One buffer for each head, with `token_bytes` bytes per token.
     rows: tuple[memoryview, ...]
     token_bytes: int
+    #: The tensor's section in a file, as the function `section` returns it.
     section: tuple[Policy, str]
+    #: The tokens that each buffer has, in order.
     spans: tuple[Span, ...]
 
     def split(self, at: int) -> tuple[TensorBuffers, TensorBuffers]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final, overload
 import numpy as np
 
 from . import blocks
-from .images import ImageSpan, overlaid
+from .images import ImageSpan, name_images
 from .policy import FULL, Policy
 
 if TYPE_CHECKING:
@@ -105,13 +105,13 @@ class Tokens(Sequence[int]):
         return self.extended(array("I", more))
 
     def extended(self, ids: _Ids, spans: Iterable[ImageSpan] = ()) -> Tokens:
-        """Return tokens with `ids` appended, which have the images `spans`; their positions count from 0."""
+        """Return tokens with `ids` appended; `spans` are the images in these, by positions in the result."""
         rest, spans = self._rest + ids, (*self.spans, *spans)
         parts, start = [*self._parts], len(self._parts) * _PART
         num_whole = len(rest) - len(rest) % _PART
         for at in range(0, num_whole, _PART):
             part = rest[at : at + _PART]
-            packed = overlaid(pack(part), start + at, spans)
+            packed = name_images(pack(part), start + at, spans)
             parts.append(_Part(part, _digest(parts[-1:], packed).digest()))
         return Tokens(tuple(parts), rest[num_whole:], self.chains, spans)
 
@@ -142,7 +142,7 @@ class Tokens(Sequence[int]):
 
     def packed(self, start: int = 0, end: int | None = None) -> bytes:
         """Pack the tokens of `[start, end)` to compare or name them; images' tokens have ids of their own."""
-        return overlaid(pack(self.ids(start, end)), start, self.spans)
+        return name_images(pack(self.ids(start, end)), start, self.spans)
 
     def _spans(self, start: int, end: int) -> list[ImageSpan]:
         return [span for span in self.spans if span.start < end and span.end > start]
@@ -161,7 +161,7 @@ class Tokens(Sequence[int]):
         return _digest(self._parts, rest).hexdigest()
 
     def alone(self) -> Tokens:
-        """Return a copy with empty `chains`: a `Chain` keeps it, and must not refer to itself through it."""
+        """Return a copy with empty `chains`, for a `Chain` to keep without a cycle of references."""
         return Tokens(self._parts, self._rest, spans=self.spans)
 
     def apart(self) -> Tokens:
@@ -174,6 +174,7 @@ class Chain:
     """The names of the blocks of a growing session of a `tenant` under one root. Hashes each block once."""
 
     def __init__(self, root: bytes, block: int, policy: Policy = FULL, tenant: str = "") -> None:
+        """`block` is the number of tokens per block."""
         self.root = root
         self.block = block
         self.policy = policy
@@ -235,7 +236,7 @@ def unpack(packed: bytes) -> Tokens:
 
 
 def unpack_ids(packed: bytes) -> _Ids:
-    """As `unpack`, for `Tokens.extended`: hashes nothing."""
+    """Unpack the bytes that `pack` returned into an array of ids. Raises `ValueError` if one is truncated."""
     ids = array("I")
     ids.frombytes(packed)
     if sys.byteorder == "big":

@@ -233,7 +233,7 @@ def test_blocks_are_read_into_one_array_and_the_last_block_may_be_read_in_part(
 ) -> None:
     """Also on devices where the CPU cannot write into MLX's arrays."""
     monkeypatch.setattr(mx.cuda, "is_available", lambda: own_memory)
-    monkeypatch.setattr(cuda, "copied", lambda host, dtype: mx.array(host).view(dtype))
+    monkeypatch.setattr(cuda, "to_device", lambda host, dtype: mx.array(host).view(dtype))
     tokens = [1, 2, 3, 4, 5, 6, 7, 8]
     identity_digest = IDENTITY.digest()
     one, two = chain_of_two(tmp_path, tokens)

@@ -241,9 +241,9 @@ def test_comparing_queries_with_2_bit_keys_in_numpy_equals_the_result_of_mlx(
     keys = 2 * normal(1, heads, num_tokens + 256, size, seed=1)
     sketch = tuple(part[..., :num_tokens, :] for part in sketches.sketch_of(keys))
     queries = normal(1, heads, num_queries, size, seed=2) * mx.arange(1, num_queries + 1)[:, None] / 8
-    found = np.array(sketches.compared(queries, sketch, PAGE))
+    found = np.array(sketches.page_shares(queries, sketch, PAGE))
     monkeypatch.setattr(sketches.mx, "default_device", lambda: mx.gpu)
-    expected = np.array(sketches.compared(queries, sketch, PAGE))
+    expected = np.array(sketches.page_shares(queries, sketch, PAGE))
     assert found.shape == (num_tokens // PAGE,)
     assert np.allclose(found, expected, rtol=2e-3, atol=1e-6)
 

@@ -21,7 +21,7 @@ from cache.kv import layers
 from worker.batch import draft_model as models
 from worker.batch.batch_kinds import draft_model_for
 from worker.batch.draft_model import DraftModel
-from worker.batch.drafter import MOST_SEEN, NGRAM, Lookup, looked_up
+from worker.batch.drafter import MOST_SEEN, NGRAM, Lookup, lookup_draft
 from worker.batch.gains import StepTimes
 from worker.batch.row_sampler import DrawnToken, RowSampler, RowSampling
 from worker.batch.rows import PrefillPiece, Row
@@ -275,7 +275,7 @@ def test_the_measured_cost_of_drafts_is_forgotten_after_many_steps_without_draft
 
 
 def draft(tokens: list[int], most: int) -> list[int]:
-    return looked_up(array("I", tokens), most)
+    return lookup_draft(array("I", tokens), most)
 
 
 def test_prompt_lookup_drafts_the_tokens_that_followed_the_same_last_tokens_earlier() -> None:

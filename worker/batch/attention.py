@@ -25,14 +25,13 @@ THEIR_ATTENTION: Final[Any] = base.scaled_dot_product_attention
 
 @dataclass(slots=True)
 class Attention:
-    """Computes the attention of one layer; holds the arguments that do not depend on the KV.
+    """Computes the attention of one layer; holds the arguments that do not depend on the KV."""
 
-    `more` are the model's other keyword arguments, such as learned sinks; `rotate` applies the rotary
-    embedding.
-    """
-
+    #: The factor of the scores, mostly head_dim ** -0.5.
     scale: float
+    #: The model's other keyword arguments, such as `sinks`, learned sinks.
     more: dict[str, Any]
+    #: Applies the rotary embedding to queries; needed only for rings.
     rotate: Rotate | None = None
 
     def __call__(self, queries: mx.array, keys: Any, values: Any, *, cache: Any, mask: Any) -> mx.array:
@@ -64,7 +63,8 @@ class Attention:
     ) -> mx.array:
         """Compute attention to a ring cache; `places` are its keys and values.
 
-        Calls `ring_attention.attend` (shapes: see there), or plain attention if no query must be rotated.
+        Calls `ring_attention.attend`, or plain attention if no query must be rotated. For the shapes and for
+        `to_rows` see there.
         """
         keys, values = places
         if sight.is_plain:

@@ -75,8 +75,9 @@ class Batch:
         sketched: tuple[int, ...] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`is_plain` says that a step can be undone by setting back the offsets of rows' own caches.
+        """`run` runs passes; `keeping` keeps the KV of rows in common arrays.
 
+        `is_plain` says that a step can be undone by setting back the offsets of rows' own caches.
         `drafters` draft up to `max_draft` tokens for a row. `has_rings` says that rows may have a `RingCache`
         instead of plain caches, `windows_are_rings` that the model's own sliding windows are such rings.
         `sketched` are the layers for which a policy with `recall` keeps 2-bit copies of keys (sketches).
@@ -122,7 +123,10 @@ class Batch:
         return self._ahead is not None
 
     def caches(self, row: Row) -> list[Any]:
-        """Return a row's KV as caches. They are valid until the next step and must not be written to."""
+        """Return a row's KV as caches. They are valid until the next step and must not be written to.
+
+        If the step in flight has changed the KV, it is undone; `step` repeats it with the same result.
+        """
         self._drop_ahead_of(row)
         return self._keeping.caches(row) if row.caches is None else row.caches
 
@@ -131,7 +135,8 @@ class Batch:
 
         `Row.drawn` gets one token, or more if part of the row's draft is accepted. Afterwards only the last
         token of a row has no KV. With `run_ahead` the next step may be launched before the caller has read
-        this step's tokens: see `is_ahead`.
+        this step's tokens: see `is_ahead`. Raises `ValueError` if there are pieces while a step is in flight;
+        after any other error call `roll_back` or `clear`.
         """
         if not self.rows and not pieces:
             return
@@ -147,8 +152,8 @@ class Batch:
     def embed(self, pieces: Sequence[PrefillPiece]) -> None:
         """Run the last pieces of prompts in a separate pass, and set the `vector` of their embeddings.
 
-        Either all embeddings are hidden states, or all are logits of the same tokens. No step may be in
-        flight.
+        Raises `ValueError` if a step is in flight, or unless all embeddings are hidden states, or all are
+        logits of the same tokens.
         """
         wanted = {piece.embedding.tokens for piece in pieces if piece.embedding is not None}
         if self._ahead is not None or len(wanted) != 1:

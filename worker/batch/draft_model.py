@@ -88,7 +88,7 @@ class DraftModel(Drafter):
         return missing if missing > _FEW else 0
 
     def prepare(self, row: Row, num_tokens: int) -> None:
-        """Run up to `num_tokens` of the row's tokens that have no KV in its shadow."""
+        """Run the first `num_tokens` of the row's tokens that have no KV in its shadow, or all if fewer."""
         shadow = self._shadow(row)
         tokens = _ids(row, shadow.end, min(shadow.end + num_tokens, row.num_cached))
         if tokens:

@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
 
 class Drafter:
-    """Drafts tokens for the rows of a batch. This base class never drafts. Device thread only.
+    """Drafts tokens for the rows of a batch. This base class never drafts. Device thread only."""
 
-    `pass_share` is the time to draft one token for each row, as a share of a step without drafts; `hope` is
-    the share of draft tokens that are right. Both are estimates, used until measurements replace them.
-    """
-
+    #: The time to draft one token for each row, as a share of a step without drafts. Like `hope` an estimate,
+    #: used until measurements replace it.
     pass_share: float = 0.0
+    #: The share of draft tokens that are right.
     hope: float = 0.5
 
     def num_missing(self, row: Row) -> int | None:  # noqa: ARG002
@@ -44,7 +43,10 @@ class Drafter:
         """Run at most `num_tokens` of the tokens that `num_missing` counts for a row."""
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:  # noqa: ARG002
-        """Return drafts of up to `wanted[row]` tokens after each row's last token; some may be absent."""
+        """Return drafts of up to `wanted[row]` tokens after each row's last token.
+
+        A row for which there is no draft is left out.
+        """
         return {}
 
     def leave(self, row: Row) -> None:
@@ -72,14 +74,17 @@ class Lookup(Drafter):
 
     def propose(self, wanted: Mapping[Row, int]) -> dict[Row, list[int]]:
         """Copy the tokens that followed the latest earlier occurrence of each row's last tokens."""
-        return {row: draft for row, most in wanted.items() if (draft := looked_up(row.known, most))}
+        return {row: draft for row, most in wanted.items() if (draft := lookup_draft(row.known, most))}
 
     def num_missing(self, row: Row) -> int | None:
-        """Return 0 if the row's last two tokens occurred before: the next one may complete a match."""
+        """Return 0 if the row's last two tokens occurred before, as the next one may complete a match.
+
+        Otherwise None.
+        """
         return 0 if _place(row.known, NGRAM - 1) is not None else None
 
 
-def looked_up(tokens: array[int], most: int) -> list[int]:
+def lookup_draft(tokens: array[int], most: int) -> list[int]:
     """Return the `most` tokens that followed the latest earlier occurrence of the last `NGRAM` tokens.
 
     The list is empty if there is no earlier occurrence.

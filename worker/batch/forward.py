@@ -26,7 +26,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from . import cpu, ring_attention
 from .attention import THEIR_ATTENTION, Attention
-from .image_rows import added, embedded
+from .image_rows import input_embeddings, layer_additions
 from .parts import of_one_session, rotary_offsets
 
 if TYPE_CHECKING:
@@ -142,7 +142,8 @@ class Forward:
         #: How each layer rotates queries; None if that cannot be determined, so that rings cannot be used.
         self.rotations = ring_attention.rotations(model, self._num_layers)
         self._selected = _select_hidden(model)
-        self.products: Products | None = None  # of the model's linear layers, if a core each computes a part
+        #: Computes the products of the model's linear layers on all cores; None if MLX does that well.
+        self.products: Products | None = None
         _patch_functions(model)
 
     def __call__(
@@ -175,9 +176,9 @@ class Forward:
         if any(piece.images is not None for piece in pieces):
             places = zip(starts[num_parts:-1], pieces, strict=True)
             images = [(start, piece.images) for start, piece in places]
-            embeddings, tokens = embedded(self._model, tokens, images)
+            embeddings, tokens = input_embeddings(self._model, tokens, images)
             options["input_embeddings"] = embeddings[:, None]
-            for view, more in zip(views, added(embeddings, images), strict=False):
+            for view, more in zip(views, layer_additions(embeddings, images), strict=False):
                 view.added = more[:, None]
         return self._outputs(partial(run, tokens[:, None], **options), chosen)
 

@@ -163,21 +163,24 @@ class Passes:
 
 
 def expected(share: float, num_drafted: int) -> float:
-    """Return the expected number of accepted tokens, if each is right with probability `share`."""
+    """Return the expected number of accepted tokens of a draft, each of which is right with chance `share`.
+
+    A token is accepted only if all before it are right.
+    """
     share = min(share, 0.99)
     return share * (1 - share**num_drafted) / (1 - share)
 
 
 class DraftCosts(NamedTuple):
-    """The costs of drafts for some rows of a step that has `num_rows` rows.
+    """The costs of drafts for some rows of a step, relative to a step without drafts."""
 
-    `times` has the cost of verifying, `pass_share` that of drafting one token for each row, `late` that of
-    not launching ahead (`StepTimes.late`).
-    """
-
+    #: Has the cost of verifying drafts.
     times: StepTimes
+    #: The number of all rows of the step.
     num_rows: int
+    #: The cost of drafting one token for each of the rows with drafts.
     pass_share: float = 0.0
+    #: How many times longer the step takes since it is not launched ahead: `StepTimes.late`.
     late: float = 1.0
 
 

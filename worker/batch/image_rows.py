@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """Input embeddings for the tokens of a piece at the indices `at`: `rows`, (tokens, hidden size).
+    """The input embeddings of those tokens of a piece of a prompt that belong to images."""
 
-    Rows may be longer: what follows is added to the outputs of the first layers, a hidden size for each. The
-    tokens of each image in `joint` attend to each other in both directions: in layers with windows, and if it
-    `joins_everywhere`, in all.
-    """
-
+    #: The indices of these tokens in the piece.
     at: Sequence[int]
+    #: One row for each: (tokens, hidden size). If rows are longer, the second hidden size is added to the
+    #: outputs of the first layer, the third to those of the second layer, and so on.
     rows: mx.array
+    #: Images whose tokens attend to each other in both directions.
     joint: Sequence[ImageSpan] = ()
+    #: Whether they do so in all layers; otherwise only in layers with windows.
     joins_everywhere: bool = True
 
 
-def embedded(
+def input_embeddings(
     model: Any, tokens: mx.array, images: Sequence[tuple[int, ImageRows | None]]
 ) -> tuple[mx.array, mx.array]:
     """Return the input embeddings of `tokens`, (tokens, hidden size), and the tokens for later layers.
 
-    `images` replace some embeddings, for which later layers get the token 0, padding. Each of the `images`
-    has the index in `tokens` of its piece's first token.
+    `images` has, for each piece, the index in `tokens` of the piece's first token, and the `ImageRows`. They
+    replace the embeddings of their tokens, for which later layers get the token 0, padding.
     """
     found, later = embedding(model)(tokens), mx.array(tokens)
     for start, image in images:
@@ -49,8 +49,11 @@ def embedded(
     return found, later
 
 
-def added(embeddings: mx.array, images: Sequence[tuple[int, ImageRows | None]]) -> list[mx.array]:
-    """Return what to add to the outputs of the first layers, each in the shape of the pass's `embeddings`."""
+def layer_additions(embeddings: mx.array, images: Sequence[tuple[int, ImageRows | None]]) -> list[mx.array]:
+    """Return what to add to the outputs of the first layers, for each layer an array as `embeddings`.
+
+    `images` are as for `input_embeddings`, which has returned `embeddings`. Empty if rows are not longer.
+    """
     size, found = embeddings.shape[-1], list[mx.array]()
     for start, image in images:
         if image is None or not len(image.at):
@@ -71,13 +74,13 @@ def embedding(model: Any) -> Any:
 def takes_rows(model: Any, *, uses_tokens: bool) -> bool:
     """Say whether a model accepts input embeddings, and computes the same from them as from the tokens.
 
-    Some models scale embeddings. Its later layers may use the tokens too only if it is known that it
-    `uses_tokens`.
+    Some models scale embeddings. Unless `uses_tokens`, the result must not depend on the tokens that the
+    later layers get besides the embeddings.
     """
     tokens = mx.arange(1, 5)
     try:
         plain = model(tokens[None], cache=make_prompt_cache(model))
-        rows, later = embedded(model, tokens, ())
+        rows, later = input_embeddings(model, tokens, ())
         later = later if uses_tokens else mx.zeros_like(later)
         other = model(later[None], cache=make_prompt_cache(model), input_embeddings=rows[None])
         return bool(mx.array_equal(plain, other).item())

@@ -169,7 +169,7 @@ class MergedRows(CommonKv):
         return max(sum(after) - self.nbytes, 0) + 3 * max(after)
 
     def join(self, rows: Sequence[Row]) -> None:
-        """Copy rows with caches of their own into the merged caches; they are kept from now on."""
+        """Copy rows with caches of their own into the merged caches, and set their `caches` to None."""
         if self._mark is not None:
             raise AssertionError("rows change only after the step is committed")
         try:

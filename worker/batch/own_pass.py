@@ -15,7 +15,7 @@ from cache.kv.ring import RingCache
 from cache.kv.states import leaves
 
 from .forward import RingView
-from .image_rows import added, embedded
+from .image_rows import input_embeddings, layer_additions
 from .parts import MergedPart, OwnPart, rotary_offsets
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class OwnPass:
             num_plain = len(piece.tokens) - piece.has_output
             rows, whole, more = None, mx.array(piece.tokens), list[mx.array]()
             if piece.images is not None:
-                rows, whole = embedded(self._model, whole, [(0, piece.images)])
-                more = added(rows, [(0, piece.images)])
+                rows, whole = input_embeddings(self._model, whole, [(0, piece.images)])
+                more = layer_additions(rows, [(0, piece.images)])
             if num_plain:
                 some, shown = whole[:num_plain], _shown_at(part, 0, num_plain, more)
                 run_alone(self._model, shown, some, self._rotations, rows)

@@ -58,9 +58,10 @@ class OwnPart:
         positions: Sequence[Position] | None = None,
         images: ImageRows | None = None,
     ) -> None:
-        """`start` is the first token's number in the session; so are the `positions`, unless given.
+        """`start` is the first token's number in the session.
 
-        `images` are those among the tokens.
+        `positions` are the tokens' rotary positions, by default their numbers in the session. `images` are
+        the images' tokens among them.
         """
         self._images = images
         self.joint: Sequence[ImageSpan] = images.joint if images is not None else ()

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def positions(spans: Sequence[ImageSpan], start: int, end: int) -> Sequence[Position]:
-    """Return the rotary positions of the tokens `[start, end)` of a session with the images `spans`."""
+    """Return the rotary positions of the tokens `[start, end)` of a session with the images `spans`.
+
+    A token of an image in a plane has three numbers (time, height, width), any other token one.
+    """
     if not any(span.columns for span in spans):
         return range(start, end)
     found: list[Position] = []

@@ -69,7 +69,7 @@ class Pools(CommonKv):
         return fitted
 
     def can_draft(self, row: Row) -> bool:
-        """Say whether a row has no rings. In a ring, a draft would overwrite keys that are still needed."""
+        """Say whether a row can have a draft: in a ring, it would overwrite keys that are still needed."""
         return row.form is not None and set(row.form) == {None}
 
     def parts(

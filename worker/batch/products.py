@@ -64,7 +64,7 @@ class Products:
 
 
 class Threads:
-    """The number of OpenBLAS's threads, for the products that begin from now on."""
+    """Sets the number of OpenBLAS's threads, for the products that begin from then on."""
 
     def __init__(self) -> None:
         """Raises `AttributeError` if MLX does not use OpenBLAS."""

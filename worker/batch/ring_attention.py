@@ -81,19 +81,20 @@ _KINDS: Final = ("here", "before", "sinks")
 class VisibleSlots:
     """Which places (indices) of a ring cache some tokens see, and how their queries are rotated for each.
 
-    It is the same for all layers with such rings. `seen`, (rows, 1, tokens, places), is None if all places
-    are visible. `before`, (rows, 1, 1, places), marks the keys that were counted from the previous base; None
-    if there are none. `to_sinks`, (tokens,), is how far queries are rotated for the first `num_sinks` places;
-    None if these need no rotation. Only the first `num_places` places are used. For a single row, `runs` are
-    the ends of runs of places that need the same rotation, with its kind. The module explains bases.
+    It is the same for all layers with such rings. The module explains bases and grids.
     """
 
+    #: Only the first `num_places` places are used.
     num_places: int
+    #: Whether a token sees a place, (rows, 1, tokens, places); None if all places are visible.
     seen: mx.array | None = None
+    #: Which keys were counted from the previous base, (rows, 1, 1, places); None if there are none.
     before: mx.array | None = None
+    #: How far queries are rotated for the first `num_sinks` places, (tokens,); None if not at all.
     to_sinks: mx.array | None = None
     num_sinks: int = 0
     grid: int = 0
+    #: For a single row: the ends of runs of places that need the same rotation, with its kind.
     runs: tuple[tuple[int, str], ...] = ()
 
     @property

@@ -45,14 +45,9 @@ class Constraint(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowSampling:
-    """How one request samples tokens. `temperature` 0 is greedy.
+    """How one request samples tokens: by default the likeliest one, without penalties or limits."""
 
-    `top_k` 0, `top_p` 1.0, `min_p` 0.0, `repetition_penalty` 1.0 and penalties of 0.0 have no effect.
-    `logit_bias` pairs token ids with numbers that are added to their logits. No end token is drawn before the
-    answer has `min_tokens` tokens. Only tokens that the `grammar` allows are drawn. With `top_logprobs` n,
-    each token gets its log probability, and the n likeliest tokens with theirs.
-    """
-
+    #: 0 draws the likeliest token (greedy).
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
@@ -60,9 +55,13 @@ class RowSampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    #: Pairs of a token id and a number that is added to its logit.
     logit_bias: tuple[tuple[int, float], ...] = ()
+    #: Before the answer has so many tokens, no end token is drawn, unless the grammar allows nothing else.
     min_tokens: int = 0
+    #: Each token gets its log probability, and so many likeliest tokens with theirs; None for neither.
     top_logprobs: int | None = None
+    #: Only tokens that the grammar allows are drawn.
     grammar: Constraint | None = None
     seed: int = 0
 
@@ -84,30 +83,28 @@ class RowSampling:
 
 
 class DrawnToken(NamedTuple):
-    """One token of an answer, with its log probability if the request wants it.
-
-    `top` has the likeliest tokens and their log probabilities, the likeliest first.
-    """
+    """One token of an answer, with its log probability if the request wants it."""
 
     token: int
     logprob: float | None = None
+    #: The likeliest tokens and their log probabilities, the likeliest first, as many as the request wants.
     top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """How to draw one token: the answer's token number `index`, from 0.
-
-    The repetition penalty applies to the distinct tokens `seen`; the presence and frequency penalties to
-    those in `counts`, by how often they occur in the answer. Tokens in `banned` are never drawn; with a
-    `mask`, only tokens whose bit is set are drawn.
-    """
+    """How to draw one token of an answer."""
 
     sampling: RowSampling
+    #: The token's number in the answer, from 0.
     index: int
+    #: The distinct tokens to which the repetition penalty applies.
     seen: Sequence[int] | np.ndarray[Any, Any] = ()
+    #: How often tokens occur in the answer, for presence and frequency penalties; None without these.
     counts: Counter[int] | None = None
+    #: Tokens that are not drawn.
     banned: Sequence[int] = ()
+    #: Only tokens whose bit is set are drawn: see `ConstraintState.masks`.
     mask: np.ndarray[Any, Any] | None = None
 
     @property
@@ -133,6 +130,7 @@ class RowSampler:
     ) -> None:
         """`answered` are the answer's tokens so far, `prompt` the prompt's tokens that are penalised."""
         self.sampling = sampling
+        #: The number of the answer's tokens.
         self.num_drawn = len(answered)
         self.end_tokens = sorted(end_tokens)
         self._seen: set[int] = set()

@@ -33,28 +33,27 @@ class UnsoundError(Exception):
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One running answer.
+    """One running answer."""
 
-    `known` are the session's last tokens, from which drafts are made. The last token has no KV yet. The
-    first `num_cached` tokens of the session have KV: in `caches`, or, if `caches` is None, in the batch's
-    `CommonKv`. `drawn` are the tokens of the last step; they are valid only if `is_sound`, that is, if the
-    logits were finite. `num_left` counts the tokens that the answer may still get. `most_held` is the most
-    tokens whose KV is stored at a time, if the session has a window. Rotary positions of the row's tokens are
-    their numbers in the session plus `shift`. A drafter may reuse its state of the row for later rows of the
-    same `session`, unless `session` is None.
-    """
-
+    #: The KV of the session's first `num_cached` tokens; None while the batch's `CommonKv` has it.
     caches: list[Any] | None
+    #: The session's last tokens, from which drafts are made. The last one has no KV yet.
     known: array[int]
     sampler: RowSampler
     num_cached: int
+    #: How many more tokens the answer can get.
     num_left: int
+    #: The most tokens whose KV is stored at a time, if the session has a window.
     most_held: int = sys.maxsize
+    #: The tokens of the last step; valid only if the logits were finite (`is_sound`).
     drawn: list[DrawnToken] = field(default_factory=list)
     is_sound: bool = True
+    #: What to add to a token's number in the session for its rotary position.
     shift: int = 0
+    #: Later rows of the same session can reuse a drafter's state of this row; None: no row can.
     session: Hashable = None
-    form: Form | None = None  # decides which pools can hold the row
+    #: Decides which pools can hold the row; None if unknown or if none can.
+    form: Form | None = None
 
     def append(self, drawn: list[DrawnToken], *, is_sound: bool = True) -> None:
         """Add the tokens that a step has drawn for the row to its answer."""
@@ -67,33 +66,30 @@ class Row:
 
 @dataclass(slots=True)
 class Embedding:
-    """The vector of a prompt: its last token's hidden state after the final norm, normalised to length 1.
+    """The vector of a prompt: its last token's hidden state after the final norm, normalised to length 1."""
 
-    With `tokens`, the vector has instead the logits of these tokens after the prompt. Numbers are 32-bit
-    floats, little-endian. The vector is empty until the prompt has run, and valid only if `is_sound`, that
-    is, if its numbers are finite.
-    """
-
+    #: With tokens, the vector has instead the logits of these tokens after the prompt.
     tokens: tuple[int, ...] = ()
+    #: 32-bit floats, little-endian; empty until the prompt has run.
     vector: bytes = b""
+    #: Whether the vector's numbers are finite; otherwise it is not valid.
     is_sound: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPiece:
-    """Consecutive tokens of a prompt, to be prefilled into caches that already hold `start` tokens.
-
-    A piece with a `row` ends the prompt, and the row's first token is drawn from the logits of its last
-    token. An `embedding` receives the vector of the piece's last token. `images` are the input embeddings of
-    tokens that belong to images. Rotary `positions` are the tokens' numbers in the session, unless given.
-    """
+    """Consecutive tokens of a prompt, to be prefilled into caches that already hold `start` tokens."""
 
     caches: list[Any]
     start: int
     tokens: list[int]
+    #: Set if the piece ends the prompt: the row's first token is drawn from the logits of the last token.
     row: Row | None = None
+    #: Receives the vector of the piece's last token.
     embedding: Embedding | None = None
+    #: The input embeddings of tokens that belong to images.
     images: ImageRows | None = None
+    #: Rotary positions, by default the tokens' numbers in the session.
     positions: Sequence[Position] | None = None
 
     @property

@@ -36,9 +36,11 @@ _CANDIDATES: Final = 1024
 
 
 class Choice(NamedTuple):
-    """The drawn token for each row of logits, and whether the row's logits are finite; arrays of (rows,)."""
+    """The result of drawing from rows of logits; arrays of (rows,), unevaluated."""
 
+    #: The drawn token.
     tokens: mx.array
+    #: Whether the row's highest logit is finite; otherwise the token is meaningless.
     are_sound: mx.array
 
 

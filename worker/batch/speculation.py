@@ -70,10 +70,12 @@ class _Source:
 
 
 class StepDrafts(NamedTuple):
-    """The drafts for a step, the source of each, and the seconds that drafting took."""
+    """The drafts for a step; a row without a draft is left out."""
 
     drafts: dict[Row, list[int]]
+    #: Whose draft it is.
     sources: dict[Row, _Source]
+    #: The seconds that drafting took.
     took_s: float
 
 
@@ -100,10 +102,10 @@ class Speculation:
         return bool(self._sources)
 
     def draft(self, rows: Sequence[Row], num_rows: int, *, ahead: bool, beside: bool) -> StepDrafts:
-        """Return drafts for some of the `rows`; the step has `num_rows` rows in all.
+        """Return drafts for some of the `rows`, or for none; the step has `num_rows` rows in all.
 
         `ahead` says that without drafts the step could have been launched ahead, `beside` that it also runs
-        prompts.
+        prompts. A drafter that raises is not used again; on a GPU the error is raised.
         """
         began_s = self._clock()
         plain_s = self._plain_s(num_rows, ahead=ahead)

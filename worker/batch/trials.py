@@ -51,9 +51,9 @@ class Trials:
         self._has_begun = False
 
     def way(self, name: str, run: Callable[[], int | None], num_ways: int) -> int | None:
-        """Return a trial's result, an index below `num_ways`: the stored one, or else that of `run()`.
+        """Return a trial's result, an index below `num_ways`: a shipped or stored one, else that of `run()`.
 
-        A new result is stored, except None (the trial failed): the cause may have been a lack of memory.
+        Stores the result of `run()`, but not None (the trial failed): the cause may have been lack of memory.
         """
         known = self._shipped.get(name, self._read().get(self._key, {}).get(name))
         if type(known) is int and 0 <= known < num_ways:

@@ -31,21 +31,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMarkup:
-    """How a model, or a family of models, marks reasoning and tool calls.
+    """How a model, or a family of models, marks reasoning and tool calls."""
 
-    `forms` are the syntaxes of calls that are parsed, the usual one first. For grammars, `form` is the text
-    of a call before its arguments, with NAME for the tool's name, and the text after them; None instead of
-    the latter if the arguments are not JSON. `bare` parses an answer that consists of calls without markers.
-    `strays` are markers that models write by mistake. `reasoning` is a pair of markers. With `is_harmony`,
-    the text consists of messages with channels (OpenAI's harmony format).
-    """
-
+    #: The syntaxes of calls that are parsed, the usual one first.
     forms: tuple[CallSyntax, ...] = ()
+    #: For grammars: the text of a call before its arguments, with NAME for the tool's name, and the text
+    #: after them; None instead of the latter if the arguments are not JSON.
     form: tuple[str, str | None] = ('\n{"name": "NAME", "arguments": ', "}\n")
+    #: Parses an answer that consists of calls without markers; None if the model writes none.
     bare: Parser | None = None
+    #: Markers that models write by mistake; they are removed from the text.
     strays: tuple[str, ...] = ()
+    #: The markers before and after reasoning; None if the model marks none.
     reasoning: tuple[str, str] | None = None
+    #: Whether answers consist of messages with channels (OpenAI's harmony format).
     is_harmony: bool = False
+    #: Whether the chat template describes tools to the model.
     renders_tools: bool = False
 
     @property
@@ -328,7 +329,11 @@ For each call, return a JSON object with the function's name and arguments withi
 def with_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], role: str = "system"
 ) -> list[Mapping[str, Any]]:
-    """Return the messages with the tools described in the first one, for templates without tools."""
+    """Return the messages with a text that describes the tools, for templates without tools.
+
+    The text is added to a system message at the beginning; if there is none, or `role` is not system, it is a
+    new first message of this role.
+    """
     listed = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     asked = _ASKED.format(tools=listed)
     if role == "system" and messages and messages[0].get("role") == "system":
@@ -364,14 +369,17 @@ def with_short_ids(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short_id(call_id: str) -> str:
-    """Return an id of nine letters and digits for a call's id: itself, if it is one, else a digest."""
+    """Return `call_id` if it consists of nine letters and digits, else a digest of it that does."""
     if len(call_id) == _SHORT and call_id.isascii() and call_id.isalnum():
         return call_id
     return blake2b(call_id.encode(), digest_size=_SHORT).hexdigest()[:_SHORT]
 
 
 def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose calls have their arguments as objects, not JSON text, as most templates want."""
+    """Return a message whose calls have their arguments as objects, not JSON text, as most templates want.
+
+    Arguments that are not the text of a JSON object stay text.
+    """
     return {**message, "tool_calls": [_with_object(call) for call in message.get("tool_calls") or ()]}
 
 

@@ -26,16 +26,15 @@ if TYPE_CHECKING:
 
 
 class WrittenCall(NamedTuple):
-    """One call as the model wrote it. With `is_text`, all values are text, as the format has no other types.
-
-    `id` is the model's own id of the call, mostly None. With `is_mended`, a tag was missing, so each argument
-    must be one that the tool's schema names.
-    """
+    """One call as the model wrote it."""
 
     name: str
     arguments: Mapping[str, Any]
+    #: The model's own id of the call, mostly None.
     id: str | None = None
+    #: Whether all values are text, since the format has no other types.
     is_text: bool = False
+    #: Whether a tag was missing: then each argument must be one that the tool's schema names.
     is_mended: bool = False
 
 
@@ -65,22 +64,21 @@ CLOSED_CODE: Final = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class CallSyntax:
-    """The syntax of tool calls between the markers `opens` and `closes`.
-
-    If `closes` is empty, a call ends with its JSON value, and the regex `value` matches what stands before
-    that value; if it is None, with the answer. `quotes` begin and end strings, in which markers have no
-    effect. If they are `"`, the regex `closed` matches text that does not end inside a string. With
-    `is_framed`, a complete call counts even if the answer was truncated before its end marker. Parsing takes
-    `cost` times as long as for JSON.
-    """
+    """The syntax of tool calls between the markers `opens` and `closes`."""
 
     opens: str
+    #: Empty if a call ends with its JSON value, None if it ends with the answer.
     closes: str | None
     parse: Parser
+    #: What begins and what ends a string, in which markers have no effect.
     quotes: tuple[str, str] = ('"', '"')
+    #: If `closes` is empty: matches what stands before the JSON value.
     value: re.Pattern[str] | None = None
+    #: If the quotes are `"`: matches text that does not end inside a string.
     closed: re.Pattern[str] = _CLOSED
+    #: Whether a complete call counts even if the answer was truncated before its end marker.
     is_framed: bool = True
+    #: How many times longer than JSON the call takes to parse.
     cost: int = 1
 
     def may_begin(self, text: str) -> bool:
@@ -182,7 +180,9 @@ _DOUBT: Final = re.compile(r"""(?:["'`]|<\|"\|>|<escape>)\s*+[}\])]""")
 def parse_calls(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
     """Parse calls that are objects, or names with arguments as an object or in Python's syntax.
 
-    Marks, brackets, commas and code fences may stand between these parts.
+    Marks, brackets, commas and code fences may stand between these parts. Returns the calls with which the
+    text begins, and the index where they end. If the text `is_ended`, it may be a name alone. Raises
+    `ValueError` if it does not begin with a call.
     """
     calls, at = list[WrittenCall](), _BETWEEN.match(text).end()  # type: ignore[union-attr]  # as all patterns below
     while at < len(text):
@@ -230,7 +230,10 @@ def _without_space(text: str, at: int) -> int:
 
 
 def parse_bare(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
-    """Parse an answer that consists of JSON calls with arguments, perhaps in a code block or between tags."""
+    """Parse an answer that consists of JSON calls with arguments, perhaps in a code block or between tags.
+
+    Raises `ValueError` for any other answer. The returned index is the end of the text without such tags.
+    """
     text = _TAGS_AROUND.sub("", text)
     calls, end = parse_calls(text, is_ended)
     if end < len(text) or len(_GIVEN.findall(text)) < len(calls):
@@ -245,7 +248,7 @@ _GIVEN: Final = re.compile(r"""(?:arguments|parameters|function)["']?\s*+:""")
 
 
 def parse_bare_python(text: str, is_ended: bool) -> tuple[list[WrittenCall], int]:
-    """Parse an answer that consists of a list of calls in Python's syntax."""
+    """Parse an answer that consists of a list of calls in Python's syntax, or raise `ValueError`."""
     calls, end = parse_calls(text, is_ended)
     if end < len(text) or not text.lstrip().startswith("["):
         raise ValueError("it is no list")

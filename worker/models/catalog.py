@@ -56,25 +56,29 @@ class ModelLocation:
 
 @dataclass(frozen=True, slots=True)
 class ModelEntry:
-    """The description of a model on this machine; the module's docstring lists the values of `origin`.
-
-    `dtype` is the quantisation, or the type of the weights. `tools`: the chat template describes tools to the
-    model. `reasoning`: the vocabulary has reasoning markers. `policies`: the cache policies that work, or
-    None if the architecture was never tested.
-    """
+    """The description of a model on this machine."""
 
     name: str
+    #: The module's docstring lists the values.
     origin: str
+    #: A folder or a GGUF file.
     path: Path
+    #: The quantisation, or the type of the weights.
     dtype: str
     size_bytes: int
     architecture: str
     context_tokens: int
+    #: Whether the chat template describes tools to the model.
     tools: bool
+    #: Whether the vocabulary has markers of reasoning.
     reasoning: bool
+    #: The layers' sliding window; None without one.
     window_tokens: int | None
+    #: The cache policies that work; None if the architecture was never tested.
     policies: tuple[str, ...] | None
+    #: Folders that were made from this GGUF file.
     conversions: tuple[Path, ...]
+    #: Whether a process has loaded the model.
     in_use: bool
 
     @property
@@ -249,7 +253,7 @@ def describe(place: ModelLocation, data_dir: Path) -> ModelEntry:
 
 
 def count_parameters(entry: ModelEntry) -> int:
-    """Count a model's weights from the headers of its files."""
+    """Count a model's weights from the headers of its files. Raises `ModelError`."""
     if is_gguf(entry.path):
         from . import gguf_file
 

@@ -136,7 +136,11 @@ class CodeTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Render a conversation, as `ChatTemplate` does. Raises any error."""
+        """Render a conversation with the module's `apply_chat_template`; raises any error that it raises.
+
+        Takes the arguments of `ChatTemplate.render`, but ignores `started`, and limits neither time nor size.
+        Without a system or developer message, tools are rendered in an empty system message.
+        """
         told = [_with_text_arguments(one) for one in messages]
         if tools and not any(one["role"] in ("system", "developer") for one in told):
             told.insert(0, {"role": "system", "content": ""})  # the template puts the tools there

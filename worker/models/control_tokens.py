@@ -90,7 +90,11 @@ class ControlTokens:
         )
 
     def encode(self, text: str, encode_later: Callable[[str], list[int]]) -> list[int]:
-        """Tokenise a marked text, without its marks. `encode_later` tokenises all pieces but the first."""
+        """Return the tokens of a marked text, with its stand-ins turned back into characters.
+
+        If a control token would cover a stand-in, the text is tokenised in pieces: all but the first by
+        `encode_later`.
+        """
         marks = [found.start() for found in _STAND_IN.finditer(text)]
         found = self._rust.encode_batch([unmarked(text)], add_special_tokens=False)[0]  # as in `Tokenizer`
         cuts = [
@@ -157,10 +161,10 @@ def _with_marks(text: str) -> str:
 
 
 def is_marked(text: str) -> bool:
-    """Return whether a text has marks."""
+    """Return whether a text has a stand-in."""
     return _STAND_IN.search(text) is not None
 
 
 def unmarked(text: str) -> str:
-    """Return a text of the same length, with the characters that the stand-ins replace."""
+    """Return a text with each stand-in turned back into its character; the length stays the same."""
     return text if text.isascii() else _STAND_IN.sub(lambda found: chr(ord(found[0]) - _DISTANCE), text)

@@ -33,7 +33,7 @@ def source_name(folder: Path) -> str | None:
 
 
 def conversions(source: Path, models_dir: Path) -> tuple[Path, ...]:
-    """Return the folders that were made from a GGUF file, also from what it was earlier."""
+    """Return the folders that were made from a GGUF file, also from its earlier versions."""
     pattern = f"{glob.escape(source.stem)}-*-{_digest_of_path(source)}{'?' * 8}"
     return tuple(one for one in sorted(models_dir.glob(pattern)) if source_name(one) == source.stem)
 

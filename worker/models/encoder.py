@@ -33,15 +33,15 @@ _SEPARATOR: Final = "[SEP]"
 
 @dataclass
 class EncoderArguments:
-    """An encoder's `config.json`, the id of the token between two texts, and its pooling.
+    """What determines an encoder, besides its weights."""
 
-    With `takes_mean` a text's vector is the mean of its tokens' states, otherwise its first token's state.
-    With `is_cross` the model is a cross-encoder, which computes a score from this vector.
-    """
-
+    #: The contents of config.json.
     config: dict[str, Any]
+    #: The id of the token between two texts; -1 if there is none.
     separator: int
+    #: Whether a text's vector is the mean of its tokens' states; otherwise it is its first token's state.
     takes_mean: bool
+    #: Whether the model is a cross-encoder, which computes a score from this vector.
     is_cross: bool
 
     @classmethod

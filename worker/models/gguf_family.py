@@ -29,15 +29,14 @@ _HEAD_NORMS: Final = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_at
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """How to convert one family's tensors to those of mlx-lm's `model_type`.
-
-    `parts` maps GGUF's names of a layer's tensors to mlx-lm's. With `is_paired`, the rows of q and k are in
-    pairs, for interleaved rotation. With `norms_have_one`, norm weights in GGUF are larger by one.
-    """
+    """How to convert one family's tensors to those of mlx-lm's `model_type`."""
 
     model_type: str
+    #: GGUF's names of a layer's tensors, and mlx-lm's for each.
     parts: Mapping[str, str] = field(default_factory=lambda: _LAYER)
+    #: Whether the rows of q and k are in pairs, for interleaved rotation.
     is_paired: bool = False
+    #: Whether norm weights are larger by one in GGUF.
     norms_have_one: bool = False
 
 

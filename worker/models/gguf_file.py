@@ -62,7 +62,7 @@ class GgufFile:
         return str(self.fields.get("general.architecture"))
 
     def rows(self, tensor: GgufTensor) -> Iterator[npt.NDArray[np.float32]]:
-        """Yield the tensor's values as float32, a few rows at a time, to limit memory."""
+        """Yield the tensor's values as float32, some rows at a time, to limit memory. Raises `ModelError`."""
         row_values = tensor.shape[-1]
         num_rows = tensor.num_values // row_values
         raw = np.memmap(self.path, np.uint8, "r", tensor.offset, (num_rows, tensor.num_bytes // num_rows))

@@ -23,32 +23,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Habits:
-    """Which kinds of messages a template renders: without an error, and with all of their text.
+    """Which kinds of messages a chat template renders: without an error, and with all of their text."""
 
-    `plain`: contents as text, not only as lists of parts. `tools_alone`: tools with only a system message.
-    `developer`: this role, if the template's source names it; otherwise the model does not know the role.
-    `objects`, `texts`: calls whose arguments are objects, or any text. `several_calls`: messages with more
-    than one call. `text_with_calls`: messages with both. `any_ids`: any call ids, and results without ids.
-    `results`: messages of tools; `results_alone`: also after an answer whose call is only in its text.
-    `answer_first`: a first answer, whether or not a user's message follows.
-    `joined`: pairs of roles not rendered in a row; `Tokenizer` joins the texts of such messages.
-    """
-
+    #: Contents that are text; otherwise they must be lists of parts.
     plain: bool = True
+    #: A system message before the user's first message.
     system: bool = True
+    #: A system message and no other message.
     system_alone: bool = True
+    #: The same with tools.
     tools_alone: bool = True
+    #: A system message after other messages.
     late_system: bool = True
+    #: Messages of the role developer; False also if the template's source does not name the role.
     developer: bool = True
+    #: Calls whose arguments are objects.
     objects: bool = True
+    #: Calls whose arguments are text, JSON or not.
     texts: bool = True
+    #: Messages with more than one call.
     several_calls: bool = True
+    #: Messages with both text and calls.
     text_with_calls: bool = True
+    #: Any call ids, and results of tools without an id.
     any_ids: bool = True
+    #: Results of tools, as messages of the role tool.
     results: bool = True
+    #: Results of tools after an answer whose call is only in its text.
     results_alone: bool = True
+    #: An answer as the first message, whether or not a user's message follows.
     answer_first: bool = True
+    #: Messages without text.
     empty: bool = True
+    #: Pairs of roles whose messages are not rendered in a row; `Tokenizer` joins the texts of such messages.
     joined: frozenset[tuple[str, str]] = frozenset()
 
     @property
@@ -89,7 +96,10 @@ INSTEAD: Final = {
 
 
 def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
-    """Test a template (text: `source`); if it renders no plain conversation, assume that it renders all."""
+    """Test a template with the text `source`, by `render(messages, tools)`, which may raise anything.
+
+    If it renders no plain conversation, return `Habits()`, which says that it renders all kinds of messages.
+    """
     shows = partial(_shows, render)
     if shows(_ASKED):
         if not shows(_ASKED, _ANSWERED, _said("user", "3")):

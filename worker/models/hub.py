@@ -120,7 +120,10 @@ def snapshot_folder(repository: Path) -> Path | None:
 
 
 def downloaded(spec: str) -> Path | None:
-    """Return the folder or GGUF file fetched earlier for `spec`, if complete, or None. Contacts no server."""
+    """Return the folder or GGUF file that was downloaded for `spec` earlier; None if none is complete.
+
+    Contacts no server. Raises `ModelError` if `spec` is not a hub id.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

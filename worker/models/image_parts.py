@@ -1,6 +1,7 @@
 """Images in the contents of messages, in two forms: as parts, and as marks in text. Pure.
 
-Parts are what a session keeps: `{"type": "image", "digest": ..., "grid": [...]}`; the grid is missing if the
+Parts are what a session keeps: `{"type": "image", "digest": ..., "grid": [...]}`. The grid is the model
+family's layout of the image, such as its rows and columns of views (`vision.families`); it is missing if the
 model does not see the image. While messages are adapted to a chat template and joined, their contents are
 text, and a mark stands for each image: a text between two lone surrogates, which no message can contain.
 The tokens that a model gets for an image come from `vision.image_processor`.
@@ -20,9 +21,9 @@ _MARK: Final = re.compile("\udc00([0-9a-f]{64})(?::([0-9,]*))?\udc01")
 
 
 def with_marks(message: Mapping[str, Any], grids: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return a message with its content as text, images as marks: with their own grids, or those in `grids`.
+    """Return a message whose content is text, with a mark for each image; text content stays as it is.
 
-    `grids` has grids by digest; it may lack some.
+    With `grids`, grids by digest, a mark has the grid from there, or none; otherwise the part's own grid.
     """
     content = message.get("content")
     if not isinstance(content, list | tuple):
@@ -39,7 +40,7 @@ def _text(part: Mapping[str, Any], grids: Mapping[str, Any] | None) -> str:
 
 
 def with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with its content as parts, if that has marks."""
+    """Return a message in which a text with marks is replaced by parts; any other content stays."""
     content = message.get("content")
     if not isinstance(content, str) or "\udc00" not in content:
         return {**message}
@@ -53,7 +54,12 @@ def with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def images_in(content: Any) -> list[tuple[str, list[int] | None]]:
-    """Return the digest and the grid of each image in a message's content, in order."""
+    """Return (digest, grid) for each image in a message's content, in order: parts, or text with marks.
+
+    `digest` is the SHA-256 of the image's file as hex. `grid` has the numbers from which `Family.text` makes
+    the image's tokens, for most families its rows and columns of views or of tokens; some families need none,
+    so it may be empty. It is None if the model does not see the image.
+    """
     if isinstance(content, str):
         found = [one.groups() for one in _MARK.finditer(content)]
         return [(digest, grid if grid is None else _numbers(grid)) for digest, grid in found]
@@ -62,7 +68,7 @@ def images_in(content: Any) -> list[tuple[str, list[int] | None]]:
 
 
 def without_unseen(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message with placeholders for the marks of images without a grid."""
+    """Return a message with a placeholder text for each mark without a grid: the model sees no such image."""
     content = message.get("content")
     if not isinstance(content, str) or "\udc00" not in content:
         return {**message}

@@ -54,25 +54,29 @@ _EVAL_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model. `model` belongs to the device thread; other fields may be read on any thread.
-
-    `held` marks the folder as in use while this object exists.
-    """
+    """A loaded model. `model` belongs to the device thread; the other fields can be read on any thread."""
 
     model: Module
     tokenizer: Tokenizer
     config: dict[str, Any]
     name: str
     folder: Path
+    #: The size of a session's KV.
     kv: KvSize
     context_tokens: int
+    #: The number of ids that have an embedding.
     vocab_size: int
     weight_bytes: int
+    #: The sampling options that the model's authors recommend.
     sampling: dict[str, float]
+    #: Marks the folder as in use while this object exists.
     held: Hold | None = None
-    no_answers: str | None = None  # why the model makes no answers
-    vision_model: VisionModel | str = "the worker's model does not see images"  # or why it does not
-    changed_s: float = 0.0  # when the folder's config.json was written, in seconds since 1970
+    #: Why the model makes no answers; None if it does.
+    no_answers: str | None = None
+    #: What the model sees with, or why it does not see.
+    vision_model: VisionModel | str = "the worker's model does not see images"
+    #: When the folder's config.json was written, in seconds since 1970.
+    changed_s: float = 0.0
 
     def described(self) -> dict[str, Any]:
         """Return what metrics messages say of the model, by field. Raises `ModelError`."""
@@ -87,7 +91,7 @@ class LoadedModel:
         }
 
     def makes(self) -> tuple[Made, ...]:
-        """Return what the model makes. Raises `ModelError`."""
+        """Return which of answers, embeddings and scores the model makes. Raises `ModelError`."""
         told = self.config, self.folder
         can: dict[Made, bool] = {
             "answers": self.no_answers is None,

@@ -166,7 +166,7 @@ def is_gguf(path: Path) -> bool:
 
 
 class Hold:
-    """Marks a model folder as in use, for all processes.
+    """Marks a model folder as in use, for all processes. Raises `OSError` if it has no config.json.
 
     The mark ends with `close`, with the deletion of this object, or with the process.
     """
@@ -186,7 +186,7 @@ class Hold:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a process on this machine uses a model folder."""
+    """Return whether a process on this machine uses a model folder (`Hold`). Raises `OSError`."""
     with (folder / "config.json").open("rb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

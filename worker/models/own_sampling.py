@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def own_sampling(folder: Path) -> dict[str, float]:
     """Return the options in `generation_config.json` that a generate request can have.
 
-    Empty if the file is missing or has none. `do_sample: false` becomes greedy sampling.
+    Empty if the file is missing or has none. `do_sample: false` becomes greedy sampling. Raises `ModelError`.
     """
     path = folder / "generation_config.json"
     config = read_json(path) if path.exists() else {}

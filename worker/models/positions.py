@@ -46,7 +46,10 @@ class _Watched(dict[str, Any]):
 
 
 def translate(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes to a configuration that put its rotary positions into the fields that mlx-lm reads."""
+    """Return new values for fields of a configuration, so that mlx-lm finds the rotary settings it reads.
+
+    Empty if none must change. The settings record which of their keys the model reads, for `check`.
+    """
     key = text_part(config)
     text = config[key] if key else config
     parameters: Any = text.get("rope_parameters")

@@ -48,11 +48,7 @@ class TemplateError(Exception):
 
 
 class Tokenizer:
-    """Encodes, decodes and renders with one model's tokenizer.
-
-    `eos_ids` end an answer; they always include the token that the chat template writes after an answer, even
-    if the model's files omit it. Tokens in `added_ids` are matched in a text before the rest is tokenised.
-    """
+    """Encodes, decodes and renders with one model's tokenizer."""
 
     def __init__(
         self,
@@ -70,6 +66,7 @@ class Tokenizer:
         self._rust.no_padding()
         own = () if hf.eos_token_id is None else (int(hf.eos_token_id),)
         self.vocab_size: int = self._rust.get_vocab_size(with_added_tokens=True)
+        #: Tokens that are matched in a text before the rest is tokenised.
         self.added_ids: frozenset[int] = frozenset(self._rust.get_added_tokens_decoder())
         self.has_template = bool(code or hf.chat_template)
         #: The chat template's source; None if there is none, or several without a default.
@@ -83,6 +80,8 @@ class Tokenizer:
             source,
             renders_tools=renders_tools(source),
         )
+        #: The tokens that end an answer, among them the one that the chat template writes after an answer,
+        #: even if the model's files omit it.
         self.eos_ids: frozenset[int] = frozenset((*eos_ids, *own)) | self._turn_ends()
         written = source if code else hf.chat_template
         #: The tokens that only the template may use; it marks texts, for `encode` and `render`.
@@ -128,10 +127,10 @@ class Tokenizer:
     def encode_whole(
         self, text: str, before: Sequence[int] | None = None, most: int | None = None
     ) -> list[int]:
-        """Return a text's tokens with the tokenizer's own end tokens, after `before` (default: start tokens).
+        """Return a text's tokens between the tokenizer's own start and end tokens: BERT's [CLS] and [SEP].
 
-        Of BERT these are [CLS] and [SEP]; text that only spells a special token does not become one. All
-        together are at most `most` tokens, for which the text's last ones are left out.
+        `before` replaces the start tokens. Text that only spells a special token does not become one. If all
+        together are more than `most` tokens, the text's last ones are left out.
         """
         before = self._bos if before is None else before
         room = None if most is None else max(most - len(before) - len(self._after), 0)

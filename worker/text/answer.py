@@ -49,10 +49,13 @@ class Answer:
         self._num_calls = 0
         self.end_tokens = end_tokens
         self.tokens: list[int] = []
+        #: The text and the reasoning that each push has added.
         self.texts: list[str] = []
         self.thoughts: list[str] = []
-        self.num_thought = 0  # tokens of the reasoning
+        #: The number of tokens of the reasoning.
+        self.num_thought = 0
         self.logprobs: list[TokenLogprob] = []
+        #: None until the answer has ended.
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -67,7 +70,7 @@ class Answer:
 
     @property
     def stop(self) -> str | None:
-        """The stop string that ended the answer."""
+        """The stop string that ended the answer; None if it goes on, or ended otherwise."""
         return self._stream.stop if self.finish_reason == "stop" else None
 
     @property
@@ -165,7 +168,7 @@ class Answer:
         return text, logprob, None if text.encode() == spelled else tuple(spelled)
 
     def cancel(self, reason: FinishReason = "cancelled") -> Chunk:
-        """End the answer; return a chunk without tokens, with the text that was held back."""
+        """End the answer for `reason`; return a chunk without tokens, with what was held back until now."""
         self.finish_reason = reason
         piece = self._finish()
         self._add(piece)

@@ -72,13 +72,11 @@ _SIZES: Final = (
 
 
 class NoCallError(ValueError):
-    """Text that looks like a tool call is not a valid call; the message says why.
-
-    Unless `allows_text`, the schema that a text does not fit allows no other text either.
-    """
+    """Text that looks like a tool call is not a valid call; the message says why."""
 
     def __init__(self, message: str, *, allows_text: bool = True) -> None:
         super().__init__(message)
+        #: Whether the schema that a value does not fit may allow some text.
         self.allows_text = allows_text
 
 
@@ -104,7 +102,8 @@ class OfferedTools:
     def believed(self, written: WrittenCall) -> ParsedCall:
         """Check a call that the model wrote, and return it with converted arguments.
 
-        Raises `NoCallError` for an invalid call, or what `json` raises.
+        Raises `NoCallError` for an invalid call. May raise anything for a schema that is not valid, or for
+        arguments that JSON cannot have.
         """
         schema = self._schemas.get(written.name)
         if schema is None:

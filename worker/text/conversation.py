@@ -44,11 +44,13 @@ class Extras(Struct, frozen=True, array_like=True, dict=True):
 
 
 class PackedConversation(Struct, frozen=True, array_like=True):
-    """A conversation as a checkpoint stores it: its segments without `num_shared` parts of an earlier one."""
+    """A conversation as a checkpoint stores it, in addition to an earlier checkpoint."""
 
     started: datetime
+    #: The first so many parts of the segments are those of the earlier checkpoint; `parts` are all others.
     num_shared: int
     parts: tuple[bytes, ...]
+    #: The index of the first segment that messages continue.
     first: int
     extras: Extras
 
@@ -102,9 +104,10 @@ class Segments:
         return last.said[-1].message if is_prompt else {"role": "assistant"}
 
     def with_call_indices(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages that will be added, those that are results of calls with a `call_index`.
+        """Return messages that will be added, with a `call_index` in each that is the result of a call.
 
-        It is the index of a result's call among the calls of the answer that the results follow.
+        It is the index of the call among the calls of the answer that the results follow. A result of an
+        unknown call, or of one that has a result, gets none.
         """
         found, unanswered = list[Message](), self._unanswered()
         for message in messages:
@@ -129,7 +132,7 @@ class Segments:
 
     @property
     def images(self) -> list[tuple[str, Sequence[int]]]:
-        """The digest and the grid of each image that messages rendered together show the model, in order."""
+        """(digest, grid) of each image of the current conversation that the model sees, in order."""
         found = _images_in(in_order(said_in(self._segments[self._first :])))
         return [(digest, grid) for digest, grid in found if grid is not None]
 
@@ -254,7 +257,10 @@ class Segments:
         return replace(self, _segments=segments, _first=first)
 
     def parts(self) -> Iterator[str | list[MessageRecord] | None]:
-        """Yield the content without tokens: raw texts and lists of messages; None for tokens alone."""
+        """Yield the content without tokens, in order: each raw text, and each list of messages between.
+
+        None stands for a raw part of which only the tokens are known; before a list, for unknown messages.
+        """
         for is_raw, run in groupby(self._segments, lambda segment: segment.kind == "raw"):
             segments = list(run)
             if is_raw:
@@ -288,12 +294,15 @@ class Segments:
         return type(self)(self.tokenizer, self.started, _extras=self._extras)
 
     def pack(self, before: Segments) -> PackedConversation:
-        """Encode the conversation for a checkpoint; `before` is that of the one before it."""
+        """Encode the conversation for a checkpoint; `before` is the conversation at the checkpoint before."""
         num, parts = self._segments.pack(before._segments)  # of this class
         return PackedConversation(self.started, num, parts, self._first, self._extras)
 
     def unpack(self, packed: PackedConversation) -> Self:
-        """Decode what `pack` returned, given the conversation before. Raises as `SegmentList.unpack`."""
+        """Decode what `pack` returned; this is the conversation at the checkpoint before.
+
+        Raises the errors of `SegmentList.unpack`.
+        """
         segments = self._segments.unpack(packed.num_shared, packed.parts)
         return type(self)(self.tokenizer, packed.started, segments, packed.first, packed.extras)
 

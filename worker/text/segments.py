@@ -28,34 +28,34 @@ _LEVEL: Final = 1
 
 
 class MessageRecord(Struct, frozen=True, array_like=True, omit_defaults=True, dict=True):
-    """One message of a conversation, as in a request or a result.
+    """One message of a conversation, as in a request or a result."""
 
-    If `trusted`, text that spells a special token becomes that token. An answer has its packed token ids in
-    `ids`; its `message`, used with another tokenizer only, is empty if unknown (for a part of an answer).
-    `thoughts`: an answer's reasoning is `kept`, will be dropped at the next user message (`leaving`), or was
-    dropped (`gone`). `call_index`: which call of the answer before it a result answers; None for others.
-    """
-
+    #: An answer's message is used with another tokenizer only, and is empty if unknown (part of an answer).
     message: Message
+    #: Whether text that spells a special token becomes that token.
     trusted: bool = False
+    #: An answer's packed token ids.
     ids: bytes = b""
+    #: Whether an answer's reasoning stays, will be dropped at the next user message, or was dropped.
     thoughts: Literal["kept", "leaving", "gone"] = "kept"
+    #: Which call of the answer before it a tool's result answers; None for other messages.
     call_index: int | None = None
 
 
 class Segment(Struct, frozen=True, array_like=True, dict=True):
-    """The tokens `[start, end)` of a session, and where they come from.
+    """The tokens `[start, end)` of a session, and where they come from."""
 
-    A prompt has its messages and may end with an assistant header. An end-of-turn token closes an answer. Raw
-    content has its text, unless it was given as tokens; messages after raw content start a new conversation.
-    """
-
+    #: Messages after raw content start a new conversation.
     kind: Literal["prompt", "answer", "raw"]
     start: int
     end: int
+    #: A prompt's messages, or an answer as a message.
     said: tuple[MessageRecord, ...] = ()
+    #: Whether a prompt ends with an assistant header.
     opens_answer: bool = False
+    #: Whether an answer ends with an end-of-turn token.
     closed: bool = False
+    #: The text of raw content; None if it was given as tokens.
     text: str | None = None
 
 

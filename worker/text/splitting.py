@@ -70,10 +70,15 @@ class AnswerCalls:
         max_calls: int | None = None,
         ends_at_repeat: bool = False,
     ) -> None:
-        """End the answer after `max_calls` calls or, with `ends_at_repeat`, before a repeated call."""
+        """End the answer after `max_calls` calls or, with `ends_at_repeat`, before a repeated call.
+
+        `new_id` returns the id of a call, given its index, if the model wrote none.
+        """
         self.offered = offered
+        #: The calls that were added.
         self.made: list[Called] = []
         self._ids: set[str] = set()
+        #: Whether the answer has all the calls that it may have, and so must end.
         self.is_full = False
         self._new_id = new_id
         self._max_calls = max_calls
@@ -84,7 +89,7 @@ class AnswerCalls:
     ) -> tuple[list[ParsedCall], int] | None:
         """Parse and check the calls that a text begins with; return them and the index where they end.
 
-        None if the text cannot be parsed; no calls if one of them is invalid.
+        None if the text cannot be parsed; an empty list of calls if one of them is invalid. Never raises.
         """
         found: tuple[list[ParsedCall], int] | None = None
         with suppress(Exception):  # checking a model's text against any schema may raise anything
@@ -153,7 +158,7 @@ class Splitter(ABC):
 
     @abstractmethod
     def finish(self, *, is_cut: bool = False) -> Piece:
-        """End the answer and return what was held back; `is_cut`: the model did not end it itself."""
+        """End the answer and return what was held back; `is_cut` if a limit or a stop string has ended it."""
 
 
 class MarkedSplitter(Splitter):

@@ -74,9 +74,10 @@ class Conversation(Segments):
     def add_said(
         self, history: Sequence[int], said: Sequence[MessageRecord], *, opens_answer: bool = False
     ) -> tuple[Conversation, Addition]:
-        """Add messages of which each says itself whether it is trusted; see `add_messages`.
+        """Add messages, each with its own `trusted`; see `add_messages`.
 
-        With `opens_answer` the header of the assistant's answer follows them. Raises `TemplateError`.
+        With `opens_answer` the header of the assistant's answer follows them. Without messages nothing
+        changes, and no header is added. Raises `TemplateError`.
         """
         if not said:
             return self, Addition(len(history), [])
@@ -96,7 +97,7 @@ class Conversation(Segments):
         return changed._extend(history, (), opens_answer=False, anew=True)  # noqa: SLF001  # of this class
 
     def start_answer(self, history: Sequence[int], *, raw: bool = False) -> tuple[Conversation, Addition]:
-        """Add the assistant header that a generate needs, if `opens_answer`.
+        """Add the assistant header that a generate needs; nothing if `opens_answer` says that it needs none.
 
         Raises `TemplateError`.
         """

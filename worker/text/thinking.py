@@ -24,23 +24,24 @@ _SPACE: Final = b" \t\r\n"
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """The constraints of an answer with reasoning. Immutable, so thread-safe.
+    """The constraints of an answer with reasoning. Immutable, so thread-safe."""
 
-    `opens` and `closes` are the markers of the reasoning, as bytes; `opening` and `closing` are the same as
-    tokens. After `budget` tokens the reasoning must end. One of the white-space tokens `spaces` may precede
-    the text that `grammar` constrains; `inside` is the mask of tokens allowed in the reasoning (None: all).
-    If `is_begun`, the prompt has opened the reasoning.
-    """
-
+    #: Returns the bytes of a token.
     spell: Callable[[int], bytes]
+    #: The markers of the reasoning, as bytes and as tokens.
     opens: bytes
     closes: bytes
     opening: tuple[int, ...]
     closing: tuple[int, ...]
+    #: White-space tokens, one of which can precede the text that the grammar constrains.
     spaces: tuple[int, ...]
+    #: Whether the prompt has opened the reasoning.
     is_begun: bool
+    #: The number of tokens after which the reasoning must end; None for no limit.
     budget: int | None = None
+    #: Constrains the text outside of the reasoning.
     grammar: Constraint | None = None
+    #: The mask of tokens allowed in the reasoning; None allows all.
     inside: Mask | None = None
 
     def follow(self, answered: Sequence[int]) -> ConstraintState:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A part of an image that the tower runs at once: arrays by the tower's argument names.
+    """A part of an image that the tower runs at once."""
 
-    The tower returns `num_rows` rows of input embeddings, computed from `num_patches` patches.
-    """
-
+    #: By the tower's argument names.
     arrays: dict[str, np.ndarray[Any, Any]]
+    #: How many rows of input embeddings the tower returns.
     num_rows: int
+    #: From how many patches it computes them.
     num_patches: int
 
 
@@ -74,11 +74,14 @@ class Family:
         return bool(self.axes)
 
     def make(self, processor: Any) -> Any:
-        """Make the processor."""
+        """Make a processor of the class `processor`, with the settings."""
         return processor(**self.settings)
 
     def views(self, image: Image) -> tuple[Grid, list[View]]:
-        """Process an RGB image; return its grid, and its views in the order of their rows."""
+        """Process an RGB image; return its grid, and its views in the order of their rows.
+
+        The grid has the numbers that `text` needs, such as rows and columns; each family has its own.
+        """
         raise NotImplementedError
 
     def text(self, grid: Sequence[int]) -> str:

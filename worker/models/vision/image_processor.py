@@ -29,17 +29,18 @@ _PACKAGES: Final = ("mlx-vlm", "pillow", "transformers")
 
 @dataclass(frozen=True, slots=True)
 class ImageTokens:
-    """What stands for an image in a prompt: `tokens`, in place of the one that the chat template writes.
+    """What stands for an image in a prompt. All fields follow from the digest, the grid and the model."""
 
-    `digest` is the SHA-256 of the file. All other fields follow from it, the grid and the model. The tokens
-    `[start, end)` among them are the image's span, and `fingerprint` names it (see `cache.names.images`).
-    """
-
+    #: The SHA-256 of the image's file.
     digest: bytes
+    #: See `Family.views`.
     grid: Grid
+    #: The tokens in place of the one that the chat template writes.
     tokens: array[int]
+    #: The tokens `[start, end)` among them are the image's span (see `cache.names.images`).
     start: int
     end: int
+    #: Names the span.
     fingerprint: bytes
 
 
@@ -47,7 +48,7 @@ class ImageProcessor:
     """A model's image processor."""
 
     def __init__(self, family: Family, encode: Callable[..., list[int]]) -> None:
-        """Take the tokenizer's `encode`. Raises `ValueError` if no one token stands for a row of an image."""
+        """Take the tokenizer's `encode`. Raises `ValueError` unless it makes one token of `family.image`."""
         #: What the chat template writes for an image, and the token that stands for each row.
         self.image = family.placeholder or family.image
         (self.image_token,) = encode(family.image, at_start=False)
@@ -86,9 +87,10 @@ class ImageProcessor:
         return self._processed(data)[1]
 
     def written(self, text: str, grids: Sequence[Grid]) -> str:
-        """Return a rendered prompt in which each image has the text of all its tokens, not one alone.
+        """Return a rendered prompt with the text of all tokens of each image, instead of one placeholder.
 
-        Raises `ImageError` if the chat template wrote not as many images: some drop earlier ones.
+        `grids` are those of the images, in order. Raises `ImageError` if the chat template has written
+        another number of placeholders: some templates drop earlier images.
         """
         first, *rest = text.split(self.image)
         if len(rest) != len(grids):
@@ -101,7 +103,7 @@ class ImageProcessor:
         return first + "".join(text + part for text, part in zip(texts, rest, strict=True))
 
     def found(self, ids: Iterable[int], images: Iterable[tuple[str, Sequence[int]]]) -> Tokens:
-        """Return tokens with the spans of the images among them, in order; each has a digest and a grid.
+        """Return a prompt's tokens with the spans of its images, given each image's (digest, grid), in order.
 
         Raises `ImageError` if the tokens of one are not there.
         """
