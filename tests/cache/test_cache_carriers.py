@@ -129,6 +129,13 @@ async def test_a_recall_reads_the_kv_of_exactly_the_tokens_that_were_asked_for(
     }
 
 
+async def test_a_recall_of_tokens_that_are_not_stored_keeps_no_snapshot_in_use(stored) -> None:
+    store, chain = stored
+    span = Span(len(TOKENS), len(TOKENS) + 3)
+    assert await store.kv.recall(chain, [*TOKENS, 1, 2, 3], [span]) == ((), {})
+    assert store.stats().held_bytes == 0
+
+
 @pytest.mark.parametrize("section", [0, 2, 3])
 async def test_a_restore_rejects_a_carrier_block_only_if_its_carried_sketches_are_damaged(
     stored, section
