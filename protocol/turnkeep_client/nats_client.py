@@ -151,6 +151,8 @@ class Nats(Client):
                 elif num_read == 1 or not line.startswith(b"INFO"):
                     return line
 
+        # With Python 3.12 and 3.13 asyncio's own raises a TypeError once the connection is lost.
+        transport.writelines = lambda parts: transport.write(b"".join(parts))
         transport.readline = answer
         try:
             await super()._process_connect_init()

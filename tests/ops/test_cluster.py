@@ -43,7 +43,8 @@ def make_certificates(folder: Path) -> None:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    named = ("-subj", "/CN=ca", "-addext", "keyUsage=critical,keyCertSign")
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", *named)
     asked = ("-subj", "/CN=node", "-addext", "subjectAltName=IP:127.0.0.1")
     openssl("req", *new_key, "-keyout", "node.key", "-out", "node.csr", *asked)
     signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-copy_extensions", "copy")

@@ -67,8 +67,10 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
         subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
     new_key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    signs = ("-addext", "keyUsage=critical,keyCertSign")  # which Python 3.13 asks of a CA
     for ca in ("ca", "other"):
-        openssl("req", "-x509", *new_key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", "-subj", f"/CN={ca}")
+        named = ("-subj", f"/CN={ca}")
+        openssl("req", "-x509", *new_key, "-keyout", f"{ca}.key", "-out", f"{ca}.pem", *named, *signs)
     for name in ("server", "user"):
         asked = ("-subj", f"/CN={name}", "-addext", HOST_NAMES)
         openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", *asked)
