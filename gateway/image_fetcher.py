@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from turnkeep_client.content_blocks import checked
+from turnkeep_client.content_blocks import check_image
 from turnkeep_client.images import MOST_BYTES, digest_of
 
 from .images import Link, attach
@@ -74,7 +74,7 @@ class ImageFetcher:
             why = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
             raise refused(f"the image cannot be fetched: {why}", link.where) from None
         with parts_checked():
-            return checked(data, link.where)
+            return check_image(data, link.where)
 
     def check(self, url: str, where: str) -> None:
         """Raise `Fault` unless a URL is of one of the hosts."""

@@ -13,7 +13,7 @@ from turnkeep_client.content_blocks import (
     block_text,
     content_of,
     image_in,
-    printed,
+    printable,
 )
 from turnkeep_client.images import digest_of, images_in
 
@@ -93,7 +93,7 @@ class Reading:
         return block_text(given, where, self.warnings)
 
     def _named(self, file: bytes | Link, where: str, kind: str) -> Content:
-        self.warnings.append(Unseen(where, f"{printed(kind)} replaced by a placeholder"))
+        self.warnings.append(Unseen(where, f"{printable(kind)} replaced by a placeholder"))
         digest = digest_of(file.url.encode() if isinstance(file, Link) else file)
         self.images[digest] = file
         return ({"type": "image", "digest": digest},)

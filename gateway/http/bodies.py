@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gateway.turn import Fault, refused
-from turnkeep_client.content_blocks import printed
+from turnkeep_client.content_blocks import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,7 +70,7 @@ async def read(request: Request, most: int) -> bytes:
     body = bytearray()
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in _CODINGS:
-        message = f"a body may have the content-encoding gzip or deflate, not {printed(coding)}"
+        message = f"a body may have the content-encoding gzip or deflate, not {printable(coding)}"
         raise Fault(415, message, code="unsupported_encoding")
     if {"content-length", "transfer-encoding"} <= {*request.headers}:
         raise refused("a body has a content-length or a transfer-encoding, not both")

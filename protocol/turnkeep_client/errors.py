@@ -36,7 +36,7 @@ class TokenLimit(Struct, frozen=True):
 
 
 class FieldError(ValueError):
-    """A field of a message is wrong; raised while decoding. `field` is its path within its object."""
+    """A field is wrong; raised while decoding. `field` is its path within the struct that it is in."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -119,7 +119,7 @@ class ResultTimeoutError(TurnkeepError, TimeoutError):
 class ResultRemovedError(TurnkeepError):
     """The request left the log, by a close of its session, before its result was received.
 
-    A tenant's mirror of the log also drops its oldest entries when it is full; such a request is answered.
+    A tenant's mirror of the log also drops its oldest entries when it is full; workers still answer those.
     """
 
 

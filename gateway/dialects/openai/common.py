@@ -10,7 +10,7 @@ from msgspec import Struct
 from gateway.form import Events
 from gateway.images import Reading
 from gateway.turn import ALL_THAT_FITS, WholeNumber, decoded, refused
-from turnkeep_client.content_blocks import ContentWarning, printed
+from turnkeep_client.content_blocks import ContentWarning, printable
 from turnkeep_client.messages import OPTIONS
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def request(
             raise refused(f"{name} has more than {MOST_ITEMS} messages, parts and other items", name)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
-    return asked, Reading(ContentWarning(printed(name), "has no effect") for name in sorted(given - known))
+    return asked, Reading(ContentWarning(printable(name), "has no effect") for name in sorted(given - known))
 
 
 def _has_more_items(given: Any, most: int) -> bool:
