@@ -44,7 +44,10 @@ class ImageFetcher:
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "image")
 
     async def fetched(self, turn: ClientTurn) -> ClientTurn:
-        """Return a turn whose messages have the files of their images. Raises `Fault`."""
+        """Fetch the images that a turn links to; return the turn with all images' files in its messages.
+
+        Raises `Fault` if a host is not allowed, an image does not come or is no image, or there are too many.
+        """
         if not turn.images:
             return turn
         links = {name: one for name, one in turn.images.items() if isinstance(one, Link)}
@@ -77,7 +80,7 @@ class ImageFetcher:
             return check_image(data, link.where)
 
     def check(self, url: str, where: str) -> None:
-        """Raise `Fault` unless a URL is of one of the hosts."""
+        """Raise `Fault` unless `url` is of HTTP or HTTPS and of one of the hosts; `where` is its path."""
         try:
             parts = urlsplit(url)
             host = parts.hostname or ""

@@ -71,7 +71,7 @@ def test_an_unloaded_model_is_listed_as_such_and_a_reasoning_model_as_a_thinking
     assert (studio["state"], studio["max_context_length"]) == ("not-loaded", 2048)
     assert "loaded_context_length" not in studio
     assert answers.running([model]) == {"models": []}
-    assert answers.shown(model)["capabilities"] == ["completion", "tools", "thinking"]
+    assert answers.description(model)["capabilities"] == ["completion", "tools", "thinking"]
 
 
 async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason(
