@@ -71,7 +71,7 @@ class ShownMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ShownCost(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s.
 
-    `images` are the tokens of the turn's images.
+    `images` counts the tokens of the turn's images.
     """
 
     found: int
@@ -86,9 +86,9 @@ class ShownCost(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ShownTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A turn as the page shows it. `note` says what a turn without text did, or why and how a turn ended.
 
-    `model` names who has answered. A turn that a fork has from its parent has no `stored`. The session was
-    at position `start` before the turn; None if the chat template has changed earlier text in it, so that no
-    position is that place. Of the tokens before the turn the first `kept` stayed.
+    `model` names the model that has answered. A turn that a fork has from its parent has no `stored`. `start`
+    is the session's position before the turn; None if the chat template has changed earlier text since, or
+    if it is unknown. `kept` is how many of the tokens before the turn stayed.
     """
 
     seq: int

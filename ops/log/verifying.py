@@ -111,11 +111,10 @@ async def verify(
     names: Sequence[str] = (),
     told: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check the sessions with these names, which may be patterns, or all sessions.
+    """Check the sessions with these names, which can be patterns; without names all sessions.
 
-    `told` is called with the numbers of checked and of all sessions.
-
-    Raises `TurnkeepError` if the log has no session of these names.
+    `told` is called with the numbers of checked and of all sessions. Raises `TurnkeepError` if the log has no
+    session of these names, or cannot be read.
     """
     counts = await client.stored.subjects(tenant)
     keys = [
