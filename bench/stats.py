@@ -38,7 +38,7 @@ class Estimate(Struct, frozen=True):
 
 
 def estimate(numbers: Iterable[float]) -> Estimate | None:
-    """Estimate the median of the blocks' numbers; None if there are none."""
+    """Return the median of the blocks' numbers with its interval; None if there are no numbers."""
     found = sorted(numbers)
     if len(found) < MIN_BLOCKS:
         return Estimate(median(found), -math.inf, math.inf) if found else None
@@ -71,7 +71,10 @@ def by_block(values: Iterable[tuple[int, float]]) -> Blocks:
 
 
 def ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Divide `other` by `base`, block by block. This cancels the speed of the machine in each block."""
+    """Return `other / base` for each block that both have. This cancels the machine's speed in a block.
+
+    Leaves out blocks in which `base` is 0.
+    """
     return [other[block] / base[block] for block in base if block in other and base[block] > 0]
 
 
