@@ -47,7 +47,7 @@ class ContentWarning(NamedTuple):
 
 
 class ContentError(TurnkeepError):
-    """A part of a message's content is invalid; `where` is its path."""
+    """A part of a message's content is invalid; `where` is the path of this part in the request."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class ContentError(TurnkeepError):
 
 
 def sentences(warnings: Sequence[ContentWarning]) -> list[str]:
-    """Write the first 20 warnings as sentences; a last sentence counts the others."""
+    """Return the first 20 warnings as sentences; a last item counts the others."""
     shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_TOLD]]
     more = len(warnings) - len(shown)
     return [*shown, f"and {more} more"] if more else shown
@@ -100,7 +100,7 @@ def content_of(
 
 
 def with_digests(blocks: Sequence[Any], where: str, files: dict[str, bytes]) -> list[Any]:
-    """Return a content's blocks, but with digests for the files of images; add these to `files`, by digest.
+    """Return a content's blocks with digests in place of image files; add the files to `files`, by digest.
 
     An image whose file is elsewhere, such as in a vendor's store, stays as it is. Raises `ContentError`.
     """

@@ -185,18 +185,19 @@ class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="sess
     progress: Annotated[Progress | None, Meta(description="null unless a turn runs on the device")]
     resident: Annotated[bool, Meta(description="whether KV of the session is on the device now")]
     kv_live_bytes: Annotated[int, Meta(description="the size of that KV in bytes")]
-    policy: Annotated[str, Meta(description="full, sink_window or paged")]
+    policy: Annotated[str, Meta(description="the name of the session's cache policy")]
     cache: Annotated[
         SessionCache | UnsetType, Meta(description="the policy's numbers, unless it is full with snapshots")
     ] = UNSET
     capacity_tokens: Annotated[
-        int | UnsetType, Meta(description="under sink_window and paged: the most tokens that the model sees")
+        int | UnsetType, Meta(description="unless the policy is full: the most tokens that the model sees")
     ] = UNSET
     visible_tokens: Annotated[
-        int | UnsetType, Meta(description="under sink_window and paged: how many tokens the model sees now")
+        int | UnsetType, Meta(description="unless the policy is full: how many tokens the model sees now")
     ] = UNSET
     visible_from: Annotated[
-        int | UnsetType, Meta(description="under these policies: the model sees all tokens from here on")
+        int | UnsetType,
+        Meta(description="unless the policy is full: the model sees all from this position on"),
     ] = UNSET
     snapshot: Annotated[
         str | UnsetType,

@@ -29,7 +29,7 @@ RETRYABLE: Final[frozenset[ErrorCode]] = frozenset({"overloaded", "expired", "in
 
 
 class TokenLimit(Struct, frozen=True):
-    """How many tokens the session would have before the answer, and how many the context has."""
+    """The tokens that a session would have before the answer (`asked`), and those that fit (`allowed`)."""
 
     asked: int
     allowed: int

@@ -66,7 +66,7 @@ def entries(data: bytes, most_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, b
 
 
 async def assemble(digest: str, read: Callable[[str], Awaitable[bytes | None]]) -> bytes | None:
-    """Return the file with this digest from its entries; None if one is missing or the file has another one.
+    """Return the file with this digest from its entries; None if one is missing, or the digest is wrong.
 
     `read` returns the body of the entry with a digest, None if there is none.
     """

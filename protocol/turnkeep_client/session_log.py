@@ -388,7 +388,7 @@ def decoded(decode: Callable[[bytes], _T], body: bytes) -> _T | None:
 class Listed(Struct, frozen=True, kw_only=True):
     """A session in the log. `position` is the number of its tokens, None before the first result.
 
-    `last` is the time of its last request or result; `is_waiting` while a request has no result.
+    `last` is the time of its last request or result; `is_waiting` says whether a request has no result.
     """
 
     name: str

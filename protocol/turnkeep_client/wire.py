@@ -378,7 +378,7 @@ class NatsWire(Connection):
         return stop
 
     async def bodies(self, subject: str) -> AsyncGenerator[bytes, None]:
-        """Yield the body of every message of a subject until the connection is closed."""
+        """Yield the bodies of a subject's messages until the connection ends. Raises `NotPermittedError`."""
         subscription = await self._subscribe(subject)
         try:
             with contextlib.suppress(*NATS_ERRORS):  # nats-py sends the first ping before the subscription

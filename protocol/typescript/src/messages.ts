@@ -889,15 +889,15 @@ export interface SessionInfo {
   resident: boolean;
   /** the size of that KV in bytes */
   kv_live_bytes: number;
-  /** full, sink_window or paged */
+  /** the name of the session's cache policy */
   policy: string;
   /** the policy's numbers, unless it is full with snapshots */
   cache?: SessionCache;
-  /** under sink_window and paged: the most tokens that the model sees */
+  /** unless the policy is full: the most tokens that the model sees */
   capacity_tokens?: number;
-  /** under sink_window and paged: how many tokens the model sees now */
+  /** unless the policy is full: how many tokens the model sees now */
   visible_tokens?: number;
-  /** under these policies: the model sees all tokens from here on */
+  /** unless the policy is full: the model sees all from this position on */
   visible_from?: number;
   /** if requested: the longest stored snapshot of the tokens, as in turnkeep cache ls */
   snapshot?: string;
@@ -992,7 +992,7 @@ export interface TextFormat {
   type: "text";
 }
 
-/** How many tokens the session would have before the answer, and how many the context has. */
+/** The tokens that a session would have before the answer (`asked`), and those that fit (`allowed`). */
 export interface TokenLimit {
   asked: number;
   allowed: number;
