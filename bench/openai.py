@@ -55,7 +55,7 @@ class _Heard:
 
 
 class Server:
-    """A connection to one server; requests name `model`."""
+    """A connection to one OpenAI-compatible server; requests name `model`."""
 
     def __init__(self, name: str, url: str, model: str | None = None) -> None:
         """Prepare a connection to the base URL `url`. Raises `BenchError` without OpenAI's library."""

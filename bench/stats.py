@@ -58,7 +58,7 @@ def _left_out(blocks: int) -> int:
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Collect the values of each key; keys and values keep their order."""
+    """Return the values of each key, by key; keys and values keep their order."""
     found: defaultdict[K, list[V]] = defaultdict(list)
     for key, value in pairs:
         found[key].append(value)
@@ -66,7 +66,7 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def by_block(values: Iterable[tuple[int, float]]) -> Blocks:
-    """Reduce each block's values to their median."""
+    """Return the median of each block's values, by block."""
     return {block: median(some) for block, some in sorted(grouped(values).items())}
 
 

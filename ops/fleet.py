@@ -97,7 +97,7 @@ class Fleet:
         return True
 
     def sightings(self) -> list[Sighting]:
-        """Return the last message of each worker that is not forgotten, sorted by the worker's name."""
+        """Return a sighting of each worker that is not forgotten, sorted by the worker's name."""
         now_s = self._clock()
         found = [
             Sighting(messages[-1], now_s - heard_s, messages[0] if len(messages) > 1 else None)

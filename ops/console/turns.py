@@ -107,7 +107,7 @@ class ShownTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def shown(turn: LoggedTurn) -> ShownTurn:
-    """Convert a turn for the page."""
+    """Return a turn as the page shows it: waiting, done or failed, with texts, notes and cost."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     start, kept = _places(result)
@@ -130,7 +130,7 @@ def shown(turn: LoggedTurn) -> ShownTurn:
 
 
 def inherited(turn: Past) -> ShownTurn:
-    """Convert a turn that a fork has from its parent."""
+    """Return a turn that a fork has from its parent as the page shows it, without id and time."""
     start, kept = _places(turn.answer)
     model = turn.answer.model if turn.answer else None
     return ShownTurn(

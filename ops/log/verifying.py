@@ -59,7 +59,7 @@ _SPANS: Final = 13
 
 
 class LogFault(Struct, frozen=True):
-    """A fault of the entry at sequence `seq`; `what` describes the fault. The entry itself may be missing."""
+    """A fault of the entry at sequence `seq`, which can be missing; `what` describes the fault."""
 
     seq: int
     what: str
