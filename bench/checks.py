@@ -59,7 +59,7 @@ class Check(Struct, frozen=True, kw_only=True):
 
 
 def count(name: str, of: Collection[T], broken: Callable[[T], object], things: str = "turns") -> Check:
-    """Make an exact check that `broken` is true for no element of `of`; it cannot tell without elements."""
+    """Return an exact check that `broken` is true for no element of `of`; without any it cannot tell."""
     wrong = sum(bool(broken(one)) for one in of)
     detail = f"{wrong:,} of {len(of):,} {things} break it" if wrong else f"{len(of):,} {things}"
     outcome = Verdict.FAILS if wrong else Verdict.HOLDS if of else Verdict.CANNOT_TELL
@@ -74,9 +74,9 @@ def bounded(
     at_least: float = -math.inf,
     unit: Unit = "",
 ) -> Check:
-    """Make a check that the median of each label's `numbers`, one number per block, is within the bounds.
+    """Return a check that the median of each label's `numbers`, one number per block, is within the bounds.
 
-    A label may also have a single number, without an interval. The check gets the worst label's verdict.
+    A label can also have a single number, without an interval. The check gets the worst label's verdict.
     """
 
     def estimate(one: Sequence[float] | float | None) -> Estimate | None:
@@ -119,12 +119,13 @@ def kept_time(lags_s: Sequence[float]) -> Check:
     return bounded(name, {"": stats.quantile(lags_s, 0.99)}, at_most=LAG_BOUND_S, unit="s")
 
 
-def held_tokens_are_cheap(turns: Sequence[TimedTurn]) -> Check:
-    """Check that cached tokens hardly delay the first chunk, by the client's clock.
+def cached_tokens_are_cheap(turns: Sequence[TimedTurn]) -> Check:
+    """Check that a session's earlier tokens, whose KV is cached, hardly delay the first chunk.
 
-    A turn's fact `held` is the number of tokens that its session had before the turn; None if unknown. The
-    time of a prefilled token is that of turns which found almost no cached tokens. The time of a cached token
-    is a slope, one for each block: how the wait, without the turn's own prefill, grows with the session.
+    The check compares two times per token, both by the client's clock. For a prefilled token: the wait for
+    the first chunk, divided by the prefilled tokens, in the fastest turn of a session that had none. For a
+    cached token: in each block, the slope by which the wait, less that for the turn's own prefill, grows with
+    the number of the session's earlier tokens (the turn's fact `held`, None if unknown).
     """
     answered = [turn for turn in turns if turn.error is None]
     cold = [
@@ -141,7 +142,10 @@ def held_tokens_are_cheap(turns: Sequence[TimedTurn]) -> Check:
 
 
 def keeps_its_size(readings: Sequence[Sample]) -> Check:
-    """Check that a process's memory without KV hardly grows. A reading has its time as `x`, in seconds."""
+    """Check that a process's memory without KV, in bytes, hardly grows; `x` of a reading is its time in s.
+
+    Cannot tell in a run of less than ten minutes.
+    """
     name = "the process without its KV grows by at most 8 MiB an hour"
     times = [reading.x or 0.0 for reading in readings]
     begin, end = min(times, default=0.0), max(times, default=0.0)

@@ -32,7 +32,7 @@ TEMPLATE: Final = Path(__file__).with_name("page.html")
 
 
 async def conduct(bench: AnyBench, plan: Any, where: CommonOptions) -> Report:
-    """Run a bench, save its report, and return it.
+    """Run a bench; save its report and page, print its tables and checks, and return the report.
 
     After a cancellation or a fault the partial report is saved, marked as not complete. Raises `ReportError`,
     and whatever the bench raises.
@@ -99,10 +99,10 @@ def _publish(bench: AnyBench, report: Report, run: BenchRun[Any]) -> None:
 
 
 def until_stopped(work: Coroutine[Any, Any, Report]) -> Report:
-    """Run `work` and return its report. Ctrl-C, SIGTERM and SIGHUP cancel it.
+    """Run `work` and return its report. Ctrl-C, SIGTERM and SIGHUP cancel `work`.
 
-    Then raises KeyboardInterrupt once `work` has cleaned up; of faults in that cleanup, only a `ReportError`
-    is raised.
+    Once a cancelled `work` has cleaned up, raises KeyboardInterrupt, or a `ReportError` of the cleanup; other
+    faults of the cleanup are dropped.
     """
 
     async def guarded() -> Report | None:

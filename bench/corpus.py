@@ -26,13 +26,14 @@ _BUILT_IN: Final = Path(__file__).with_name("questions.jsonl")
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The users' messages of some conversations. `source` says where they come from, and their licence."""
+    """The users' messages of some conversations."""
 
+    #: Where they come from, and their licence.
     source: str
     conversations: tuple[tuple[str, ...], ...]
 
     def texts(self) -> Iterator[str]:
-        """Return all messages in order, conversation by conversation, repeated without end."""
+        """Return an endless iterator over all messages in order, conversation by conversation."""
         return itertools.cycle(said for conversation in self.conversations for said in conversation)
 
 

@@ -106,14 +106,16 @@ def prompt_blocks(shares: Mapping[int, float], block: int) -> int | None:
     """Return how many blocks of a prompt to prefill at once: the fewest with nearly the best rate.
 
     `shares` has, by the tokens of a piece, the rate as a share of the best rate; `block` is a block's tokens.
+    None without pieces.
     """
     return min((piece // block for piece, share in shares.items() if share >= FAST_ENOUGH), default=None)
 
 
 def rows_together(ratios: Mapping[int, float]) -> int | None:
-    """Return the least number of rows from which decoding them together is not slower than one by one.
+    """Return the least number of rows from which on decoding together is never slower than one by one.
 
-    `ratios` has, by the number of rows, the rate of rows together divided by the rate of rows apart.
+    `ratios` has, by the number of rows, the rate of rows together divided by the rate of rows apart. None if
+    even the most rows are slower together.
     """
     least = None
     for num in sorted(ratios, reverse=True):
@@ -127,7 +129,7 @@ def kept_layers(kept: Mapping[int, float], block: int) -> int | None:
     """Return how many layers had temporary arrays in memory at once, at the most.
 
     `kept` has the measured numbers by the tokens of a piece. Pieces shorter than a block are ignored, since
-    growing caches take more memory than such a piece.
+    growing caches take more memory than such a piece; None without others.
     """
     most = max((number for piece, number in kept.items() if piece >= block), default=None)
     return None if most is None else max(1, math.ceil(most - ROUNDING))
@@ -158,7 +160,10 @@ def _medians(figures: Mapping[int, Sequence[float]]) -> dict[int, float]:
 
 
 async def measure(run: BenchRun[Plan]) -> None:
-    """Start both programs, and let them take turns."""
+    """Run the bench: start both programs, let them take turns, and record their figures in `run`.
+
+    Raises `BenchError` if the model's context is too short for the plan.
+    """
     with tempfile.TemporaryDirectory(prefix="turnkeep-bench-") as folder:
         model = () if run.where.model is None else ("--model", run.where.model)
         program = Program("bench.programs.device", "--data-dir", folder, *model)

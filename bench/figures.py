@@ -27,7 +27,7 @@ def scale(size: float, unit: Unit) -> tuple[float, str]:
 
 
 def number(value: float | None, unit: Unit = "") -> str:
-    """Write a number with three significant digits."""
+    """Write a number with three significant digits and a suitable unit; None is `-`."""
     if value is None:
         return "-"
     divisor, name = scale(value, unit)
@@ -37,7 +37,7 @@ def number(value: float | None, unit: Unit = "") -> str:
 
 
 def interval(estimate: Estimate | None, unit: Unit = "") -> str:
-    """Write an estimate with its interval, with as many digits as the interval's width supports."""
+    """Write an estimate with its interval, in as many digits as the interval supports; None is `-`."""
     if estimate is None:
         return "-"
     if math.isinf(estimate.high) or estimate.low == estimate.high:

@@ -24,7 +24,7 @@ from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.session import Session
 
 from . import stats
-from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap
+from .checks import STRETCHES, Check, bounded, cached_tokens_are_cheap, count
 from .faults import together
 from .plan import Corpus, Option
 from .run import FAULT_PAUSE_S, TURN_TIMEOUT_S, BenchRun
@@ -93,7 +93,7 @@ PLOTS = (
 
 
 def follows(turns: Sequence[TimedTurn]) -> Iterator[Sample]:
-    """Yield samples computed from several turns: rates and fairness."""
+    """Yield the samples that take several turns: tokens per second of a level, fairness within a block."""
     sent = [turn for turn in turns if turn.x is not None and turn.case == ""]
     for (case, x), level in stats.grouped(((turn.case, turn.x), turn) for turn in sent).items():
         yield from (Sample(GENERATED.name, case, x, *rate) for rate in enumerate(_generated(level)))
@@ -140,7 +140,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     """Check the cost of cached tokens, fairness, and the KV limit."""
     plan = found.plan
     one = [turn for turn in found.turns if turn.x == 1]
-    yield held_tokens_are_cheap([replace(turn, block=int(turn.fact("number") or 0)) for turn in one])
+    yield cached_tokens_are_cheap([replace(turn, block=int(turn.fact("number") or 0)) for turn in one])
     waves = {f"{x:g}": [*found.blocks(FAIR, "", x).values()] for x in plan.concurrency if x > 1}
     if waves:
         name = "the slowest of those served side by side gets a quarter of their median, and more"

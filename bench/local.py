@@ -42,10 +42,10 @@ class Process:
     def __init__(
         self, name: str, command: Sequence[str], *, logged: bool = False, like: Process | None = None
     ) -> None:
-        """Prepare a process that loads the same OpenBLAS as `like`; with `logged`, faults quote its output.
+        """Prepare a process, which `start` starts; with `logged`, faults quote its output.
 
-        Processes can be compared only if all multiply with the same library: a worker loads OpenBLAS before
-        MLX on a Linux CPU.
+        It loads the same OpenBLAS as the running process `like`: only processes that multiply with the same
+        library can be compared, and a worker loads OpenBLAS before MLX on a Linux CPU.
         """
         preload = [str(path) for path in (like.blas if like else ()) if "openblas" in path.name.lower()]
         self.name = name
@@ -135,9 +135,9 @@ class Process:
             raise BenchError(": ".join([f"{self.name} ended with exit code {self.exit_code}", *said]))
 
     async def until(self, reached: Callable[[], Awaitable[T]]) -> T:
-        """Call `reached` until it raises no connection error; return its result.
+        """Call `reached` again and again until it raises no connection error; return its result.
 
-        Raises `BenchError` at a time limit, or if the process ends.
+        Raises `BenchError` after three minutes, or if the process ends.
         """
         deadline_s = time.monotonic() + READY_TIMEOUT_S
         while time.monotonic() < deadline_s:
@@ -148,7 +148,7 @@ class Process:
         raise BenchError(f"{self.name} was not ready within {READY_TIMEOUT_S:.0f} s")
 
     def find_children(self) -> None:
-        """Remember the children of the process, so that `stop` can kill them."""
+        """Remember the children that the process has now, so that `stop` can kill them."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process is not None:
                 found = psutil.Process(self._process.pid).children(recursive=True)
@@ -231,7 +231,7 @@ class LocalWorker(Process):
 
 
 class Program(Process):
-    """A program that a bench runs by `python -m module`: it reads lines and prints a reply to each.
+    """A program that a bench runs by `python -m module`; it prints a line for each line that it reads.
 
     An exit with code 0 is no fault.
     """

@@ -55,10 +55,10 @@ class _Heard:
 
 
 class Server:
-    """A connection to one server; requests name `model`."""
+    """A connection to one OpenAI-compatible server; requests name `model`."""
 
     def __init__(self, name: str, url: str, model: str | None = None) -> None:
-        """Prepare a connection. Raises `BenchError` without OpenAI's library."""
+        """Prepare a connection to the base URL `url`. Raises `BenchError` without OpenAI's library."""
         try:
             import openai  # here: half a second, and an extra that the other benches do not need
         except ModuleNotFoundError:
@@ -70,7 +70,7 @@ class Server:
         self._client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, http_client=http)
 
     async def __aenter__(self) -> Self:
-        """Choose the model: the one that the user has named, else the first that the server lists."""
+        """Choose the model: the given one, else the first that the server lists; None if it lists none."""
         if self.model is None:
             with contextlib.suppress(self._openai.OpenAIError, LookupError, TypeError):
                 self.model = (await self._client.models.list(timeout=CONNECT_TIMEOUT_S)).data[0].id

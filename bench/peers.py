@@ -128,7 +128,7 @@ class Peer:
         self._run, self._server = run, server
 
     def chat(self) -> Any:
-        """Begin a chat; return the object that the other methods take as `chat`."""
+        """Begin a chat; return the object that the other methods take as `chat`. Sends nothing."""
         return []
 
     async def ask(self, chat: Any, text: str, max_tokens: int) -> TimedTurn:
@@ -146,7 +146,7 @@ class Peer:
         """Wait until the side has finished its work after the answer, such as writing snapshots."""
 
     async def restart(self, *, kill: bool) -> None:
-        """End the process, with `kill` by SIGKILL, and start it again."""
+        """End the bench's own process, with `kill` by SIGKILL, and start it again; a running server stays."""
         if isinstance(self.process, MlxServer):
             await asyncio.to_thread(self.process.kill if kill else self.process.stop)
             self.process.start()
@@ -188,7 +188,7 @@ class Turnkeep(Peer):
 
 
 async def measure(run: BenchRun[Plan]) -> None:
-    """Start all sides, then run the parts of the bench that the plan names."""
+    """Run the bench: start all sides, then measure the parts that the plan names. Raises `BenchError`."""
     plan, model = run.plan, run.where.model
     names = [TURNKEEP, *(peer if peer == OWN else parse(peer).name for peer in plan.peer)]
     if len(set(names)) < len(names):

@@ -29,14 +29,14 @@ Setting = str | int | float | bool | tuple[int | str, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """The option of a plan's field. `smoke` is the value under `--smoke`; None if that is the default.
+    """The command-line option of a plan's field."""
 
-    `type` is a click type. Without it the field's annotation decides: numbers must be above 0, a tuple of
-    numbers is joined by commas, and a tuple of strings is a repeatable option.
-    """
-
+    #: The help text.
     help: str
+    #: The value under `--smoke`; None if that is the default.
     smoke: Any = None
+    #: A click type. Without it the field's annotation decides: numbers must be above 0, a tuple of numbers
+    #: is joined by commas, and a tuple of strings is a repeatable option.
     type: Any = None
     metavar: str | None = None
 

@@ -139,7 +139,10 @@ def planted(texts: Texts, tokens: int, facts: Sequence[Fact]) -> tuple[int, ...]
 
 
 async def measure(run: BenchRun[Plan]) -> None:
-    """Prefill each text under each policy, and ask its questions; rewind to the text's end between them."""
+    """Run the bench: prefill each text under each policy, and ask its questions, rewinding to the text's end.
+
+    Raises `BenchError` for a plan that cannot be measured.
+    """
     plan, drawn = run.plan, random.Random(0)  # noqa: S311  # codes in a text, not secrets
     if max(plan.resident) >= plan.tokens or max(plan.depths) > 100 or len(plan.depths) > len(NAMES):
         raise BenchError(

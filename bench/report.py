@@ -31,30 +31,34 @@ _GIT_TIMEOUT_S: Final = 10
 
 
 class Report(Struct, frozen=True, kw_only=True):
-    """The report of one run. `complete` is false during the run, and if it was interrupted.
-
-    `ending` says how the run ended, `facts` under which conditions it ran. `samples` are values that cannot
-    be computed from the turns, `worker` the first metrics that were read from the worker.
-    """
+    """The report of one run, or of its beginning."""
 
     bench: str
     started_at: str
     elapsed_s: float
+    #: False during the run, and if it was interrupted or failed.
     complete: bool
+    #: How the run ended.
     ending: str
+    #: The machine and its packages: see `describe`.
     environment: dict[str, Any]
+    #: The machine's load averages at the end.
     load_after: tuple[float, float, float]
+    #: The first metrics that were read from the worker.
     worker: Metrics | None
+    #: Where the texts come from.
     source: str | None
     plan: dict[str, Setting]
+    #: Under which conditions the run was made.
     facts: dict[str, Setting] = {}
     checks: tuple[Check, ...] = ()
     turns: tuple[TimedTurn, ...] = ()
+    #: Values that cannot be computed from the turns.
     samples: tuple[Sample, ...] = ()
 
 
 def describe() -> dict[str, Any]:
-    """Describe this machine, on which the bench runs; a worker that it did not start may run elsewhere."""
+    """Return a description of this machine: platform, processor, load, packages, and this code's commit."""
     packages = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -112,7 +116,7 @@ class ReportFile:
         return self.path is not None and time.monotonic() - self._written_s >= self._every_s
 
     def save(self, report: Report) -> None:
-        """Write the report. Raises `ReportError`."""
+        """Replace the file by this report. Raises `ReportError`."""
         self._written_s = time.monotonic()
         if self.path is not None:
             write(self.path, msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")

@@ -133,7 +133,7 @@ class BenchRun(Generic[P]):
         self._samples.append(Sample(measure.name, case, x, block, value))
 
     def warn(self, message: str) -> None:
-        """Print a warning; the run continues."""
+        """Print a warning on standard error."""
         self._console.print(f"turnkeep: {message}", soft_wrap=True, markup=False)
 
     def progress(self, done: float, total: float | None, what: str) -> None:
@@ -202,7 +202,7 @@ class BenchRun(Generic[P]):
         return metrics
 
     async def measure(self, how: Callable[[Self], Awaitable[None]]) -> None:
-        """Run a bench's coroutine. Raises `BenchError` if a worker ends by itself."""
+        """Call a bench's `how` with this run and await it. Raises `BenchError` if a worker ends by itself."""
         try:
             with self._bars:
                 async with in_background(self._pulse()):

@@ -25,7 +25,7 @@ from turnkeep_client.messages import CachePolicy
 from turnkeep_client.session import Session
 
 from . import stats
-from .checks import STRETCHES, Check, bounded, count, held_tokens_are_cheap, keeps_its_size
+from .checks import STRETCHES, Check, bounded, cached_tokens_are_cheap, count, keeps_its_size
 from .plan import Corpus, Option
 from .run import FAULT_PAUSE_S, TURN_TIMEOUT_S, BenchRun
 from .spec import Bench, Findings, Plot
@@ -117,7 +117,7 @@ def checks(found: Findings[Plan]) -> Iterator[Check]:
     yield count(
         name, known, lambda turn: (turn.fact("stored_bytes") or 0) > (turn.fact("capacity_bytes") or 0)
     )
-    yield held_tokens_are_cheap(found.turns)
+    yield cached_tokens_are_cheap(found.turns)
     name = f"turns at the end take at most {DRIFT:.0%} longer than those at the beginning"
     yield bounded(name, {"": _drift(found.blocks(WHOLE, ""))}, at_most=DRIFT, unit="share")
     yield keeps_its_size(found.of(BESIDE))

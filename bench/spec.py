@@ -34,41 +34,44 @@ class CaseRatio:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One plot; `caption` says how to read it, `x` names the x axis if it has no levels.
+    """One plot of a bench's page."""
 
-    `cdf` and `over time` (x in seconds) show a line for each of `measures` and each case.
-    `by x` shows the first measure's typical values with intervals.
-    """
-
+    #: `cdf` and `over time` (x in seconds) show a line for each of `measures` and each case; `by x` shows the
+    #: first measure's typical values with intervals.
     kind: Literal["cdf", "over time", "by x"]
     title: str
     measures: tuple[Measure, ...]
+    #: How to read the plot.
     caption: str = ""
+    #: Whether the axis of values is logarithmic.
     log: bool = False
+    #: The name of the x axis, if it has no levels.
     x: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Bench(Generic[P]):
-    """A bench's definition. `plan` is an annotated dataclass; its docstring is the help (see `bench.plan`).
-
-    `cases` gives the order of cases in tables and legends; other cases come last. `levels` names `x` if it is
-    one of a few levels with table rows of their own (lengths, batch sizes); otherwise `x` is only an axis.
-    `follows` computes samples that need several turns (for example tokens/s). `closing` makes a last table's
-    rows; the first cell is its title. `notes` is a text for the page, with `{plan.NAME}` for settings.
-    """
+    """A bench's definition."""
 
     name: str
+    #: An annotated dataclass; its docstring is the help (see `bench.plan`).
     plan: type[P]
     measures: tuple[Measure, ...]
     plots: tuple[Plot, ...]
     checks: Callable[[Findings[P]], Iterable[Check]]
+    #: Runs the bench, and records turns and samples in the run.
     measure: Callable[[BenchRun[P]], Awaitable[None]]
+    #: The order of cases in tables and legends; other cases come last.
     cases: tuple[str, ...] = ("",)
     against: tuple[CaseRatio, ...] = ()
+    #: Names `x` if it is one of a few levels with table rows of their own (lengths, batch sizes); otherwise
+    #: `x` is only an axis.
     levels: str = ""
+    #: A text for the page, with `{plan.NAME}` for settings.
     notes: str = ""
+    #: Computes samples that need several turns, such as tokens/s.
     follows: Callable[[Sequence[TimedTurn]], Iterable[Sample]] = lambda _: ()
+    #: Makes a last table's rows; the first cell is its title.
     closing: Callable[[Findings[P]], Sequence[Sequence[str]]] = lambda _: ()
 
     @property
@@ -82,9 +85,10 @@ class Bench(Generic[P]):
         return Findings(self, plan, report.turns, report.samples, report.facts)
 
     def checked(self, found: Findings[P], lags_s: Sequence[float]) -> tuple[Check, ...]:
-        """Return the checks that all benches share, then this bench's own checks.
+        """Return the outcomes of the checks that all benches share, then of this bench's own checks.
 
-        The shared checks are left out if the run has samples and no turns.
+        `lags_s` are the delays of the measuring event loop. The shared checks are left out if the run has
+        samples and no turns.
         """
         shared = common(found.turns, lags_s) if found.turns or not found.given else ()
         return (*shared, *self.checks(found))

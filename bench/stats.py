@@ -38,7 +38,7 @@ class Estimate(Struct, frozen=True):
 
 
 def estimate(numbers: Iterable[float]) -> Estimate | None:
-    """Estimate the median of the blocks' numbers; None if there are none."""
+    """Return the median of the blocks' numbers with its interval; None if there are no numbers."""
     found = sorted(numbers)
     if len(found) < MIN_BLOCKS:
         return Estimate(median(found), -math.inf, math.inf) if found else None
@@ -58,7 +58,7 @@ def _left_out(blocks: int) -> int:
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Collect the values of each key; keys and values keep their order."""
+    """Return the values of each key, by key; keys and values keep their order."""
     found: defaultdict[K, list[V]] = defaultdict(list)
     for key, value in pairs:
         found[key].append(value)
@@ -66,12 +66,15 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def by_block(values: Iterable[tuple[int, float]]) -> Blocks:
-    """Reduce each block's values to their median."""
+    """Return the median of each block's values, by block."""
     return {block: median(some) for block, some in sorted(grouped(values).items())}
 
 
 def ratios(base: Mapping[int, float], other: Mapping[int, float]) -> list[float]:
-    """Divide `other` by `base`, block by block. This cancels the speed of the machine in each block."""
+    """Return `other / base` for each block that both have. This cancels the machine's speed in a block.
+
+    Leaves out blocks in which `base` is 0.
+    """
     return [other[block] / base[block] for block in base if block in other and base[block] > 0]
 
 

@@ -87,7 +87,7 @@ def print_report(bench: AnyBench, report: Report) -> None:
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table."""
+    """Print a table on a console, with numbers aligned to the right."""
     printed = Grid(box=None, header_style="bold", title=table.title, title_justify="left", title_style="bold")
     for i, name in enumerate(table.head):
         printed.add_column(name, justify="right" if i else "left", no_wrap=not i)

@@ -11,32 +11,36 @@ from .figures import Unit
 
 
 class TimedTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A timed generate request. The client measures times, in seconds; the worker counts the tokens.
+    """A timed generate request. The client measures times, in seconds; the worker counts the tokens."""
 
-    `case` names the compared variant, `x` is the value on the x axis, `block` the unit of pairing and
-    statistics. `at_s` counts from the start of the run, `first_s` and `total_s` from sending the request;
-    `gaps_s` are the times between chunks. Exactly one of `error` and `position` is set. `joined`: the chunks
-    add up to the result. `facts` are specific to a bench.
-    """
-
+    #: The compared variant.
     case: str = ""
+    #: The value on the x axis.
     x: float | None = None
+    #: The unit of pairing and statistics, such as a round.
     block: int = 0
     session: str = ""
+    #: When the request was sent, from the start of the run.
     at_s: float = 0.0
+    #: From sending the request to its result, and to the first chunk.
     total_s: float
     first_s: float | None = None
+    #: The times between chunks.
     gaps_s: tuple[float, ...] = ()
+    #: The class of the fault and its message; None for a turn that was answered.
     error: str | None = None
     message: str | None = None
+    #: The session's number of tokens after the turn; None after a fault.
     position: int | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     prefilled_tokens: int = 0
     tokens: tuple[int, ...] = ()
+    #: Whether the chunks add up to the result; None if that is unknown.
     joined: bool | None = None
     kv_live_bytes: int = 0
     rewritten_from: int | None = None
+    #: What is specific to a bench.
     facts: dict[str, float | str | None] = {}
 
     @property
@@ -77,13 +81,11 @@ class Sample(Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A measured quantity. `of` returns a turn's values: one, several or None.
-
-    Without `of` the values are the run's samples of this name.
-    `levels` names what `x` counts, if that differs from the bench's `levels`.
-    """
+    """A measured quantity."""
 
     name: str
     unit: Unit
+    #: Returns a turn's values: one, several or None. Without it, values are the run's samples of this name.
     of: Callable[[TimedTurn], float | Sequence[float] | None] | None = None
+    #: What `x` counts, if that differs from the bench's `levels`.
     levels: str | None = None

@@ -17,15 +17,15 @@ _PI_RESERVE: Final = 16_384
 
 
 class GatewayAccess(NamedTuple):
-    """A gateway: its URL without a path, its API key, its model, the context length in tokens.
+    """A gateway, and the model that an agent uses there."""
 
-    `sees` says that the model sees images.
-    """
-
+    #: The URL without a path.
     url: str
+    #: The API key.
     key: str
     model: str
     context_tokens: int
+    #: Whether the model sees images.
     sees: bool = False
 
     @property
@@ -49,13 +49,13 @@ class GatewayAccess(NamedTuple):
 
 
 class Start(NamedTuple):
-    """How to start an agent: environment variables, `arguments` to put before the user's, `files` to write.
+    """How to start an agent."""
 
-    `files` maps names to texts; `{folder}` in an argument stands for the folder of these files.
-    """
-
+    #: Environment variables to add.
     environment: Mapping[str, str]
+    #: Arguments to put before the user's; `{folder}` in one stands for the folder of `files`.
     arguments: tuple[str, ...] = ()
+    #: Files to write, as texts by name.
     files: Mapping[str, str] = {}
 
 
@@ -212,7 +212,10 @@ _SHORTENED: Final = {"claude": {"--tools", "--system-prompt", "--system-prompt-f
 
 
 def own_prompt_tokens(program: str, arguments: Sequence[str]) -> int:
-    """Return the number of tokens of a program's own system prompt and tools; 0 if unknown."""
+    """Return about how many tokens a program's own system prompt and tools take; 0 if unknown.
+
+    It is unknown if the `arguments` shorten them.
+    """
     given = {argument.partition("=")[0] for argument in arguments}
     return 0 if given & _SHORTENED.get(program, set()) else _OWN_PROMPTS.get(program, 0)
 

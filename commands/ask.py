@@ -12,7 +12,7 @@ from uuid import uuid4
 import click
 import msgspec
 
-from ops.log.ending import ended
+from ops.log.ending import close
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import encode
 
@@ -151,7 +151,7 @@ def decoded(body: bytes) -> str:
 
 
 def by_schema(path: Path) -> dict[str, Any]:
-    """Return the `response_format` for a file with a JSON schema. Raises `UsageError` if there is none."""
+    """Return the `response_format` for a file with a JSON schema. Raises `UsageError` if it has none."""
     try:
         schema = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, ValueError, RecursionError) as error:
@@ -204,7 +204,7 @@ async def _answer(
     finally:
         if is_new:
             with contextlib.suppress(TurnkeepError):  # a later worker closes it: the request is in the log
-                await ended(session, _CLOSE_S, cancel=True)
+                await close(session, _CLOSE_S, cancel=True)
 
 
 async def _answers(
@@ -219,7 +219,7 @@ async def _answers(
     finally:
         if is_new:
             with contextlib.suppress(TurnkeepError):  # a later worker closes it
-                await ended(session, _CLOSE_S / 2, cancel=True)  # after as long for those of the answers
+                await close(session, _CLOSE_S / 2, cancel=True)  # after as long for those of the answers
     if as_json:
         click.echo(encode({"answers": results}))
         return

@@ -120,8 +120,8 @@ async def rewind_last(
 ) -> tuple[Rewound, ShownExchange]:
     """Remove the last `count` exchanges; return the result, and the first removed exchange.
 
-    Raises `TurnkeepError`, also if the session has changed when the rewind's turn comes: it would remove the
-    newer exchanges too.
+    Raises `TurnkeepError`, also if the session has changed before the worker runs the rewind: that would
+    remove newer exchanges too.
     """
     start, removed, position = await start_of_last(client, session, count)
     rewinding = client.session(session).rewind(start, expect_position=position, timeout_s=timeout_s)
@@ -137,9 +137,9 @@ async def rewind_last(
 
 
 async def start_of_last(client: Client, session: str, count: int) -> tuple[int, ShownExchange, int]:
-    """Return where the last `count` exchanges begin, the first one, and the session's position.
+    """Return the position before the last `count` exchanges, the first of them, and the session's position.
 
-    Raises `InvalidMessageError` if there are fewer, or where they begin is unknown.
+    Raises `InvalidMessageError` if there are fewer exchanges, or that position is unknown.
     """
     past, position = await last_exchanges_and_position(client, session, count)
     if len(past) < count:

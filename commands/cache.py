@@ -55,9 +55,9 @@ class CacheCommandError(TurnkeepError):
 
 @contextlib.contextmanager
 def in_one_line(place: Path | None = None) -> Iterator[None]:
-    """Turn errors of the cache and the disk within the block into a `CacheCommandError`.
+    """Turn errors of the cache and the disk within the block into a `CacheCommandError` of one line.
 
-    `place` is what the block writes: an error of a full disk names no file.
+    `place` is the path that the block writes, for errors that name no file, as of a full disk.
     """
     try:
         yield

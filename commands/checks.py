@@ -64,7 +64,7 @@ class Diagnosis:
 def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType({})) -> list[Diagnosis]:
     """Check everything that a worker with these settings needs, or the workers of several `models`.
 
-    Takes some seconds.
+    Returns a result for each check. Takes some seconds.
     """
     found = [_python(), _mlx(), _blas(), *_disk(settings)]
     runs = found[1].state == "ok"

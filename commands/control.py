@@ -68,7 +68,7 @@ def _own_url(settings: Settings) -> str:
 
 
 async def print_info(client: Client, name: str | None, *, as_json: bool = False) -> None:
-    """Print the state of a session and of its worker; without a `name`, only the worker's state."""
+    """Print the state of the session `name` and of its worker; without a name, only the worker's state."""
     if name is None:
         metrics = await _metrics(client)
         if as_json:

@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ShownExchange:
-    """One question and its answer: the session's tokens from `start` to `end`.
-
-    `start` is None if unknown: either the part of the log that was read starts with this exchange, or tokens
-    before it were replaced, then or in a later turn. If its own tokens were replaced, they end behind `end`.
-    `images` has the digests of the question's images.
-    """
+    """One question and its answer."""
 
     question: str
     answer: str
+    #: The position before the exchange. None if unknown: the part of the log that was read starts with this
+    #: exchange, or tokens before it were replaced, then or in a later turn.
     start: int | None
+    #: The position after it; a lower one if a later turn has replaced its own tokens.
     end: int
+    #: The digests of the question's images.
     images: tuple[str, ...] = ()
 
 

@@ -121,7 +121,10 @@ def check_target(target: Path, *, force: bool) -> None:
 
 
 def moment(_: click.Context, __: click.Parameter, value: str | None) -> datetime | None:
-    """Parse a time: an age such as `2h`, or a date with an optional time, local if it has no time zone."""
+    """Parse a time: an age such as `2h`, or a date with an optional time, local if it has no time zone.
+
+    A callback of click: returns None if the option was not given, raises `BadParameter`.
+    """
     if value is None:
         return None
     with contextlib.suppress(ValueError, OverflowError):
@@ -138,7 +141,7 @@ class Number(click.FloatRange):
     """An option's number within a range; unlike click's own type it rejects NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Parse an option's value."""
+        """Parse an option's value. Raises `BadParameter` if it is not a number of the range."""
         number: float = super().convert(value, param, ctx)
         if math.isnan(number):
             self.fail(f"{value!r} is not a number", param, ctx)
@@ -316,17 +319,17 @@ def _biases(
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerOptions:
-    """How answers are made: the options that `ask`, `chat` and `run` have in common.
+    """How answers are made: the options that `ask`, `chat` and `run` have in common."""
 
-    In `sampling`, None is an option that was not given. `cache` is the policy of a session that the first
-    request starts; None is the worker's default. `reasoning` is `show`, `hide` or None. `images` go with the
-    first question.
-    """
-
+    #: None is an option that was not given.
     sampling: Sampling
+    #: A system message to send first.
     system: str | None
+    #: The policy of a session that the first request starts; None is the worker's default.
     cache: Mapping[str, Any] | None
+    #: `show`, `hide` or None: shown on a terminal only.
     reasoning: str | None
+    #: These go with the first question.
     images: tuple[Path, ...] = ()
 
 

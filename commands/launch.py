@@ -125,7 +125,7 @@ def _advice(data_dir: Path, needed: int) -> str:
 
 
 def own_gateway(data_dir: Path) -> int | None:
-    """Return the port of the gateway that a data directory's worker runs; None without worker or gateway."""
+    """Return the port of the gateway that a data directory's running worker has; None if there is none."""
     arguments = list[str]()
     with suppress(psutil.Error):  # the process has just ended
         arguments = psutil.Process(pid).cmdline() if (pid := holder_pid(data_dir)) else []

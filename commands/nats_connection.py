@@ -82,8 +82,9 @@ async def connected(
 ) -> Client:
     """Connect a client with these settings; `prefix`, if given, replaces the prefix of the settings.
 
-    If it `waits`, it waits for the server of a worker that has just been started. Requests wait without
-    limit: a user ends the wait by Ctrl-C, or by ending the HTTP request.
+    If it `waits`, it waits for the server of a worker that has just been started, and says so. Requests wait
+    without limit: a user ends the wait by Ctrl-C, or by ending the HTTP request. Raises `NoServerError` and
+    `NotPermittedError`.
     """
     import asyncio
 
@@ -164,7 +165,7 @@ def _just_begun(data_dir: Path) -> int | None:
 
 
 def located(settings: Settings) -> Settings:
-    """Return the settings; if they name no NATS server, with the one of the data directory's worker."""
+    """Return the settings; if they name no NATS server, with the one that the data directory notes."""
     if settings.nats is not None or settings.nats_port is not None:
         return settings
     nats = noted_nats(settings.data_dir)
@@ -184,7 +185,7 @@ def _is_elsewhere(settings: Settings) -> bool:
 
 
 def instead(settings: Settings) -> str:
-    """Return advice to the user, for when no server answers at the address in the settings."""
+    """Return advice to the user, a part of a sentence, for when no server answers as the settings say."""
     if settings.nats is not None:
         return "start it, or name another one with --nats or NATS_URL"
     if _is_elsewhere(settings):
@@ -194,7 +195,7 @@ def instead(settings: Settings) -> str:
 
 
 def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any, Any, _T]]) -> _T:
-    """Connect a client and run `say` with it, until `say` ends or SIGTERM or SIGHUP arrives."""
+    """Connect a client, run `say` with it and return its result; ends as `run_until_signal`."""
 
     async def run() -> _T:
         async with await connected(settings, tenant) as client:
@@ -204,7 +205,10 @@ def talk(settings: Settings, tenant: str, say: Callable[[Client], Coroutine[Any,
 
 
 def run_until_signal(settings: Settings, work: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-    """Run `work`, which connects with these settings, until it ends or SIGTERM or SIGHUP arrives."""
+    """Run `work`, which connects with these settings, and return its result.
+
+    SIGTERM and SIGHUP cancel it and exit the program with code 143. A `NoWorkerError` gets advice.
+    """
     import asyncio  # imported here, since `--help` needs no asyncio
 
     async def run() -> _T:
@@ -292,7 +296,7 @@ def _end_terminated() -> NoReturn:
 
 @contextlib.asynccontextmanager
 async def named(client: Client, name: str, cache: Mapping[str, Any] | None = None) -> AsyncIterator[Session]:
-    """Yield the session of this name; if the block finds it unknown, raise an error with similar names.
+    """Yield the session `name`; if the block raises `unknown_session`, raise an error with similar names.
 
     With `cache`, its first request starts the session under this cache policy.
     """

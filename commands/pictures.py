@@ -32,7 +32,7 @@ def parts_of(files: Iterable[Path]) -> list[dict[str, Any]]:
 
 
 def content_of(text: str, parts: Sequence[dict[str, Any]]) -> str | list[dict[str, Any]]:
-    """Return the content of a message with these images before its text."""
+    """Return the content of a message: a text or, if there are image parts, these and then the text."""
     return [*parts, *([{"type": "text", "text": text}] if text else [])] if parts else text
 
 

@@ -25,7 +25,7 @@ _EMPTY: Final = re.compile(r"\A(?:(?:\x1b\[[\d;]*m| )*\n)+|(?:\n(?:\x1b\[[\d;]*m
 
 
 class MarkdownScreen(Screen):
-    """The output of one answer in Markdown. A block taller than the terminal stays raw text."""
+    """The output of one answer in Markdown; in a pipe, as `Screen`. A too tall block stays raw text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class MarkdownScreen(Screen):
             self._replace(self._block[:begin], self._block[begin:], "\n")
 
     def end(self) -> None:
-        """End the answer's last line."""
+        """Render the last block, and end the answer's last line."""
         if self._words is None or not self._block.strip():
             super().end()
         else:

@@ -26,7 +26,10 @@ _CAREFUL: Final = {"repetition_penalty": 1.1}
 
 
 def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
-    """Return the options that the user gave, and for the others the model's recommended values (`own`)."""
+    """Return the options that the user gave, and for the others the model's recommended values (`own`).
+
+    If `own` is empty, a mild repetition penalty takes their place, except with tools or a response format.
+    """
     is_plain = not (given.get("response_format") or given.get("tools"))  # JSON must repeat tokens
     return {
         **(own or (_CAREFUL if is_plain else {})),
@@ -35,10 +38,9 @@ def preferred(own: Mapping[str, float], given: Sampling) -> dict[str, Any]:
 
 
 async def asked(client: Client, given: Sampling) -> dict[str, Any]:
-    """Return the options that the user gave, and for the others those that the worker's model recommends.
+    """Ask the worker for its model's recommended options; return `preferred` ones for an answer.
 
-    Without a worker, or recommended options, a mild repetition penalty takes their place, except with tools
-    or a response format. A missing `max_tokens` becomes very large (see `whole`).
+    Without a worker, none are recommended. A missing `max_tokens` becomes very large (see `whole`).
     """
     try:
         own = (await client.worker_metrics()).sampling
@@ -48,7 +50,7 @@ async def asked(client: Client, given: Sampling) -> dict[str, Any]:
 
 
 def whole(options: dict[str, Any]) -> dict[str, Any]:
-    """Add a very large `max_tokens` if there is none, so that the answer continues to its natural end."""
+    """Return the options with a very large `max_tokens` if they have none: the answer ends by itself."""
     return {"max_tokens": _ALL_THAT_FITS, **options}
 
 

@@ -33,12 +33,12 @@ def width() -> int:
 
 
 def printable(text: str) -> str:
-    """Remove control characters: a model must not control the terminal."""
+    """Return a text without control characters but line ends and tabs: no model controls the terminal."""
     return "".join(char for char in text if char in "\n\t" or unicodedata.category(char) not in {"Cc", "Cs"})
 
 
 def wrapped(text: str) -> str:
-    """Wrap a whole text at the terminal's current width."""
+    """Return a whole text wrapped between words at the terminal's current width."""
     words = WordWrap()
     return words.feed(text) + words.rest()
 

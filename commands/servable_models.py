@@ -32,7 +32,7 @@ class ServableModels:
         self._pulls: dict[str, dict[str, Any]] = {}
 
     def listed(self) -> dict[str, Any]:
-        """Return the models on this machine, recommended models, the running downloads, and the memory."""
+        """Return this machine's models (`here`), recommended ones (`good`), downloads and memory. Blocks."""
         serve = command_line(self._settings, "serve")
         here = []
         for entry in list_models(self._settings.data_dir):
@@ -82,7 +82,10 @@ class ServableModels:
         return False
 
     def pull(self, name: str) -> str:
-        """Start the download of a model, on a thread of its own. Raises `ModelError`."""
+        """Start the download of a model on its own thread, unless it runs; return a message for the user.
+
+        Raises `ModelError` for a name that is no id of the hub. `listed` shows a later failure.
+        """
         if not hub.is_id(name):
             raise ModelError(f"{name} is no id of the hub; give org/name, or org/name:Q4_K_M for a GGUF file")
         if (pull := self._pulls.get(name)) and not pull.get("error"):

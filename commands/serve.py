@@ -49,15 +49,13 @@ _LOG_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How `serve` runs, apart from the settings.
+    """How `serve` runs, apart from the settings."""
 
-    `beside` maps the commands to run beside the workers, `gateway` and `console`, to their options. With
-    `until_eof` it prints the steps of its start and then `ready`, and ends when its standard input does.
-    `log` holds lines not yet sent to the console.
-    """
-
+    #: The commands to run beside the workers, `gateway` and `console`, with their options.
     beside: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    #: Whether it prints the steps of its start and then `ready`, and ends when its standard input does.
     until_eof: bool = False
+    #: Lines of the log that were not sent to the console yet.
     log: deque[str] = field(default_factory=lambda: deque(maxlen=_LOG_LINES))
 
 

@@ -34,7 +34,10 @@ _T = TypeVar("_T")
 
 
 async def while_reachable(session: Session, awaited: Awaitable[_T]) -> _T:
-    """Await `awaited`; cancel it and raise `NoServerError` if NATS cannot be reached for `_LOST_S`."""
+    """Await `awaited` and return its result.
+
+    Cancel it and raise `NoServerError` if NATS cannot be reached for a minute.
+    """
     waiting = asyncio.ensure_future(awaited)
     loop = asyncio.get_running_loop()
     reached_at = loop.time()

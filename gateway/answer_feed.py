@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 
 class SessionMatch(NamedTuple):
-    """Event: the session that answers a turn, and how much of the conversation this session has already.
-
-    The session has the first `num_known` messages, which are `position` tokens. If an earlier answer was not
-    found, `differs` names the first message (number, role, size) that no known conversation has.
-    """
+    """Event: the session that answers a turn, and how much of the conversation this session has already."""
 
     session: str
     how: How
+    #: The tokens that the session has.
     position: int
+    #: How many of the conversation's messages the session has, and how many there are.
     num_known: int
     num_messages: int
+    #: If an earlier answer was not found: the first message (number, role, size) that no conversation has.
     differs: str | None = None
 
     def __str__(self) -> str:
@@ -43,7 +42,7 @@ Event = SessionMatch | Receipt | Chunk | Generated | TurnkeepError
 
 
 class AnswerFeed:
-    """The answers to one turn while they run. `events` is a queue of (number of the answer, event)."""
+    """The answers to one turn while they run."""
 
     def __init__(
         self,
@@ -56,15 +55,20 @@ class AnswerFeed:
         """`on_end` is called with each result, even if the client has disconnected.
 
         The log stores `note` with the request. `key_id` is the answer's id if the request has an idempotency
-        key. An answer that `stays` goes on after its client disconnects, and sends `Receipt`.
+        key. An answer that `stays`, or has a `key_id`, goes on after its client disconnects, and its events
+        include a `Receipt`.
         """
         self.on_end = on_end
         self.note = note
         self.key_id = key_id
         self.stays = stays or bool(key_id)
+        #: Pairs of an answer's number and an event.
         self.events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        #: Set once the log has the request, or never will.
         self.begun = asyncio.Event()
         #: The requests of answers that run; equal prompts may share one, which is here for each of them.
         self.running: list[IndexedRequest] = []
+        #: Whether the client has disconnected, so that nobody reads the events.
         self.is_abandoned = False
+        #: The task that follows an answer of the log; None for a new one.
         self.following: asyncio.Task[None] | None = None

@@ -35,7 +35,10 @@ class AnswerLookup:
     async def find(
         self, tenant: str, answer_id: str, *, conversation: bool = True, but: str | None = None
     ) -> LocatedAnswer | None:
-        """Find an answer by its id, in all models `but` one; None without one. Raises `TurnkeepError`."""
+        """Find an answer by its id in the logs of all models except `but`; None if no log has it.
+
+        With `conversation`, read the messages before the answer too. Raises `TurnkeepError`.
+        """
         wanted = own_id(answer_id)
         for name in self._connections.models:
             if name == but:
@@ -45,20 +48,21 @@ class AnswerLookup:
                 return LocatedAnswer(conversations, found[wanted])
         return None
 
-    async def kept(self, tenant: str, answer_id: str, api: str, *, conversation: bool) -> LocatedAnswer:
-        """Find an answer of one API that clients may read by id. Raises `Fault` (404), `TurnkeepError`."""
+    async def find_kept(self, tenant: str, answer_id: str, api: str, *, conversation: bool) -> LocatedAnswer:
+        """Find an answer of an API that clients can read by its id. Raises `Fault` (404), `TurnkeepError`."""
         found = await self.find(tenant, answer_id, conversation=conversation)
         if found is None or not found.answer.note.is_kept or found.answer.note.api != api:
             raise Fault(404, f"Response with id '{answer_id}' not found.")
         return found
 
-    async def cut(
+    async def find_resumed(
         self, tenant: str, headers: Mapping[str, str], digest: str
     ) -> tuple[LocatedAnswer, Cursor] | None:
         """Find the answer whose stream a client resumes by `Last-Event-ID`, and the place of this event.
 
-        Return None without that header, or if the request has not reached the log. `digest` is that of the
-        request. Raises `Fault`, `TurnkeepError`.
+        `digest` is that of the request's API and body. Return None without that header, or if the request has
+        not reached the log. Raises `Fault` if the answer is gone or belongs to another request, and
+        `TurnkeepError`.
         """
         if (read := event_ids.read(headers.get("last-event-id", ""))) is None:
             return None
@@ -74,7 +78,8 @@ class AnswerLookup:
     async def key_id(self, tenant: str, headers: Mapping[str, str], model: str) -> str:
         """Return the answer's id for a request with an `Idempotency-Key`; empty without this header.
 
-        Raises `Fault` if an earlier request with this key was for another model.
+        Raises `Fault` if the key is empty or too long, or an earlier request with it was for another model,
+        and `TurnkeepError`.
         """
         if (key := headers.get("idempotency-key")) is None:
             return ""
@@ -102,7 +107,7 @@ def own_id(answer_id: str) -> str:
 def after(answer: LoggedAnswer, headers: Mapping[str, str], query: Mapping[str, str]) -> Cursor | None:
     """Return the place after which a client resumes an answer's stream; None for the whole stream.
 
-    Raises `Fault`.
+    The query's `starting_after` precedes the header `Last-Event-ID`. Raises `Fault` if it is no number.
     """
     if (number := number_in(query, "starting_after")) is not None:
         return event_ids.behind_number(number)

@@ -52,7 +52,10 @@ _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-sr
 
 
 class Gateway:
-    """Serves HTTP for all tenants, with one model or several. Event loop only."""
+    """The HTTP gateway as an ASGI application (`app`), for all tenants, with one model or several.
+
+    Run `app` inside `open()`. Event loop only.
+    """
 
     def __init__(
         self,
@@ -115,9 +118,9 @@ class Gateway:
 
     @contextlib.asynccontextmanager
     async def open(self, is_stopping: Callable[[], bool]) -> AsyncIterator[None]:
-        """Serve in the block, then close all connections; answers that run go on in the worker.
+        """Serve `app` inside the block; then close all connections. Workers complete running answers.
 
-        `is_stopping()` says whether the server is shutting down.
+        `is_stopping()` says whether the server is shutting down: answers are not cancelled then.
         """
         self.connections.is_stopping = is_stopping
         try:
@@ -197,7 +200,7 @@ KINDS: Final = (Fault, TurnkeepError, HTTPException, Exception)
 
 
 class Errors:
-    """The application's handler of all exceptions."""
+    """Answers a request that has raised an exception, in the form of the request's dialect."""
 
     def __init__(self, dialects: Sequence[Dialect]) -> None:
         self._dialects = dialects
@@ -210,7 +213,7 @@ class Errors:
         return named or max(begin, key=lambda one: len(one.prefix), default=first)
 
     async def answer(self, request: Request, error: Exception) -> Response:
-        """Answer a request with an exception."""
+        """Return the error response for an exception that a request has raised."""
         match error:
             case Fault():
                 fault = error

@@ -51,11 +51,11 @@ def prompt_of(prompt: str | Sequence[int], options: Mapping[str, Any]) -> bytes:
     return _digest(b"text", [prompt, _rendered(options)])
 
 
-def answered(prompt: bytes, result: Generated, prefix: str = "") -> set[bytes]:
+def after_answer(prompt: bytes, result: Generated, prefix: str = "") -> set[bytes]:
     """Return the possible digests of a conversation after an answer; `prompt` is the digest before it.
 
-    The answer begins with `prefix`. An answer with white space at its ends has two digests, since many
-    clients strip the white space.
+    `prefix` is the beginning that the client gave, which `result` lacks. An answer with white space at its
+    ends has two digests, since many clients strip the white space.
     """
     calls, said = _calls(result.tool_calls), prefix + result.text
     return {_digest(prompt, ["assistant", text, None, calls]) for text in (said, said.strip())}
@@ -105,9 +105,10 @@ class RecentBoundaries:
         self._old: set[bytes] = set()
 
     def difference(self, told: Sequence[Message], known: Sequence[bytes], num_known: int) -> str | None:
-        """Add a conversation `told` with its boundaries `known`, of which sessions have `num_known`.
+        """Remember the boundaries `known` of a conversation `told`; a session has `num_known` messages of it.
 
-        If no session has its last answer, log and return where it differs from all conversations before it.
+        If its last answer is not among these, log that, and return the first part that differs from all
+        remembered conversations: `tools`, or a message. Return None if no part does.
         """
         differs = None
         num_seen = self._add(known) - 1

@@ -51,6 +51,6 @@ class Connections:
         return sum(len(one.index.sessions) for one in self._conversations.values())
 
     async def close(self) -> None:
-        """Close all connections. Answers that run go on in the worker."""
+        """Close all connections. Workers complete the answers that run."""
         for conversations in self._conversations.values():
             await conversations.close()

@@ -94,7 +94,7 @@ class Conversations:
     async def start(self) -> None:
         """Fill the index from the log and start to remove idle sessions; later calls do nothing.
 
-        Raises `TurnkeepError`.
+        Raises `TurnkeepError` if the log cannot be read; then the next call tries again.
         """
         async with self._loading:
             if not self._is_loaded:
@@ -121,7 +121,7 @@ class Conversations:
             await self.forget(session)
 
     async def close(self) -> None:
-        """Cancel all tasks and close the connection; running answers go on in the worker."""
+        """Cancel all tasks and close the connection. The worker completes running answers."""
         self._is_stopping = lambda: True
         for task in self._tasks:
             task.cancel()
@@ -137,19 +137,25 @@ class Conversations:
         *,
         stays: bool = False,
     ) -> AnswerFeed:
-        """Start a turn's answers; each answer's last event is its result or an error. See `AnswerFeed`."""
+        """Start a turn's answers and return their feed; each answer's last event is its result or an error.
+
+        The other parameters are those of `AnswerFeed`.
+        """
         feed = AnswerFeed(on_end, note, key_id, stays=stays)
         self.beside(self._answer(turn, 0, feed))
         return feed
 
     def follow(self, found: LoggedAnswer) -> AnswerFeed:
-        """Start to queue the events, from the first on, of an answer that is in the log."""
+        """Return a feed with all events of an answer in the log; the answer may still run."""
         feed = AnswerFeed(_ignore, found.note)
         feed.following = self.beside(self._follow(found, feed))
         return feed
 
     async def forget(self, session: str) -> None:
-        """Delete a session and its content. Raises `TurnkeepError`."""
+        """Delete a session and its content.
+
+        Returns once the worker has done so, or after a few seconds, when it will. Raises `TurnkeepError`.
+        """
         if (known := self.index.sessions.get(session)) is not None:
             self.index.drop(known)
         key, most_s = session_key(self.client.tenant, session), LAST_PAUSE_S
@@ -416,7 +422,7 @@ class Conversations:
             self.index.lose(session)
 
     def _note_failed(self, plan: SendPlan) -> None:
-        plan.asked.fail(runs=plan.how == "repeated" and plan.asked.session.num_running > 0)
+        plan.asked.fail(may_still_run=plan.how == "repeated" and plan.asked.session.num_running > 0)
 
     def _learnt(self, plan: SendPlan, error: RequestFailedError) -> RequestFailedError:
         """Correct the index after a request was refused; return the error to raise."""

@@ -28,12 +28,11 @@ _NUM_STARTING: Final = 2
 
 
 class Cursor(NamedTuple):
-    """A place in an answer's stream: the characters, calls and tokens before it, and `num_events` after them.
+    """A place in an answer's stream: what the stream has before it."""
 
-    In a stream with numbered events, `num_events` counts all events, and the other fields are 0.
-    """
-
+    #: Events without content since the last content; in a stream with numbered events, all events.
     num_events: int = 0
+    #: Characters of reasoning and of text, tool calls, and log probabilities; 0 with numbered events.
     reasoning: int = 0
     text: int = 0
     calls: int = 0
@@ -49,7 +48,7 @@ class Cursor(NamedTuple):
         return all(mine >= its for mine, its in zip(self[1:], other[1:], strict=True))
 
     def behind(self, part: Chunk) -> Cursor:
-        """Return the place at the end of `part`, which begins at this place; an empty part ends here."""
+        """Return the place at the end of the chunk `part`, which begins at this place."""
         if not (part.text or part.reasoning or part.tool_calls or part.logprobs):
             return self
         return Cursor(
@@ -81,7 +80,7 @@ class ResumedEvents:
 
     @property
     def heartbeat(self) -> bytes:
-        """The dialect's heartbeat; with numbered events, it has the number of the client's last event."""
+        """The dialect's heartbeat; if events have numbers, with that of the client's last event."""
         if self._numbered is None or not self._is_known:
             return self._events.heartbeat
         num = self._numbered.num_events
@@ -91,7 +90,7 @@ class ResumedEvents:
         return written
 
     def start(self, index: int) -> bytes:
-        """Encode the events that open the answer."""
+        """Encode the events that open the answer, without those that the client has."""
         return self._marked(self._events.start(index))
 
     def chunk(self, index: int, chunk: Chunk) -> bytes:
@@ -101,11 +100,11 @@ class ResumedEvents:
         return b"".join(self._part(index, part) for part in _parts(chunk))
 
     def finish(self, index: int, result: Generated) -> bytes:
-        """Encode the events that close the answer."""
+        """Encode the events that close the answer, without those that the client has."""
         return self._marked(self._events.finish(index, result))
 
     def end(self, results: Sequence[Generated]) -> bytes:
-        """Encode the events that close the stream."""
+        """Encode the events that close the stream, without those that the client has."""
         return self._marked(self._events.end(results))
 
     def error(self, fault: Fault) -> bytes:

@@ -19,11 +19,11 @@ EVENT_STREAM: Final = "text/event-stream"
 
 
 class Events(Protocol):
-    """Encodes the events, or lines, of one streamed response. By default, nothing opens or closes it."""
+    """Encodes the events, or lines, of one streamed response. By default, no events open or close it."""
 
     @property
     def heartbeat(self) -> bytes:
-        """Bytes to send while there is no event; clients ignore them, but know that the stream is alive."""
+        """Bytes to send while there is no event; they have no content, but show that the stream is alive."""
 
     def start(self, index: int) -> bytes:  # noqa: ARG002  # the number of the answer, for several
         """Encode the events that open answer number `index`."""
@@ -51,33 +51,35 @@ class ModelLoad(NamedTuple):
 
 
 class AnswerObject(NamedTuple):
-    """How an API writes answers as objects with a status, which other requests refer to.
+    """How an API writes answers as objects with a status, which other requests refer to."""
 
-    `write` returns the JSON body of an answer with a result, a failure or, while it runs, neither. `named`
-    returns the ids of answers whose parts a request names; `read` parses such a request with these answers.
-    """
-
+    #: Returns the JSON body of an answer with a result, a failure or, while it runs, neither.
     write: Callable[[ClientTurn, str, int, Generated | Failed | None], Body]
+    #: Returns the ids of the answers whose parts a request's body names.
     named: Callable[[bytes], set[str]]
+    #: Parses such a request, given these answers by id.
     read: Callable[[bytes, Mapping[str, LoggedAnswer]], ClientTurn]
 
 
 class Form(NamedTuple):
     """How the requests of some paths are read, and their answers, events and errors are written.
 
-    `names` maps the protocol's field names to this API's, where they differ. `counted` has fields that go
-    beside a count of tokens. `loading` returns None for a request that needs an answer.
+    Functions that write answers get the turn, the answer's id and when it began, in seconds since 1970.
     """
 
     name: str
     read: Callable[[bytes], ClientTurn]
+    #: Returns the JSON body of the response with all answers to a request.
     whole: Callable[[ClientTurn, str, int, Sequence[Generated]], Body]
     events: Callable[[ClientTurn, str, int], Events]
     error: Callable[[Fault], Body]
+    #: This API's names of the protocol's fields, where they differ.
     names: Mapping[str, str] = {}
     media_type: str = EVENT_STREAM
     object: AnswerObject | None = None
+    #: Fields of the response to a request that only counts tokens, beside the count.
     counted: Mapping[str, str] = {}
+    #: Recognises a request that only loads or unloads a model; returns None for others.
     loading: Callable[[bytes], ModelLoad | None] = lambda _body: None
 
     @property

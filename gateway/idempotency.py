@@ -33,20 +33,20 @@ KEY_REUSED: Final = "key_reused"
 
 
 class KeyState(NamedTuple):
-    """What the log has for an idempotency key: the request's last attempt, and the session's fork point.
+    """What the log has for an idempotency key."""
 
-    The fork point, in `opened`, is a boundary's digest and a position; None if the session is no fork.
-    `closed_seq` is the sequence of the last request to close the session, 0 without one.
-    """
-
+    #: The name of the key's session.
     session: str
+    #: The request's last attempt.
     last: LoggedAnswer | None = None
+    #: Where the session was forked, as a boundary's digest and a position; None if it is no fork.
     opened: tuple[bytes, int] | None = None
+    #: The sequence of the last request to close the session; 0 without one.
     closed_seq: int = 0
 
     @property
     def nonce(self) -> int:
-        """The nonce of the next attempt's request id: no attempt has had it, also none that was deleted."""
+        """The nonce for the next attempt's request id; no earlier attempt, even a deleted one, had it."""
         name = RequestName.parse(self.last.request.id) if self.last else None
         return name.nonce + 1 if name else self.closed_seq
 
@@ -64,9 +64,9 @@ def id_of(key: str) -> str:
 
 
 async def state_of(client: Client, answer_id: str, body: str) -> KeyState:
-    """Read from the log the state of a request with an idempotency key.
+    """Read the state of an idempotency key from the log; `answer_id` is what `id_of` returns for the key.
 
-    Raises `RequestFailedError` if the logged request had another body (`body` is a digest).
+    Raises `RequestFailedError` if the logged request had another body (`body` is a digest), `NoWorkerError`.
     """
     session = PREFIX + answer_id[:32]
     last = (await logged_answers.find(client, {answer_id}, conversation=False)).get(answer_id)
@@ -91,7 +91,10 @@ def key_reused() -> RequestFailedError:
 
 
 async def first_copy(client: Client, answer_id: str) -> LoggedAnswer | None:
-    """Read a request's last attempt, as the log first stored it. Retries while the log cannot be read."""
+    """Read a request's last attempt, as the log first stored it; None if the log has none.
+
+    Retries while the log cannot be read.
+    """
     found = await _read(lambda: logged_answers.find(client, {answer_id}, conversation=False))
     return found.get(answer_id)
 

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from msgspec.structs import replace
 
-from turnkeep_client.content_blocks import checked
+from turnkeep_client.content_blocks import check_image
 from turnkeep_client.images import MOST_BYTES, digest_of
 
 from .images import Link, attach
@@ -44,7 +44,10 @@ class ImageFetcher:
         self._threads = ThreadPoolExecutor(_MOST_THREADS, "image")
 
     async def fetched(self, turn: ClientTurn) -> ClientTurn:
-        """Return a turn whose messages have the files of their images. Raises `Fault`."""
+        """Fetch the images that a turn links to; return the turn with all images' files in its messages.
+
+        Raises `Fault` if a host is not allowed, an image does not come or is no image, or there are too many.
+        """
         if not turn.images:
             return turn
         links = {name: one for name, one in turn.images.items() if isinstance(one, Link)}
@@ -74,10 +77,10 @@ class ImageFetcher:
             why = f"status {error.code}" if isinstance(error, HTTPError) else type(error).__name__
             raise refused(f"the image cannot be fetched: {why}", link.where) from None
         with parts_checked():
-            return checked(data, link.where)
+            return check_image(data, link.where)
 
     def check(self, url: str, where: str) -> None:
-        """Raise `Fault` unless a URL is of one of the hosts."""
+        """Raise `Fault` unless `url` is of HTTP or HTTPS and of one of the hosts; `where` is its path."""
         try:
             parts = urlsplit(url)
             host = parts.hostname or ""

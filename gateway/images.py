@@ -13,7 +13,7 @@ from turnkeep_client.content_blocks import (
     block_text,
     content_of,
     image_in,
-    printed,
+    printable,
 )
 from turnkeep_client.images import digest_of, images_in
 
@@ -37,29 +37,32 @@ class Link(NamedTuple):
     where: str
 
 
-class Unseen(ContentWarning):
-    """The warning of an image, which is told only if the model does not see images."""
+class ImageWarning(ContentWarning):
+    """The warning that an image is replaced, which is true only if the model does not see images."""
 
 
-def told(warnings: Sequence[ContentWarning], *, sees: bool) -> tuple[ContentWarning, ...]:
-    """Return the warnings of a request to a model that sees images, or does not."""
-    return tuple(one for one in warnings if not (sees and isinstance(one, Unseen)))
+def true_warnings(warnings: Sequence[ContentWarning], *, sees: bool) -> tuple[ContentWarning, ...]:
+    """Return a request's warnings, without those about images if its model `sees` images."""
+    return tuple(one for one in warnings if not (sees and isinstance(one, ImageWarning)))
 
 
-def beside(given: Iterable[str], own: Sequence[ContentWarning]) -> list[str]:
-    """Return the worker's warnings without those of images, if a request's `own` warnings name them."""
-    names_images = any(isinstance(one, Unseen) for one in own)
+def other_warnings(given: Iterable[str], own: Sequence[ContentWarning]) -> list[str]:
+    """Return a worker's warnings, without those about images if the gateway's `own` have them already."""
+    names_images = any(isinstance(one, ImageWarning) for one in own)
     return [one for one in given if not (names_images and one.endswith(_PLACED))]
 
 
 def joined(contents: Iterable[Content]) -> Content:
-    """Join contents: neighbouring texts become one, and texts alone a string."""
+    """Join contents to one: neighbouring texts become one text, and a content without images a string."""
     parts = [part for one in contents for part in ([one] if isinstance(one, str) else one)]
     return content_of(parts, "", [])
 
 
 def attach(messages: Iterable[Message], images: Mapping[str, Any]) -> None:
-    """Give messages the files of their images, so that they are stored when the messages are sent."""
+    """Set the messages' field `files` to the files of their images, which are then sent with them.
+
+    `images` has files by digest; other values are left out.
+    """
     for message in messages:
         named = images_in(message.content)
         if files := {one: images[one] for one in named if isinstance(images.get(one), bytes)}:
@@ -67,13 +70,11 @@ def attach(messages: Iterable[Message], images: Mapping[str, Any]) -> None:
 
 
 class Reading:
-    """What one request has beside its messages: warnings, and images by their digests.
-
-    An image that must be fetched is a `Link`, by the digest of its URL.
-    """
+    """Reads the contents of one request's messages; collects its warnings and its images."""
 
     def __init__(self, warnings: Iterable[ContentWarning]) -> None:
         self.warnings = [*warnings]
+        #: Files by their digests, and links to images by the digests of their URLs.
         self.images: dict[str, bytes | Link] = {}
 
     def content(self, given: Any, where: str) -> Content:
@@ -93,7 +94,7 @@ class Reading:
         return block_text(given, where, self.warnings)
 
     def _named(self, file: bytes | Link, where: str, kind: str) -> Content:
-        self.warnings.append(Unseen(where, f"{printed(kind)} replaced by a placeholder"))
+        self.warnings.append(ImageWarning(where, f"{printable(kind)} replaced by a placeholder"))
         digest = digest_of(file.url.encode() if isinstance(file, Link) else file)
         self.images[digest] = file
         return ({"type": "image", "digest": digest},)

@@ -87,16 +87,14 @@ class RequestName(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class IndexedRequest:
-    """The last of several requests with equal prompt and options. Only this module writes the fields.
-
-    The request sent the messages after the boundary with the digests `bases`, at the position `expected`. The
-    client gave the beginning of the answer (`prefix`).
-    """
+    """The last of several requests with equal prompt and options. Only this module writes the fields."""
 
     session: IndexedSession
     name: RequestName
+    #: The digests of the boundary that the session had, and its position; the request has what follows.
     bases: set[bytes]
     expected: int
+    #: The beginning of the answer, given by the client.
     prefix: str = ""
     state: Literal["running", "answered", "failed"] = "running"
     is_certain: bool = False  # whether the answer is the same each time
@@ -107,21 +105,24 @@ class IndexedRequest:
     append: str | None = None  # the id of the append that runs before it
 
     def claim(self, now_s: float) -> bool:
-        """Take the answer of a request from before the restart; false if there is none to take."""
+        """Let the caller's request have this answer, of a request from before the restart; only one may.
+
+        Return False if this is no such answer, or another request has claimed it.
+        """
         is_claimed, self.claim_until_s = self.claim_until_s > now_s, 0.0
         return is_claimed
 
     def join(self) -> None:
-        """Count a client that waits for the answer."""
+        """Add one to the clients that wait for the answer."""
         self.num_users += 1
 
     def leave(self) -> bool:
-        """Count a client less; return whether the answer runs and nobody waits for it."""
+        """Subtract one from the clients that wait; return whether the answer runs and none waits now."""
         self.num_users -= 1
         return self.num_users == 0 and self.state == "running"
 
     def begin_append(self, append_id: str) -> None:
-        """Note that an append runs."""
+        """Note that the append with this id runs, which precedes the request."""
         self.append = append_id
 
     def end_append(self, boundary: bytes, position: int) -> None:
@@ -134,10 +135,14 @@ class IndexedRequest:
             self.opening.set()
             self.opening = None
 
-    def fail(self, *, runs: bool = False) -> None:
-        """Exclude the answer from reuse; with `runs`, only a repeat failed, and the first request may run."""
+    def fail(self, *, may_still_run: bool = False) -> None:
+        """Let no later request reuse this answer, and mark it failed.
+
+        With `may_still_run` its state stays as it is: only a repeat of the request failed, and the first one
+        may still be running.
+        """
         self.is_certain, self.claim_until_s = False, 0.0
-        if not runs:
+        if not may_still_run:
             self.state = "failed"
 
 
@@ -185,18 +190,18 @@ class SessionIndex:
         self.sessions[session.name] = session
 
     def begin(self, asked: IndexedRequest) -> None:
-        """Record a request that is about to be sent, as one of its session's that run."""
+        """Record a request that is about to be sent, and count it as running in its session."""
         asked.opening = asyncio.Event()
         self.add(asked.session)
         self.enter(asked.session)
         self.ask(asked)
 
     def enter(self, session: IndexedSession) -> None:
-        """Count a request of a session, which no other request may continue until it ends."""
+        """Count one more running request of a session: no other request can continue the session now."""
         session.num_running += 1
 
     def leave(self, session: IndexedSession, now_s: float | None = None) -> None:
-        """Count a session's request less; it was used until `now_s`."""
+        """Count one running request of a session less; `now_s`, if given, is the time of its last use."""
         session.num_running -= 1
         if now_s is not None:
             self.use(session, now_s)
@@ -206,7 +211,10 @@ class SessionIndex:
         session.position = position
 
     def lose(self, session: IndexedSession, *, history: bool = False) -> None:
-        """Note that a session's position is unknown; with `history`, also what it has up to there."""
+        """Note that a session's position is unknown; with `history`, drop its boundaries too.
+
+        Without `history`, drop the session if the chat template has ever changed earlier text of one.
+        """
         if history:
             self.cut(session, -1)
         elif self.rewrites:
@@ -221,7 +229,7 @@ class SessionIndex:
             self.sessions.move_to_end(session.name)
 
     def drop(self, session: IndexedSession) -> None:
-        """Remove a session with its boundaries and requests."""
+        """Remove a session with its boundaries and requests from the index."""
         self.sessions.pop(session.name, None)
         self.cut(session, -1)
         for key in session.asked:
@@ -229,7 +237,7 @@ class SessionIndex:
         session.asked.clear()
 
     def find(self, boundary: bytes) -> tuple[IndexedSession, BoundaryPosition] | None:
-        """Return the session with the conversation of this digest, and where that ends; None without one."""
+        """Return the session that has the conversation up to `boundary`, and its end; None without one."""
         session = self._by_boundary.get(boundary)
         return None if session is None else (session, session.marks[boundary])
 
@@ -244,7 +252,10 @@ class SessionIndex:
         asked.session.asked.add(asked.name.key)
 
     def answer(self, asked: IndexedRequest, result: Generated) -> None:
-        """Record a request's result: add the boundaries before and after the answer."""
+        """Record a request's result: the session's position, and the boundaries before and after the answer.
+
+        Forgets the request unless an equal request can get the same answer.
+        """
         session, prompt = asked.session, asked.name.prompt
         # A client that repeats a request whose answer was stopped wants a whole answer.
         asked.state = "failed" if result.finish_reason in STOPPED else "answered"
@@ -265,11 +276,11 @@ class SessionIndex:
         session.prompt = prompt
         before = result.position - len(result.tokens) - result.prefix_tokens
         self._mark(session, prompt, BoundaryPosition(before, is_answer=False))
-        for boundary in boundaries.answered(prompt, result, asked.prefix):
+        for boundary in boundaries.after_answer(prompt, result, asked.prefix):
             self._mark(session, boundary, BoundaryPosition(result.position, is_answer=True))
 
     def append(self, session: IndexedSession, boundary: bytes, result: Appended) -> None:
-        """Add the boundary after appended messages."""
+        """Record an append's result: the session's position, and the boundary after the appended messages."""
         if session.name not in self.sessions or result.repeat_of is not None:
             return
         if result.rewritten_from is not None:

@@ -24,13 +24,13 @@ _PAUSE_S: Final = 1.0
 
 
 class KeyLimits(NamedTuple):
-    """A key's limits: requests per minute, tokens per minute, and requests at once. None means no limit.
+    """A key's limits; None means no limit."""
 
-    `tokens` limits prefilled and generated tokens together.
-    """
-
+    #: Requests per minute.
     requests: int | None = None
+    #: Prefilled and generated tokens per minute, together.
     tokens: int | None = None
+    #: Requests that run at the same time.
     at_once: int | None = None
 
 
@@ -74,7 +74,7 @@ class ApiKey:
 
     @contextmanager
     def one_request(self) -> Iterator[None]:
-        """Count one request while it runs. Raises `Fault` if a limit of the key is reached."""
+        """Count one request, as running inside the block. Raises `Fault` if a limit of the key is reached."""
         limits = self._limits
         if limits.at_once is not None and self._num_running >= limits.at_once:
             raise _too_many(f"{limits.at_once} requests at once", _PAUSE_S)
@@ -135,7 +135,7 @@ class Keys:
 
     @property
     def tenant(self) -> str:
-        """The tenant as which the gateway itself asks; its NATS user may have no rights for any other."""
+        """The first key's tenant, as which the gateway sends requests of its own."""
         return next(iter((self._keys or {b"": self._anybody}).values())).tenant
 
     @property
@@ -144,7 +144,7 @@ class Keys:
         return self._keys is not None
 
     def of(self, headers: Mapping[str, str], names: Sequence[str]) -> ApiKey:
-        """Return the API key in a request's headers: `authorization`, or one of `names`. Raises `Fault`."""
+        """Return the API key in a request's `authorization` or another of `names`. Raises `Fault` (401)."""
         if self._keys is None:
             return self._anybody
         scheme, _, key = headers.get("authorization", "").partition(" ")

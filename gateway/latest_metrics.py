@@ -32,8 +32,8 @@ class LatestMetrics:
     async def worker(self, *, patience_s: float = 0.0, now: bool = False) -> Metrics:
         """Return the worker's metrics, at most a second old; with `now`, fetch new ones.
 
-        Wait up to `patience_s` for a worker that has answered before, also if the worker stops now. Raises
-        `NoWorkerError`, and `RequestFailedError` if the worker refuses to answer.
+        Without `now`, wait up to `patience_s` for a worker that has answered before, such as one that
+        restarts. Raises `NoWorkerError`, and `RequestFailedError` if the worker refuses to answer.
         """
         if now:
             self._seen_s = float("-inf")
@@ -69,7 +69,7 @@ class LatestMetrics:
         return self._metrics.max_message_bytes if self._metrics else 0
 
     async def is_loaded(self) -> bool:
-        """Whether the worker has its model loaded; also True if no worker answers, or it stops."""
+        """Whether the worker has its model loaded; also True if that is unknown, as no worker answers."""
         try:
             return (await self.worker()).device != UNLOADED
         except TurnkeepError:

@@ -53,20 +53,22 @@ _OWN: Final = ("type", "id", "messages", "text", "tokens", "expect_position")
 
 
 class LoggedHeader(Struct, frozen=True, omit_defaults=True, dict=True):
-    """The content of a request's header in the log: fields that the answer repeats, and a fork's history.
+    """The content of a request's header in the log, from which any gateway can write the answer again."""
 
-    `before` has the messages before the fork; if they are too long, only the parent's log has them. `api`
-    names the dialect; `body` is a digest of the request's body. An answer that is not `is_kept`, such as one
-    of several, is found only by a client that sends the same request again.
-    """
-
+    #: The end of the answer's id, which begins with the session's name.
     id: str
+    #: When the request came, in seconds since 1970.
     created: int
     model: str
+    #: Fields of the request that the answer repeats.
     asked: dict[str, Any]
+    #: A fork's messages before the fork; None if they are so long that only the parent's log has them.
     before: tuple[Message, ...] | None = None
+    #: The dialect.
     api: str = RESPONSES
+    #: A digest of the request's API and body.
     body: str = ""
+    #: Whether clients can read the answer by its id; else only by sending the same request again.
     is_kept: bool = True
 
     @property
@@ -81,17 +83,17 @@ class LoggedHeader(Struct, frozen=True, omit_defaults=True, dict=True):
 
 
 class LoggedAnswer(NamedTuple):
-    """A generate request from the log, at the stream sequence `seq`, and its result (None if there is none).
-
-    `turn.messages` is the conversation up to the answer, without the answer. It is None if `find` was not
-    asked for the conversation, or if the log no longer has all of it.
-    """
+    """A generate request from the log, and its result."""
 
     session: str
+    #: The request's stream sequence.
     seq: int
     request: Generate
     note: LoggedHeader
+    #: The request as a turn. Its `messages` are the conversation without the answer; they are None if `find`
+    #: was called without `conversation`, or if the log no longer has all of them.
     turn: ClientTurn
+    #: None without a result of a known type.
     result: Generated | Failed | None
 
     @property
@@ -108,7 +110,10 @@ def digest(api: str, body: bytes) -> str:
 def new_note(
     own_id: str, created: int, turn: ClientTurn, api: str = RESPONSES, body: str = ""
 ) -> LoggedHeader:
-    """Build the note for a `ClientTurn`; `body` is the digest of the request's body. Raises `Fault`."""
+    """Build the note for a turn; `body` is what `digest` returns for its request.
+
+    The note's id is the end of `own_id`. Raises `Fault` if the note is too long for a header.
+    """
     asked = {**turn.asked, **({"include_usage": True} if turn.include_usage else {})}
     is_kept = turn.n == 1 and (turn.is_kept or api != RESPONSES)
     note = LoggedHeader(own_id[-16:], created, turn.model, asked, None, api, body, is_kept)
@@ -128,16 +133,17 @@ def answer_id(session: str, note: LoggedHeader) -> str:
 
 
 def headers(note: LoggedHeader, before: tuple[Message, ...] | None) -> dict[str, str]:
-    """Encode a note as a NATS header; `before` are the messages that a fork takes from its parent."""
+    """Encode a note as a NATS header, with the messages `before` a fork if they are not too long for it."""
     before = before if note.has_messages else None
     whole = note if before == note.before else msgspec.structs.replace(note, before=before)
     return {HEADER: whole.packed if len(whole.packed) <= MOST_BYTES else note.packed}
 
 
 def continued(turn: ClientTurn, before: LoggedAnswer | None) -> ClientTurn:
-    """Put the conversation up to an earlier answer before a turn's messages. Raises `Fault`.
+    """Return a turn with the conversation up to an earlier answer, and this answer, before its messages.
 
-    Instructions apply to one request only, so the earlier request's are left out.
+    Instructions apply to one request only, so the earlier request's are left out. Raises `Fault` if the log
+    does not have the whole conversation, or no result of the answer.
     """
     result = before.result if before is not None and before.note.has_messages else None
     if before is None or before.turn.messages is None or not isinstance(result, Generated):
@@ -182,7 +188,7 @@ async def find(client: Client, wanted: set[str], *, conversation: bool = True) -
 
 
 async def note_of(client: Client, session: str, request_id: str) -> LoggedHeader | None:
-    """Find the note with which the log first stored a request. Raises `NoWorkerError`."""
+    """Find the note with which the log first stored a request; None without one. Raises `NoWorkerError`."""
     for entry, request in (await read(client.stored, session_key(client.tenant, session))).asked:
         if request and request.id == request_id and (note := _note(entry.headers)) is not None:
             return note
@@ -252,8 +258,8 @@ async def follow(client: Client, found: LoggedAnswer, tell: Callable[[Chunk], No
 async def cancel(client: Client, answer_id: str) -> LoggedAnswer | None:
     """Cancel an answer; return it from the log once it has a result. None if the log has no such answer.
 
-    Tries for about six seconds; after that, the `result` of what it returns is None. An answer that already
-    has a result is returned as it is. Raises `TurnkeepError`.
+    Tries for about six seconds; then returns the answer with a `result` of None. An answer that already has a
+    result is returned as it is. Raises `TurnkeepError`.
     """
     pause_s = FIRST_PAUSE_S
     while True:

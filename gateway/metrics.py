@@ -41,7 +41,7 @@ class Counters:
             self.tokens["generated"] += used.completion_tokens
 
     def counting(self, app: ASGIApp, paths: Iterable[str]) -> ASGIApp:
-        """Wrap an application to count its requests by path and status; paths not in `paths` are `other`."""
+        """Wrap `app` to count its requests by path and status; paths not in `paths` count as `other`."""
         known = {*paths}
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:

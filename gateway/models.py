@@ -34,9 +34,10 @@ _LATEST: Final = ":latest"
 
 
 class GatewayModel(Struct, frozen=True):
-    """A model of this gateway, with its worker's latest metrics; None if no worker answers."""
+    """A model of this gateway."""
 
     name: str
+    #: The latest metrics of the model's worker; None if no worker answers.
     worker: Metrics | None
 
     @property
@@ -46,12 +47,12 @@ class GatewayModel(Struct, frozen=True):
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the worker has loaded the model, so that its next request need not wait for that."""
+        """Whether a worker answers and has loaded the model."""
         return self.worker is not None and self.worker.device != UNLOADED
 
     @property
     def makes(self) -> tuple[Made, ...]:
-        """What the model makes of texts; if that is unknown, answers."""
+        """What the model can be asked for; `answers` if that is unknown."""
         return ("answers",) if self.worker is None else self.worker.makes
 
     @property
@@ -95,7 +96,7 @@ class Models:
         raise _no_model(named, self.names)
 
     async def one(self, tenant: str, name: str) -> GatewayModel:
-        """Return one model. Raises `Fault`."""
+        """Return the model `name`; a single model has any name. Raises `Fault` (404), `NoWorkerError`."""
         found = await self.all(tenant)
         if not self.are_several:  # a request may give the one model any name, which its answer repeats
             return GatewayModel(name, found[0].worker)

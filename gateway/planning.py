@@ -29,30 +29,31 @@ How = Literal["continued", "forked", "begun", "repeated"]
 
 
 class SendPlan(NamedTuple):
-    """How to send a turn: to session `asked.session` at `position`, without its first `num_known` messages.
-
-    The session has those messages already. `known` has the digests of the conversation up to each message. A
-    fork has a `parent` and, if known, the parent's position at the time of planning; `parent` is None if the
-    log has the fork already. If the plan `is_apart`, other gateways may send the same request to this
-    session, which was closed at the sequence `closed_seq` (0 if never). If it `is_claimed`, the repeated
-    request is from before this gateway's start.
-    """
+    """How to send a turn: to session `asked.session`, which may have the turn's first messages already."""
 
     asked: IndexedRequest
     how: How
+    #: How many of the turn's messages the session has, and its position after them.
     num_known: int
     position: int
+    #: Digests of the conversation: before its first message, then up to each message.
     known: list[bytes]
+    #: The fields of the generate request.
     options: dict[str, Any]
+    #: The session to fork; None also if the log has the fork already.
     parent: IndexedSession | None = None
+    #: The parent's position at the time of planning; None if unknown.
     parent_position: int | None = None
+    #: Whether other gateways can send the same request to this session.
     is_apart: bool = False
+    #: The sequence at which the session was closed last; 0 if never.
     closed_seq: int = 0
+    #: Whether the repeated request is from before this gateway's start.
     is_claimed: bool = False
 
 
 def plan(index: SessionIndex, turn: ClientTurn, number: int, *, is_last: bool) -> SendPlan:
-    """Decide how to send a turn; record the request in the index, so that no other turn uses the session.
+    """Decide how to send a turn; record a new request in the index, so that no other turn uses the session.
 
     `number` is the number of the answer among the turn's `n`. The `is_last` attempt goes to a new session.
     """
@@ -90,8 +91,8 @@ def plan(index: SessionIndex, turn: ClientTurn, number: int, *, is_last: bool) -
 def plan_apart(index: SessionIndex, turn: ClientTurn, state: KeyState) -> SendPlan:
     """Decide how to send a turn with an idempotency key, to a session that only this key uses.
 
-    All gateways give the request the same id. Raises `RequestFailedError` if the session was opened for
-    another request with this key.
+    Records the request in the index. All gateways give it the same id. Raises `RequestFailedError` if the
+    session was opened for another request with this key.
     """
     options, known, key = _named(turn, 0)
     place: tuple[int, IndexedSession | None, int] | None
@@ -171,10 +172,11 @@ _HEAD_BYTES: Final = 512
 def groups_ahead(
     messages: Sequence[Message], options: Mapping[str, Any], max_bytes: int, header_bytes: int = 0
 ) -> list[Sequence[Message]]:
-    """Return groups of messages, each to be sent in an append before the generate; empty if none is needed.
+    """Divide messages that do not fit into one generate: return the groups to append before it, else [].
 
-    A request has at most `max_bytes`, and the generate needs `header_bytes` of that for its header. The first
-    append has the tools too. Raises `MessageTooLargeError` if a single message is too large.
+    The last message always stays for the generate. A request has at most `max_bytes`, and the generate needs
+    `header_bytes` of that for its header. The first append has the tools too. Raises `MessageTooLargeError`
+    if a single message is too large.
     """
     sizes = [len(encode(message)) + 1 for message in messages]
     num_rest = _HEAD_BYTES + header_bytes + len(encode(dict(options)))

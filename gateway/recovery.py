@@ -59,7 +59,8 @@ class _End(NamedTuple):
 async def recover(client: Client, index: SessionIndex) -> None:
     """Fill an index of conversations with the answers in the log.
 
-    Raises `NoWorkerError` if the log cannot be read.
+    If this user may not list the log's sessions, log a warning and leave the index empty. Raises
+    `NoWorkerError` if the log cannot be read.
     """
     try:
         every = await client.stored.subjects(client.tenant)
@@ -102,8 +103,8 @@ def _session(key: SessionKey, end: End) -> IndexedSession | None:
 async def settle(client: Client, index: SessionIndex, session: IndexedSession) -> bool:
     """Set a session's position and last use in the index from the last result in the log.
 
-    The position stays None if the session is closed. Returns False if the last request has no result yet.
-    Raises `TurnkeepError`.
+    Changes neither if the session is closed or not in the log. Returns False, and changes neither, if a
+    request has no result yet. Raises `TurnkeepError`.
     """
     key = session_key(client.tenant, session.name)
     end = (await ends(client.stored, {key: {"in": 1}})).get(key)
@@ -137,7 +138,7 @@ def _fold(index: SessionIndex, session: IndexedSession, session_log: SessionLog)
                 asked = _asked(session, name, end, request.prefix, until_s)
                 index.ask(asked)
                 index.answer(asked, result)
-                end = _End(boundaries.answered(name.prompt, result, asked.prefix), result.position)
+                end = _End(boundaries.after_answer(name.prompt, result, asked.prefix), result.position)
             case Appended() if (boundary := appended_to(request.id)) is not None:
                 index.append(session, boundary, result)
                 end = _End({boundary}, result.position)

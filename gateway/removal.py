@@ -24,7 +24,10 @@ _SWEEP_S: Final = 60.0
 
 
 async def sweep(client: Client, index: SessionIndex, latest: LatestMetrics, idle_s: float) -> None:
-    """Remove sessions unused for `idle_s` seconds, and the oldest of too many, until cancelled."""
+    """Remove sessions unused for `idle_s` seconds, and the oldest of too many, until cancelled.
+
+    While the worker's model is unloaded, remove none: a close would load it.
+    """
     while True:
         await asyncio.sleep(min(_SWEEP_S, idle_s / 4))
         before_s = time.time() - idle_s
@@ -42,9 +45,10 @@ async def sweep(client: Client, index: SessionIndex, latest: LatestMetrics, idle
 async def remove(
     client: Client, index: SessionIndex, session: IndexedSession, *, forget: bool = True
 ) -> None:
-    """Close a session unless another gateway has used it since, then drop it from the index.
+    """Ask the worker to close a session, with `forget` to delete it; drop it from the index.
 
-    If the log cannot store the close, the session stays in the index, for the next sweep.
+    The worker refuses if another gateway has used the session since. A session whose position is unknown is
+    only dropped. If the log cannot store the close, the session stays in the index, for the next sweep.
     """
     key = session_key(client.tenant, session.name)
     index.enter(session)

@@ -67,41 +67,42 @@ _T = TypeVar("_T")
 
 
 class WholeNumber(int):
-    """An integer in a request; some clients write 2.0 for 2."""
+    """An integer field of a request. `as_whole` decodes it, also from 2.0, which some clients write for 2."""
 
 
 class ClientTurn(Struct, frozen=True, kw_only=True):
-    """One request: a whole conversation, or a prompt as `text` or `tokens`, and how to answer it `n` times.
-
-    `options` are fields of the protocol's generate request. `model` is the client's name for the model.
-    `asked` has other fields of the request, which the answer repeats. Clients can read an answer that
-    `is_kept` later by its id. `previous` is the id of an earlier answer: the conversation up to that answer
-    comes before the messages. `warnings` go into a header of the response. If there are several `prompts`
-    (`text` or `tokens` is the first), `n` counts the answers to all prompts, in the prompts' order.
-    A session begun for a turn without `has_snapshots` has no KV on disk.
-    `images` has the files of images by their digests, or where to fetch them, until the messages have these
-    files; `earlier_image` reads an image of an earlier answer's conversation.
-    """
+    """One request: a whole conversation, or a prompt as `text` or `tokens`, and how to answer it."""
 
     messages: tuple[Message, ...] | None = None
     text: str | None = None
     tokens: tuple[int, ...] | None = None
+    #: Fields of the protocol's generate request.
     options: Mapping[str, Any]
+    #: The number of answers, to all prompts together.
     n: int = 1
+    #: The client's name for the model.
     model: str = ""
     stream: bool = False
     include_usage: bool = False
+    #: Other fields of the request, which the answer repeats.
     asked: Mapping[str, Any] = {}
+    #: Whether clients can read the answer later by its id.
     is_kept: bool = False
+    #: Whether a session begun for this turn can have KV on disk.
     has_snapshots: bool = True
+    #: The id of an earlier answer: the conversation up to that answer comes before the messages.
     previous: str = ""
+    #: These go into a header of the response.
     warnings: tuple[ContentWarning, ...] = ()
+    #: Files of images by their digests, or where to fetch them; empty once the messages have the files.
     images: Mapping[str, bytes | Link] = {}
+    #: Reads an image of the earlier answer's conversation by its digest.
     earlier_image: Callable[[str], Awaitable[bytes]] | None = None
+    #: If there are several prompts: all of them, in the order of their answers.
     prompts: tuple[str | tuple[int, ...], ...] = ()
 
     def alone(self, number: int) -> tuple[ClientTurn, int]:
-        """Return a turn with just the prompt of answer `number`, and its number for that prompt, from 0."""
+        """Return a turn with only the prompt of answer `number`, and the answer's number for this prompt."""
         if not self.prompts:
             return self, number
         which, own = divmod(number, self.n // len(self.prompts))
@@ -154,14 +155,14 @@ def refused(message: str, param: str | None = None, code: str | None = None) -> 
 
 @contextlib.contextmanager
 def parts_checked() -> Iterator[None]:
-    """Convert a `ContentError`, raised for an invalid part of a message's content, to a `Fault`."""
+    """Convert a `ContentError` that the block raises, for a part of a message's content, to a `Fault`."""
     try:
         yield
     except ContentError as error:
         raise refused(str(error), error.where) from None
 
 
-def told(warnings: Sequence[ContentWarning]) -> dict[str, str]:
+def warning_header(warnings: Sequence[ContentWarning]) -> dict[str, str]:
     """Return the response header with a request's warnings; empty if there are none."""
     shown = _UNSHOWN.sub("?", "; ".join(sentences(warnings)))
     return {WARNINGS: shown[:_MOST_SHOWN]} if shown else {}
@@ -183,7 +184,7 @@ def decoded(decoder: msgspec.json.Decoder[_T], body: bytes) -> _T:
 
 
 def as_whole(kind: type, given: Any) -> Any:
-    """Convert a number to `WholeNumber`; a `dec_hook` for msgspec's decoders. Raises `ValueError`."""
+    """Convert a number to `WholeNumber`: a `dec_hook` for msgspec's decoders. Raises `ValueError`."""
     if (
         kind is WholeNumber
         and isinstance(given, int | float)
@@ -205,9 +206,10 @@ def number_in(query: Mapping[str, str], name: str) -> int | None:
 
 
 def prefilled(messages: list[Message], options: dict[str, Any]) -> tuple[tuple[Message, ...], dict[str, Any]]:
-    """Remove a final message of the assistant, and return options that make it the answer's prefix.
+    """Return the messages without a final one of the assistant, and options that make it the answer's prefix.
 
-    An answer with a prefix has no reasoning. Raises `Fault`.
+    Such an answer has no reasoning. If the last message is another role's, return both as they are. Raises
+    `Fault` if the final message cannot be a prefix.
     """
     *before, last = messages
     if last.role != "assistant":
@@ -245,7 +247,10 @@ def check(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
 
 
 def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
-    """Rename a fault's field to the dialect's name; a fault without a field is about the messages."""
+    """Set a fault's `param` to the dialect's name for it and return the fault; without one, to the messages'.
+
+    Changes only faults of an invalid request (400).
+    """
     if fault.status == 400 and fault.kind == "invalid_request_error":
         name = fault.param or "messages"
         field = re.split(r"[.\[]", name, maxsplit=1)[0]

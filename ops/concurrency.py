@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 async def until_one_ends(*parts: Coroutine[Any, Any, None]) -> None:
-    """Run all coroutines until the first one ends, cancel the others, and re-raise the first one's exception.
+    """Run all coroutines until the first one ends; cancel the others, and raise what the first one raised.
 
     A task group would raise an exception group, which the command line could not show as one line.
     """

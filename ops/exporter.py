@@ -43,11 +43,14 @@ class ExporterError(TurnkeepError):
 
 
 async def run(client: Client, host: str, port: int, *, keep_s: float) -> None:
-    """Serve the metrics until a signal. Raises `TurnkeepError`, also if NATS closes the connection."""
+    """Serve the metrics until SIGINT or SIGTERM. Print the address.
+
+    A silent worker is forgotten after `keep_s`. Raises `TurnkeepError`, also if NATS closes the connection.
+    """
     exporter = Exporter(client, keep_s)
     with http_server.listening(host, port) as listener:
         click.echo(f"serving metrics at {http_server.url_of(listener)}/metrics", err=True)
-        running = http_server.server(scraped(exporter), _DRAIN_S)
+        running = http_server.server(metrics_app(exporter), _DRAIN_S)
         await http_server.serve(running, listener, exporter.listen(), exporter.look())
     if not client.connected:
         raise ExporterError("the NATS server has closed the connection; its log says why")
@@ -67,9 +70,9 @@ class Exporter:
             self._fleet.hear(metrics)
 
     async def look(self) -> NoReturn:
-        """Read the state of the log's consumer every `_LOOK_S` seconds.
+        """Read the state of the log's consumer every two seconds.
 
-        The state is unknown (None) if there is no consumer, or if this NATS user may not read it.
+        Without an answer, such as for a NATS user without the right, the metrics of the state are left out.
         """
         while True:
             self._backlog = await self._looked()
@@ -85,8 +88,12 @@ class Exporter:
         return families(self._fleet.sightings(), self._backlog, connected=self._client.connected)
 
 
-def scraped(exporter: Collector) -> ASGIApp:
-    """Return the application that answers scrapes, but refuses those whose Host header is another machine."""
+def metrics_app(exporter: Collector) -> ASGIApp:
+    """Return the ASGI application that serves the metrics.
+
+    Answers 421 to a request from this machine whose Host header is neither `localhost` nor a loopback address
+    (DNS rebinding).
+    """
     registry = CollectorRegistry()
     registry.register(exporter)
     metrics: ASGIApp = make_asgi_app(registry)

@@ -40,9 +40,9 @@ _FAMILIES: Final = {
 def exported(
     kind: type[Struct], path: str = "", prefix: str = "", *labels: str
 ) -> Iterator[tuple[str, str, Figure]]:
-    """Yield, for each field of a message that is a figure, its name after `turnkeep_` and its path.
+    """Yield each field of a message type that is exported: its name after `turnkeep_`, its path, its figure.
 
-    `path` and `prefix` are the beginnings of both for a part of the message, whose figures have `labels`.
+    If `kind` is a part of a message, names begin with `prefix`, paths with `path`, and labels with `labels`.
     """
     for field in msgspec.inspect.type_info(kind).fields:  # type: ignore[attr-defined]  # of a Struct
         if isinstance(field.type, Metadata) and (figure := (field.type.extra or {}).get("figure")):
@@ -60,10 +60,10 @@ FIGURES: Final = (
 
 
 def families(sightings: Sequence[Sighting], backlog: Backlog | None, *, connected: bool) -> Iterator[Metric]:
-    """Yield all metric families.
+    """Yield all metric families: those of the exporter, of the log's consumer, and of the workers.
 
     A silent worker has only `up`, `last_seen_seconds` and the info metrics, since all its other values are
-    old. If `backlog` is None, leave out the metrics of the log's consumer.
+    old. If `backlog` is None, the metrics of the log's consumer are left out.
     """
     yield _single("nats_connected", "Whether the exporter has a connection to NATS.", connected)
     if backlog is not None:

@@ -55,7 +55,10 @@ def share(part: float, whole: float) -> float | None:
 
 
 def since(now: Histogram | UnsetType, before: Histogram | UnsetType | None) -> Histogram | None:
-    """Subtract the histogram `before` from `now`; return None if no value was added in between."""
+    """Return the values that were added to a histogram between `before` and `now`; None if there are none.
+
+    If `before` is missing or has other bounds, return all values of `now`.
+    """
     if not isinstance(now, Histogram):
         return None
     if isinstance(before, Histogram) and before.bounds == now.bounds:

@@ -33,13 +33,11 @@ _MAX_INTERVAL_S: Final = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A worker's last message, `age_s` seconds old.
-
-    `before` is the oldest message in memory since the worker's last start; None if that is the last message.
-    """
+    """A worker's last message, and how old it is."""
 
     metrics: Metrics
     age_s: float
+    #: The oldest message in memory since the worker's last start; None if that is `metrics`.
     before: Metrics | None = None
 
     @property
@@ -51,7 +49,7 @@ class Sighting:
 class Fleet:
     """Keeps each worker's messages of the last `window_s`; forgets workers that are silent for `forget_s`.
 
-    One thread may call `hear` while others call `sightings`.
+    One thread can call `hear` while others call `sightings`.
     """
 
     def __init__(
@@ -64,7 +62,10 @@ class Fleet:
         self._heard: dict[str, tuple[float, list[Metrics]]] = {}
 
     def hear(self, metrics: Metrics) -> bool:
-        """Store a worker's message, unless no worker can have sent it; return whether the worker is new."""
+        """Store a worker's message; return whether the worker is new.
+
+        Ignores a message that no worker can have sent, and a new worker if there are too many.
+        """
         now_s = self._clock()
         self._heard = {name: heard for name, heard in self._heard.items() if not self._is_gone(now_s, *heard)}
         is_new = metrics.worker not in self._heard
@@ -96,7 +97,7 @@ class Fleet:
         return True
 
     def sightings(self) -> list[Sighting]:
-        """Return the last message of each worker that is not forgotten, sorted by the worker's name."""
+        """Return a sighting of each worker that is not forgotten, sorted by the worker's name."""
         now_s = self._clock()
         found = [
             Sighting(messages[-1], now_s - heard_s, messages[0] if len(messages) > 1 else None)
@@ -114,7 +115,7 @@ class Gateways:
         self._heard: dict[str, tuple[float, GatewayMetrics]] = {}
 
     def hear(self, metrics: GatewayMetrics) -> None:
-        """Store a gateway's message; ignore one that no gateway can have sent."""
+        """Store a gateway's message; ignore an impossible one, and a new gateway if there are too many."""
         self._heard = {one.gateway: (heard_s, one) for heard_s, one in self._now()}
         is_known = metrics.gateway in self._heard
         if _is_possible(metrics) and (is_known or len(self._heard) < MAX_WORKERS):

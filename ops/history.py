@@ -80,7 +80,7 @@ class FigureHistory:
         self._now, self._points = now, points
 
     def shown(self, worker: str | None = None) -> dict[str, Any]:
-        """Return the figures of all workers, and the history of `worker` (if unknown, of one that is up)."""
+        """Return the figures of all workers, and the history of `worker`; if unknown, of one that is up."""
         now = self._now
         if worker not in now:
             worker = min(now, key=lambda name: (not now[name]["up"], name), default=None)

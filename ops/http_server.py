@@ -117,7 +117,7 @@ async def _end_of(task: asyncio.Task[None]) -> None:
 
 
 def end_at_eof(running: uvicorn.Server, hear: Callable[[bytes], object] = lambda _: None) -> None:
-    """Pass standard input to `hear`; stop the server at its end: the parent has closed it, or died."""
+    """Pass standard input to `hear`; stop the server when the input ends: the parent closed it, or died."""
 
     def read() -> None:
         if said := os.read(sys.stdin.fileno(), 2**16):

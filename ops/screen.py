@@ -33,7 +33,7 @@ _WIDE: Final = 100
 def draw(
     sightings: Sequence[Sighting], gateways: Sequence[GatewayMetrics], *, columns: int, title: str
 ) -> RenderableType:
-    """Draw the screen for a terminal of so many columns."""
+    """Return the screen for a terminal of `columns` columns; only a single worker has lines of figures."""
     lines = worker_lines(sightings[0]) if len(sightings) == 1 else []
     if not sightings:
         lines = [("", "no worker has published metrics yet")]
@@ -89,7 +89,7 @@ def _figures(one: Sighting) -> dict[str, str]:
 
 
 def worker_lines(one: Sighting) -> list[tuple[str, str]]:
-    """Describe a worker in lines, each a pair of label and value."""
+    """Return lines about a worker, each a label and a text; about a silent one, only its name and silence."""
     now, own = one.metrics, Figures(one)
     about = f"{now.model} on {now.device}, turnkeep {now.version}"
     if not one.up:
@@ -166,7 +166,7 @@ def _room(now: Metrics, own: Figures) -> list[tuple[str, str]]:
 
 
 def gateway_lines(gateways: Sequence[GatewayMetrics]) -> list[tuple[str, str]]:
-    """Describe the sums of all gateways' counts since their starts in one line; no line without a gateway."""
+    """Return one line, a label and a text, about all gateways' counts together; none without a gateway."""
     if not gateways:
         return []
     found, tokens, num_requests = Counter[str](), Counter[str](), 0
@@ -197,7 +197,7 @@ def _clean(text: str) -> str:
 
 
 def spread(histogram: Histogram | None) -> str:
-    """Format the median and the 95th percentile of a distribution."""
+    """Format the median and the 95th percentile of a histogram of seconds; `-` without one."""
     if histogram is None:
         return "-"
     return f"{seconds(percentile(histogram, 0.5))} (p95 {seconds(percentile(histogram, 0.95))})"
@@ -207,13 +207,13 @@ _BAR_CELLS: Final = 12
 
 
 def bar(part: float | None) -> str:
-    """Draw a share (0 to 1) as a bar of 12 characters."""
+    """Draw a share (0 to 1, None as 0) as a bar of 12 characters."""
     num_full = round(min(max(part or 0.0, 0.0), 1.0) * _BAR_CELLS)
     return "█" * num_full + "░" * (_BAR_CELLS - num_full)
 
 
 def count(value: float | None) -> str:
-    """Format a number in at most five characters: `31`, `4200`, `12k`, `3M`."""
+    """Format a number in at most five characters: `31`, `4200`, `12k`, `3M`; None is `-`."""
     if value is None:
         return "-"
     for limit, unit, name in ((1e4, 1, ""), (1e7, 1e3, "k")):
@@ -228,12 +228,12 @@ def number(value: float | None) -> str:
 
 
 def percent(part: float | None) -> str:
-    """Format a share (0 to 1) as a percentage."""
+    """Format a share (0 to 1) as a percentage; None is `-`."""
     return "-" if part is None else f"{100 * part:.0f}%"
 
 
 def seconds(value_s: float | None) -> str:
-    """Format a short time: `12ms`, `1.3s`, `45s`."""
+    """Format a short time: `12ms`, `1.3s`, `45s`; None is `-`."""
     if value_s is None:
         return "-"
     if value_s < 1:

@@ -94,7 +94,7 @@ _PLAIN: Final = re.compile(r"[\w./:=@+,-]+")
 
 
 def unit(command: Sequence[str], *, of_user: bool = True) -> str:
-    """Return a systemd unit that runs a worker by `command`, as a user's service or as a system service."""
+    """Return a systemd unit that runs a worker by `command`: of a user, or else of the system."""
     return _UNIT.format(command=" ".join(map(_quoted, command)), **(_USER if of_user else _SYSTEM))
 
 
@@ -113,9 +113,9 @@ def _quoted(word: str) -> str:
 
 
 def agent(command: Sequence[str], folder: Path, log: Path, user: str = "") -> bytes:
-    """Return a launchd property list that runs a worker in a folder, and appends its output to `log`.
+    """Return a launchd property list that runs a worker by `command` in `folder`, with stderr added to `log`.
 
-    With a `user` it is a daemon, which runs as that user from the start of the machine on.
+    With a `user` it is for a daemon, which runs as that user from the start of the machine on.
     """
     return plistlib.dumps(
         {
@@ -137,7 +137,7 @@ def agent(command: Sequence[str], folder: Path, log: Path, user: str = "") -> by
     )
 
 
-def models() -> dict[Path, bytes]:
+def example_files() -> dict[Path, bytes]:
     """Return the example files in ops/deploy, by path; they run a program that is in /opt/turnkeep."""
     place = Path("/opt/turnkeep")
     serve = [f"{place}/bin/turnkeep", "serve", "--config"]
@@ -149,6 +149,6 @@ def models() -> dict[Path, bytes]:
 
 
 if __name__ == "__main__":
-    for path, content in models().items():
+    for path, content in example_files().items():
         path.write_bytes(content)
     sys.exit()

@@ -94,9 +94,10 @@ class DeviceMeter:
         }
 
     def prefill(self, piece: int, tokens: Sequence[int]) -> Figures:
-        """Prefill tokens in pieces of `piece` tokens; return tokens/s and memory.
+        """Prefill tokens in pieces of `piece` tokens; return `prefill` (tokens/s) and two figures of memory.
 
-        The memory is that of the piece that exceeds its estimate most, as a share of the estimate.
+        `scratch memory` is that of the piece that exceeds its estimate most, as a share of the estimate;
+        `layers kept` is how many layers had temporary arrays at once, as computed from the same figures.
         """
         caches, step_s, ratios, kept = self._new(), 0.0, [0.0], [0.0]
         for start in range(0, len(tokens), piece):
@@ -118,10 +119,10 @@ class DeviceMeter:
         return {"prefill": len(tokens) / step_s, **memory}
 
     def decode(self, together: bool, steps: int, prompts: Sequence[Sequence[int]]) -> Figures:
-        """Decode `steps` tokens after each prompt, all prompts at once; return tokens/s.
+        """Decode `steps` tokens after each prompt, all prompts at once; return `decoding`, in tokens/s.
 
-        Each step is launched before the tokens of the step before it are read. The time includes copying rows
-        into a pool and out of it.
+        With `together` rows are pooled or merged, else each runs alone. Each step is launched before the
+        tokens of the step before it are read. The time includes copying rows into a pool and out of it.
         """
         batch, rows = self._batches[together], self._begin(together, steps, prompts)
         began_s = time.perf_counter()

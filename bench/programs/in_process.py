@@ -36,15 +36,16 @@ class MlxLm:
         )
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, float]:
-        """Return the tokens per second of a prompt, up to the first token of its answer."""
+        """Prefill a prompt and sample one token; return `{"prefill": rate}`, in prompt tokens per second."""
         began_s = time.perf_counter()
         next(self._alone(prompt, 1))
         return {"prefill": len(prompt) / (time.perf_counter() - began_s)}
 
     def decode(self, steps: int, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
-        """Answer all prompts at once, greedily; return the tokens per second while all answers run.
+        """Answer all prompts at once, greedily, with `steps` tokens after the first one.
 
-        Nothing is returned if they never run at the same time.
+        Return `{"decoding": rate}`, the tokens per second while all answers run; `{}` if they never do so at
+        the same time.
         """
         alone = len(prompts) == 1
         rows = (0 for _ in self._alone(prompts[0], steps + 1)) if alone else self._batch(prompts, steps + 1)

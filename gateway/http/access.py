@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from gateway.turn import Fault
-from turnkeep_client.content_blocks import printed
+from turnkeep_client.content_blocks import printable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
@@ -47,8 +47,8 @@ class Access:
         name = _name_in(f"//{request.headers.get('host', '')}")
         server: tuple[str, int] | None = request.scope.get("server")
         if server and _is_loopback(server[0]) and _may_be_a_site(name) and name not in self._cors_names:
-            message = f"this gateway was asked as {printed(name)}: ask localhost, or name the site by --cors"
-            raise Fault(403, message, code="forbidden_host")
+            why = f"this gateway was asked as {printable(name)}: ask localhost, or name the site by --cors"
+            raise Fault(403, why, code="forbidden_host")
         return self.keys.of(request.headers, self._key_headers)
 
     def may_ask(self, origin: str) -> bool:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from gateway import images, logged_answers
 from gateway.answer_feed import Receipt, SessionMatch
 from gateway.event_ids import ResumedEvents
-from gateway.turn import Fault, fault_of, renamed, told
+from gateway.turn import Fault, fault_of, renamed, warning_header
 from turnkeep_client.content_blocks import ContentWarning
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Chunk, Generated
@@ -49,11 +49,13 @@ _CANCELLED_KEY: Final = "the answer was cancelled; another one needs an Idempote
 
 
 class Accounting(NamedTuple):
-    """A request's API key, counters and `explain` setting; it counts as running until `running` closes."""
+    """Where the use of one request is counted."""
 
     key: ApiKey
     counters: Counters
+    #: Whether a header of the response says how much of the conversation was found.
     explain: bool
+    #: The request counts as running until this is closed.
     running: contextlib.ExitStack
 
     def note(self, how: How, result: Generated) -> None:
@@ -96,7 +98,7 @@ class AnswerResponse(Response):
         self._told_s = 0.0
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the answers, unless the client disconnects first."""
+        """Send the answers, or the error in the dialect's form, unless the client disconnects first."""
         with self._accounting.running:
             await self._answer(receive, send)
 
@@ -279,8 +281,8 @@ class AnswerResponse(Response):
     def _own_headers(self) -> dict[str, str]:
         found = self._found.get(0)
         own = self._turn.warnings
-        answers = (ContentWarning("answer", one) for one in images.beside(self._warnings, own))
-        headers = {"cache-control": "no-store", **told((*own, *answers))}
+        answers = (ContentWarning("answer", one) for one in images.other_warnings(self._warnings, own))
+        headers = {"cache-control": "no-store", **warning_header((*own, *answers))}
         if found and self._accounting.explain:
             headers["x-turnkeep-explain"] = str(found)
         if found:
@@ -297,7 +299,7 @@ class AnswerResponse(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T | None:
-    """Do some work for a client; cancel it and return None if the client disconnects first."""
+    """Await `work` and return its result; cancel it and return None if the client disconnects first."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_departure(receive))
     try:
         await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -309,7 +311,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T
 
 
 async def unless_left(request: Request, work: Coroutine[Any, Any, _T]) -> _T:
-    """Do some work for a request whose body was read. Raises `Fault` if the client disconnects first."""
+    """Await `work` for a request whose body was read. Raises `Fault` if the client disconnects first."""
     if (done := await while_connected(request.receive, work)) is None:
         raise Fault(400, "the client went away")
     return done

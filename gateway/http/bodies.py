@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from gateway.turn import Fault, refused
-from turnkeep_client.content_blocks import printed
+from turnkeep_client.content_blocks import printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -66,11 +66,11 @@ def read_to_its_end(app: ASGIApp) -> ASGIApp:
 
 
 async def read(request: Request, most: int) -> bytes:
-    """Read and decompress a request's body of at most `most` bytes. Raises `Fault`."""
+    """Read and decompress a request's body. Raises `Fault` if it is invalid, slow, or above `most` bytes."""
     body = bytearray()
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding not in _CODINGS:
-        message = f"a body may have the content-encoding gzip or deflate, not {printed(coding)}"
+        message = f"a body may have the content-encoding gzip or deflate, not {printable(coding)}"
         raise Fault(415, message, code="unsupported_encoding")
     if {"content-length", "transfer-encoding"} <= {*request.headers}:
         raise refused("a body has a content-length or a transfer-encoding, not both")
@@ -109,7 +109,7 @@ def _inflated(body: bytes, most: int, too_large: Fault) -> bytes:
 
 
 def as_json(body: dict[str, Any], status: int = 200, more: Mapping[str, str] | None = None) -> Response:
-    """Return a JSON response; `more` are headers."""
+    """Return a JSON response with the headers `more`; from status 400 on it closes the connection."""
     # After an error the connection is closed, and the rest of the request's body is not waited for.
     headers = {**(more or {}), **({"connection": "close"} if status >= 400 else {})}
     return Response(msgspec.json.encode(body), status, headers, media_type="application/json")

@@ -42,7 +42,8 @@ _DATA: Final = b"\ndata: "
 class DurableRead(Response):
     """The response to one read of an answer's events, from an offset on.
 
-    It has the events so far, or with `live=long-poll` the next ones, or with `live=sse` all as they come.
+    The query's `live` decides: without it, the events so far; with `long-poll`, also wait for the next ones;
+    with `sse`, a stream of all events as they come.
     """
 
     def __init__(self, form: Form, kept: LocatedAnswer, query: Mapping[str, str]) -> None:

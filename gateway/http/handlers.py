@@ -19,7 +19,7 @@ from gateway import images, logged_answers, models
 from gateway.answer_lookup import AnswerLookup, after, own_id
 from gateway.form import EVENT_STREAM
 from gateway.models import Models
-from gateway.turn import SNAPSHOTS, refused, told
+from gateway.turn import SNAPSHOTS, refused, warning_header
 from turnkeep_client.errors import NoWorkerError
 
 from . import bodies
@@ -77,7 +77,10 @@ class Handlers:
         self._lookups = AnswerLookup(connections)
 
     async def answer(self, form: Form, request: Request) -> Response:
-        """Create an answer, or join one."""
+        """Answer a request: by a new answer, or one from the log that it repeats, resumes or names by a key.
+
+        A request without a prompt only loads or unloads a model.
+        """
         key = self._access.key(request)
         with contextlib.ExitStack() as running:
             running.enter_context(key.one_request())
@@ -86,7 +89,7 @@ class Handlers:
             if (loading := form.loading(body)) is not None:
                 await self._load(key, model, unloads=loading.unloads)
                 return as_json(loading.body)
-            if cut := await self._lookups.cut(key.tenant, request.headers, digest):
+            if cut := await self._lookups.find_resumed(key.tenant, request.headers, digest):
                 turn = form.read(body)
                 return self._followed(form, *cut, self._accounting(key, running), stream=turn.stream)
             key_id = await self._lookups.key_id(key.tenant, request.headers, model)
@@ -98,7 +101,7 @@ class Handlers:
             turn = msgspec.structs.replace(
                 turn,
                 model=turn.model or worker.model,
-                warnings=images.told(turn.warnings, sees=worker.vision),
+                warnings=images.true_warnings(turn.warnings, sees=worker.vision),
             )
             await conversations.start()
             note = logged_answers.new_note(key_id or uuid4().hex, int(time.time()), turn, form.name, digest)
@@ -123,26 +126,26 @@ class Handlers:
         return self._followed(form, found, place, accounting, stream=is_stream)
 
     async def cancel(self, form: Form, request: Request) -> Response:
-        """End the answer `{id}`, which runs."""
+        """Cancel the answer `{id}` and return it; one that has ended is returned as it is."""
         _, wanted, (conversations, answer) = await self._found(request, form)
         answer = await logged_answers.cancel(conversations.client, answer.id) or answer
         return as_json(_described(form, wanted, answer))
 
     async def durable(self, form: Form, request: Request) -> Response:
-        """Show the events of the answer `{id}` by the Durable Streams protocol."""
+        """Return the events of the answer `{id}` by the Durable Streams protocol."""
         _, _, found = await self._found(request, form)
         return DurableRead(form, found, request.query_params)
 
     async def part(
         self, of: tuple[Form, Callable[[LoggedAnswer, Mapping[str, str]], Body]], request: Request
     ) -> Response:
-        """Show what a function returns for the answer `{id}` and the query."""
+        """Return what `of`'s function returns for the answer `{id}` and the query, as JSON."""
         form, write = of
         _, _, found = await self._found(request, form)
         return as_json(write(found.answer, request.query_params))
 
     async def count(self, form: Form, request: Request) -> Response:
-        """Count a request's tokens."""
+        """Return the number of tokens of a request's prompt, which is not run."""
         key = self._access.key(request)
         with key.one_request():
             body = await self._body(request)
@@ -150,12 +153,12 @@ class Handlers:
             turn = await self._turn(key.tenant, form, body)
             sees = (await conversations.latest.worker(patience_s=self._patience_s)).vision
             counted = {**form.counted, "input_tokens": await conversations.count(turn)}
-            return as_json(counted, more=told(images.told(turn.warnings, sees=sees)))
+            return as_json(counted, more=warning_header(images.true_warnings(turn.warnings, sees=sees)))
 
     async def ask(
         self, ask: Callable[[Client, bytes], Coroutine[Any, Any, tuple[Body, int]]], request: Request
     ) -> Response:
-        """Answer a body by `ask`, which returns the response and how many tokens it took."""
+        """Return the JSON that `ask` returns for a request's body; count its tokens for the key's limit."""
         key = self._access.key(request)
         with key.one_request():
             body = await self._body(request)
@@ -166,23 +169,23 @@ class Handlers:
             return as_json(reply)
 
     async def models(self, write: Callable[[Sequence[GatewayModel]], Body], request: Request) -> Response:
-        """Show what `write` returns for all models."""
+        """Return what `write` returns for all models, as JSON."""
         return as_json(write(await self.listing.all(self._access.key(request).tenant)))
 
     async def model(self, write: Callable[[GatewayModel], Body], request: Request) -> Response:
-        """Show what `write` returns for the model that the path names as `{model}`, or else the body."""
+        """Return what `write` returns for the model that the path (`{model}`) or the body names, as JSON."""
         key, named = self._access.key(request), request.path_params.get("model")
         if named is None:
             named = models.wanted(await self._body(request))
         return as_json(write(await self.listing.one(key.tenant, named)))
 
     async def fixed(self, write: Callable[[Mapping[str, str]], Body], request: Request) -> Response:
-        """Show what `write` returns for the parameters of the path; it may raise a `Fault`."""
+        """Return what `write` returns for the parameters of the path, as JSON; `write` can raise `Fault`."""
         self._access.key(request)
         return as_json(write(request.path_params))
 
     async def absent(self, _of: None, _: Request) -> Response:
-        """Say that the path is not served, as of an unknown path."""
+        """Raise the error of a path that is not served (404)."""
         raise HTTPException(404)
 
     async def _body(self, request: Request) -> bytes:
@@ -217,7 +220,7 @@ class Handlers:
     async def _found(self, request: Request, form: Form) -> tuple[ApiKey, str, LocatedAnswer]:
         """Return a request's key, the id in its path, and the answer of the log that has it."""
         key, wanted = self._access.key(request), request.path_params["id"]
-        kept = self._lookups.kept(key.tenant, wanted, form.name, conversation=form.object is not None)
+        kept = self._lookups.find_kept(key.tenant, wanted, form.name, conversation=form.object is not None)
         return key, wanted, await kept
 
     def _accounting(self, key: ApiKey, running: contextlib.ExitStack) -> Accounting:
@@ -248,31 +251,31 @@ def _described(form: Form, wanted: str, answer: LoggedAnswer) -> dict[str, Any]:
 
 
 class Route(NamedTuple):
-    """One path: its HTTP methods, the method of `Handlers` that serves it, and a line for the guide.
-
-    `of` is passed to that method: the form of an API's answers, for example, or the reader of its requests.
-    `request` is the type of the request's body, if it has one.
-    """
+    """One path and the method of `Handlers` that serves it."""
 
     path: str
+    #: The HTTP methods.
     methods: Sequence[str]
     handler: Callable[[Handlers, Any, Request], Coroutine[Any, Any, Response]]
+    #: The handler's first argument, such as an API's `Form`.
     of: Any
+    #: A line for the guide.
     summary: str
+    #: The type of the request's body; None without a body.
     request: type | None = None
 
 
 class Dialect(NamedTuple):
-    """One HTTP API: its form of errors, which paths these errors are for, and its routes.
+    """One HTTP API."""
 
-    These are the paths that begin with `prefix`, served or not, and any path in a request that has the header
-    `header`. Clients may send their API key in the header `key_header`.
-    """
-
+    #: Writes an error as this API's JSON, for requests that have `header` or whose path begins with `prefix`.
     error: Callable[[Fault], Body]
+    #: Where paths begin whose errors are this API's, served or not.
     prefix: str
     routes: Sequence[Route]
+    #: A request header that only this API's clients send; empty without one.
     header: str = ""
+    #: A request header in which clients can send their API key; empty without one.
     key_header: str = ""
 
 

@@ -63,5 +63,5 @@ class LiveFigures:
                     await self._is_new.wait()
 
     def shown(self, worker: str | None) -> dict[str, Any]:
-        """Return the figures of all workers, and the history of `worker` (if unknown, of one that is up)."""
+        """Return the workers' figures, the history of `worker` (else of one that is up), and `connected`."""
         return {"connected": self._client.connected, **self._history.shown(worker)}

@@ -172,7 +172,7 @@ PATIENCE_S: Final = 20.0
 
 
 class Details(Struct, frozen=True, forbid_unknown_fields=True):
-    """The arguments of an action: a request's id, a fork's name, or a position in tokens."""
+    """The arguments of an action, each needs some: a request's id, a fork's name, a position in tokens."""
 
     id: str = ""
     name: str = ""

@@ -40,10 +40,11 @@ async def pieces(file: IO[bytes]) -> AsyncGenerator[bytes]:
 async def events(
     session: Session, asked: Generate, seq: int, is_stopping: Callable[[], bool]
 ) -> AsyncGenerator[bytes]:
-    """Yield the events of an answer from its first token on: chunks, and the Markdown blocks that change.
+    """Yield an answer as server-sent events, from its first token on: chunks, and changed Markdown blocks.
 
     A second after each token, and then every second or two, an event says what the answer waits for
-    (`_waits`). `seq` is the sequence of the request `asked`. The stream ends early once `is_stopping()`.
+    (`_waits`). `seq` is the sequence of the request `asked`. An error becomes the last event, `end`. The
+    stream ends without it once `is_stopping()`.
     """
     chunks = aiter(session.follow(asked, seq))
     yield _event("begin", {})

@@ -71,7 +71,7 @@ class ShownMessage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ShownCost(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cost of a turn: tokens (`found` in KV, prefilled, generated), seconds, and decoded tokens/s.
 
-    `images` are the tokens of the turn's images.
+    `images` counts the tokens of the turn's images.
     """
 
     found: int
@@ -86,9 +86,9 @@ class ShownCost(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class ShownTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A turn as the page shows it. `note` says what a turn without text did, or why and how a turn ended.
 
-    `model` names who has answered. A turn that a fork has from its parent has no `stored`. The session was
-    at position `start` before the turn; None if the chat template has changed earlier text in it, so that no
-    position is that place. Of the tokens before the turn the first `kept` stayed.
+    `model` names the model that has answered. A turn that a fork has from its parent has no `stored`. `start`
+    is the session's position before the turn; None if the chat template has changed earlier text since, or
+    if it is unknown. `kept` is how many of the tokens before the turn stayed.
     """
 
     seq: int
@@ -107,7 +107,7 @@ class ShownTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def shown(turn: LoggedTurn) -> ShownTurn:
-    """Convert a turn for the page."""
+    """Return a turn as the page shows it: waiting, done or failed, with texts, notes and cost."""
     request, result = turn.request, turn.result
     has_failed = isinstance(result, Failed) or request is None
     start, kept = _places(result)
@@ -130,7 +130,7 @@ def shown(turn: LoggedTurn) -> ShownTurn:
 
 
 def inherited(turn: Past) -> ShownTurn:
-    """Convert a turn that a fork has from its parent."""
+    """Return a turn that a fork has from its parent as the page shows it, without id and time."""
     start, kept = _places(turn.answer)
     model = turn.answer.model if turn.answer else None
     return ShownTurn(

@@ -46,12 +46,12 @@ class _Part(NamedTuple):
 
 
 def stem(name: str) -> str:
-    """Return what the names of a conversation's sessions have in common."""
+    """Return the beginning of a session's name that all variants of its conversation share."""
     return _NAME.sub("", name)[:56]
 
 
 def may_vary(name: str) -> bool:
-    """Whether a session of this name may be a variant."""
+    """Whether a session of this name can be a variant."""
     return bool(_NAME.search(name))
 
 
@@ -77,7 +77,7 @@ def variants(name: str, rows: Iterable[SessionRow]) -> Variants:
 
 
 def joined(rows: Sequence[SessionRow], roots: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return one row for each conversation: that of its first session in `rows`, with its root's first words.
+    """Return one row for each conversation: its first one in `rows`, but with the first words of its root.
 
     `roots` are rows with first words, parents and tags of all sessions that are or have variants.
     """

@@ -22,18 +22,21 @@ _SENT: Final = 1024
 
 
 class LoggedTurn(Struct, frozen=True, kw_only=True):
-    """A request and its result. `request` is None if it is invalid; `result` is None if none is valid.
+    """A request and its result."""
 
-    `sent` is the beginning of an invalid request. `seq` and `answered_seq` are their sequences in the log.
-    """
-
+    #: The request's number in the part of the log that was read, from 1.
     number: int
+    #: The sequences of request and result in the log.
     seq: int
     answered_seq: int | None = None
+    #: When the log stored the request.
     stored: datetime
+    #: None if it is invalid; `sent` is its beginning then.
     request: Request | None
     sent: str = ""
+    #: None if there is none, or none that is valid.
     result: Result | None
+    #: Who has made the result: see `turnkeep_client.log.Entry`.
     model: str | None
     build: dict[str, str]
 
@@ -60,9 +63,9 @@ def conversation(log: SessionLog) -> Iterator[LoggedTurn]:
 
 
 def taken_over(result: Appended | Generated) -> str:
-    """Name a turn's model and the one before, if the session has changed from one to the other; else "".
+    """Say which model made a turn and which the turn before it, if the two differ; else return "".
 
-    An answer that another model had begun is of that model, which is taken to be that of the turn before.
+    An answer that another model had begun counts as that model's, which is taken to be the previous turn's.
     """
     model, before = result.model, result.previous_model
     if model is not None and isinstance(result, Generated) and result.finish_reason == "model_changed":
@@ -74,7 +77,7 @@ def taken_over(result: Appended | Generated) -> str:
 
 
 class ConversationEnd(NamedTuple):
-    """Limits a part of a conversation to requests before sequence `before` and results before `end`."""
+    """Where a part of a conversation ends: before the request at `before` and the result at `end`."""
 
     before: int
     end: int
@@ -85,9 +88,7 @@ async def part(
 ) -> tuple[list[LoggedTurn], ConversationEnd | None]:
     """Return the last `num` turns before a mark, and the mark for the turns before these.
 
-    The argument None means the end of the conversation. The returned mark is None if there are no earlier
-    turns.
-
+    A `mark` of None is the end of the conversation. The returned mark is None if there are no earlier turns.
     Reads the log backwards, so the last turns of a long session cost no more than those of a short one.
     Raises `TurnkeepError`.
     """

@@ -19,7 +19,7 @@ _WHO: Final = {"user": "You", "assistant": "Model", "system": "System", "tool": 
 def as_json(history: History, images: Mapping[str, bytes]) -> bytes:
     """Return a conversation's messages as JSON, in the format of OpenAI's requests.
 
-    `images` has the files of its images by their digests.
+    `images` has the files of all its images by their digests.
     """
     said = msgspec.to_builtins(history.messages)
     for message in said:

@@ -69,7 +69,7 @@ class SessionCosts:
         self._sums: dict[SessionKey, tuple[int, Cost, int, datetime]] = {}
 
     async def of(self, rows: Iterable[SessionRow]) -> list[Cost]:
-        """Return the costs of sessions, in the same order. Raises `TurnkeepError`."""
+        """Return each session's total costs, in the order of `rows`. Raises `TurnkeepError`."""
         return [await self._of(row) for row in rows]
 
     async def _of(self, row: SessionRow) -> Cost:

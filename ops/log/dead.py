@@ -31,7 +31,7 @@ class DeadError(TurnkeepError):
 
 
 class DeadRequest(Struct, frozen=True, kw_only=True):
-    """A dead letter. `at` is its sequence in the log; `asked` is its request, None if that was not read."""
+    """A dead letter at the sequence `at`; `asked` is its request, None if that is gone or was not read."""
 
     tenant: str
     session: str
@@ -47,7 +47,7 @@ class DeadRequest(Struct, frozen=True, kw_only=True):
 
 
 async def letters(client: Client, tenant: str = "*", session: str = "*") -> list[DeadRequest]:
-    """Read the dead letters of a session, of a tenant, or of all tenants, in order."""
+    """Read the dead letters of a session, of a tenant or of all tenants, in order, without the requests."""
     found = []
     async for key, one in client.stored.every(SessionKey(tenant, session), "dead"):
         try:
@@ -62,9 +62,9 @@ async def letters(client: Client, tenant: str = "*", session: str = "*") -> list
 
 
 async def find(client: Client, session: str, request: str) -> DeadRequest:
-    """Return the dead letter of a request, with the request. Raises `DeadError`.
+    """Return the last dead letter of a request, with the request if the log still has it.
 
-    `request` is the request's id or its sequence in the log.
+    `request` is the request's id or its sequence in the log. Raises `DeadError` if there is no such letter.
     """
     for dead in reversed(await letters(client, client.tenant, session)):
         if request in (dead.letter.id, str(dead.letter.seq)):
@@ -76,9 +76,10 @@ async def find(client: Client, session: str, request: str) -> DeadRequest:
 
 
 async def retry(client: Client, dead: DeadRequest, *, anyway: bool, timeout_s: float) -> Result:
-    """Send a request again, under a new id; its letter stays, as a power cut may lose the new one (ADR 0099).
+    """Send a dead letter's request again under a new id; return the result, which may be `Failed`.
 
-    Unless `anyway` is set, the session's position must be the same as when the workers gave the request up.
+    The letter stays: a power cut could lose the new request (ADR 0099). Unless `anyway`, the request fails if
+    the session's position has changed since workers gave it up. Raises `DeadError` if the request is gone.
     """
     if dead.asked is None:
         raise DeadError(f"the request at {dead.letter.seq} is not in the log any more; drop its letter")

@@ -25,18 +25,19 @@ _AROUND: Final = 30
 
 
 class Difference(Struct, frozen=True, kw_only=True):
-    """The first difference between a session and its replay: at request `number` (from 1), with this `id`.
-
-    `token` is the index of the answer's first different token; None if the context before the answer
-    differs, or if there is no answer.
-    """
+    """The first difference between a session and its replay."""
 
     session: str
+    #: The number of the request that differs, from 1, and its id.
     number: int
     id: str
+    #: The index of the answer's first different token; None if the context before the answer differs, or if
+    #: there is no answer.
     token: int | None = None
+    #: What each side has there, as text.
     recorded: str
     replayed: str
+    #: The likely cause, as text.
     cause: str
 
 

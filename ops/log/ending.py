@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 async def end(client: Client, name: str, timeout_s: float, *, forget: bool, cancel: bool = False) -> Closed:
     """Close an open session or, with `forget`, remove a session that is in the log.
 
-    With `cancel`, first cancel the session's requests that have no result.
-
-    Raises `TurnkeepError`, also for a session that does not exist or was removed before.
+    With `cancel`, first cancel the session's requests that have no result. Raises `TurnkeepError`, also for a
+    session that does not exist or was removed before.
     """
     session = client.session(name)
     if not (forget and await _is_in_log(client, session.key)):
         await check_open(session)
-    return await ended(session, timeout_s, forget=forget, cancel=cancel)
+    return await close(session, timeout_s, forget=forget, cancel=cancel)
 
 
-async def ended(session: Session, timeout_s: float, *, forget: bool = False, cancel: bool = False) -> Closed:
+async def close(session: Session, timeout_s: float, *, forget: bool = False, cancel: bool = False) -> Closed:
     """Close a session, if need be with `forget`; with `cancel`, first cancel its requests without a result.
 
     A session that is closed, or whose requests have all failed, is opened first.
@@ -42,7 +41,7 @@ async def ended(session: Session, timeout_s: float, *, forget: bool = False, can
 
 
 async def check_open(session: Session) -> None:
-    """Raise `RequestFailedError` unless the session is open.
+    """Raise `RequestFailedError` unless the session is open or has waiting requests.
 
     Without this check, a request to a session that does not exist would stay in the log under its name.
     """

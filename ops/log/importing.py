@@ -47,7 +47,10 @@ class Import:
             )
 
     async def run(self, lines: Sequence[ExchangeLine], progress: Callable[[int, int, str], None]) -> None:
-        """Store all exchanges, or none. Raises `CopyError`, which says if a stored part cannot be removed."""
+        """Store all exchanges, or none; call `progress` with the numbers of stored and of all, and a word.
+
+        Raises `CopyError`, which says if a stored part cannot be removed, and `TurnkeepError`.
+        """
         await self.check()
         await self._stream.allow_batches()
         done = 0

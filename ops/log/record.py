@@ -30,9 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Recorded sessions by name, with the exchanges to replay. `left_out` counts all others by reason."""
+    """Recorded sessions that can be replayed."""
 
+    #: The exchanges to replay, by session.
     sessions: dict[str, list[Exchange]]
+    #: The number of all other requests, by reason.
     left_out: dict[str, int]
 
     @property
@@ -47,7 +49,7 @@ class Recording:
 
 
 def within(log: SessionLog, since: datetime | None, until: datetime | None) -> SessionLog:
-    """Return the part of a session's log from before `until`; nothing if the session began before `since`."""
+    """Return the part of a session's log from before `until`; an empty log if it begins before `since`."""
     entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
     if since is not None and entries and min(one.first_stored for one in entries) < since:
         return paired(log.key, [])
@@ -55,7 +57,7 @@ def within(log: SessionLog, since: datetime | None, until: datetime | None) -> S
 
 
 def fold(logs: Iterable[SessionLog]) -> Recording:
-    """Return the sessions that can be replayed, without forks, and without requests that had no effect."""
+    """Return the sessions and requests that can be replayed; count those that cannot, such as forks'."""
     sessions: dict[str, list[Exchange]] = {}
     left_out = Counter[str]()
     for log in logs:

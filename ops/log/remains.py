@@ -20,16 +20,18 @@ if TYPE_CHECKING:
 
 
 class LogRemains(Struct, frozen=True, kw_only=True):
-    """The subjects of entries from before a session was last forgotten, and the marks of all its tokens."""
+    """What the log's streams have of a forgotten session."""
 
+    #: The subjects of entries from before the session was last forgotten.
     entries: tuple[str, ...]
+    #: The marks of its erased tokens, by which these are found on a disk (`cache.names.marks`).
     marks: tuple[Marks, ...]
 
 
 async def remains(client: Client, key: SessionKey) -> LogRemains:
     """Find what the log's streams still have of a session that was forgotten.
 
-    Raises `TurnkeepError` if it was not, as far as the log says.
+    Raises `TurnkeepError` if they have entries of it, and none says that it was forgotten.
     """
     forgets = [
         one.asked.stored

@@ -46,25 +46,34 @@ class ReplayError(TurnkeepError):
 
 
 class ReplayTimes(Struct, frozen=True, kw_only=True):
-    """Times in seconds: the total, and (median, 99th percentile) until the result and the first token."""
+    """The times of all requests of a record or a replay, in seconds."""
 
+    #: Median and 99th percentile of the time from a request to its result.
     turnaround: tuple[float, float]
+    #: Median and 99th percentile of the time to an answer's first token.
     first_token: tuple[float, float]
+    #: From the first request to the last result.
     total: float
 
 
 class ReplayReport(Struct, frozen=True, kw_only=True):
-    """The result of a replay. `differences` has the first difference of each session that differs."""
+    """The result of a replay."""
 
     tenant: str
     sessions: int
     requests: int
+    #: The recorded answers' tokens.
     tokens: int
+    #: The recorded requests that were not replayed, by reason.
     left_out: dict[str, int]
+    #: Whether no session differs.
     same: bool
+    #: The requests behind a session's first difference.
     not_compared: int
+    #: The first difference of each session that differs.
     differences: tuple[Difference, ...]
     recorded: ReplayTimes
+    #: None if no replayed request has a result.
     replayed: ReplayTimes | None
 
 
@@ -95,7 +104,9 @@ class Replay:
     ) -> None:
         """Unless `keep`, replayed sessions are closed and forgotten. An infinite `speed` omits all pauses.
 
-        `images` has the entries of recorded sessions' images by digest, by the session's name.
+        `rename` gives a recorded session's replay its name; `timeout_s` limits the wait for each result.
+        `progress` is called with the numbers of results and of requests, and a word. `images` has the entries
+        of recorded sessions' images by digest, by the session's name.
         """
         self._client, self._record, self._speed = client, record, speed
         self._timeout_s, self._keep, self._rename = timeout_s, keep, rename
@@ -103,7 +114,10 @@ class Replay:
         self._places = asyncio.Semaphore(_AT_ONCE if speed == math.inf else len(record.sessions))
 
     async def run(self) -> ReplayReport:
-        """Replay all sessions. Raises `ReplayError`, and `NoWorkerError` if no worker answers."""
+        """Replay all sessions; return the comparison with the record.
+
+        Raises `ReplayError` if there is nothing to replay, `NoWorkerError` if no worker answers.
+        """
         if not self._record.sessions:
             left_out = ", ".join(f"{num} {why}" for why, num in self._record.left_out.items())
             raise ReplayError(

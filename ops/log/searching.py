@@ -40,9 +40,10 @@ _ENTRY: Final = msgspec.json.Decoder(_Entry)
 
 
 async def said(client: Client, words: str, patience_s: float) -> tuple[dict[str, str], bool]:
-    """Return the sessions whose texts contain `words`, by name, each with an excerpt around the last match.
+    """Find the sessions whose texts contain `words`, in any case of letters.
 
-    The second value is false if the log was not read to its end within `patience_s`. Raises `TurnkeepError`.
+    Returns an excerpt around the last match by session, and whether the log was read to its end within
+    `patience_s`. Raises `TurnkeepError`.
     """
     found: dict[str, str] = {}
     wanted = words.casefold()

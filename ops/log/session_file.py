@@ -55,19 +55,22 @@ class CopyError(TurnkeepError):
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
-    """The content of `session.json`, which says what an exported file contains.
+    """The content of `session.json`, which says what an exported file contains."""
 
-    `digest` is that of the file's log; `kv` has the name and size in bytes of each snapshot in the file.
-    """
-
+    #: The format of the file, and the version of Turnkeep that wrote it.
     format: int
     version: str
     tenant: str
     session: str
+    #: The last turn's model.
     model: str | None
+    #: When the log stored the first request.
     began: _Time
+    #: The number of requests.
     exchanges: int
+    #: The digest of `log.jsonl`.
     digest: str
+    #: The name and the size in bytes of each snapshot in the file.
     kv: tuple[tuple[str, int], ...] = ()
 
 
@@ -76,12 +79,7 @@ class _Form(Struct):
 
 
 class ExchangeLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A request and its result, with their sequences and times in the original log.
-
-    `parts` is data of the result that did not fit into its message; only workers need this data. `seed` is
-    what a worker has derived from the place of a request without a seed. The first line has the entries of
-    all `images`, by digest.
-    """
+    """A request and its result, with their sequences and times in the original log."""
 
     seq: int
     stored: _Time
@@ -89,14 +87,18 @@ class ExchangeLine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     answered_seq: int
     answered: _Time
     result: msgspec.Raw
+    #: The result's headers.
     headers: dict[str, str]
+    #: Data of the result that did not fit into its message; only workers need it.
     parts: bytes | None = None
+    #: The seed that a worker derived from the place of a request without one.
     seed: _Seed | None = None
+    #: In the first line: the entries of all images, by digest.
     images: dict[str, bytes] = {}
 
 
 async def read_parts(client: Client, log: SessionLog) -> dict[int | str, bytes]:
-    """Read what a log has besides its requests and results.
+    """Read what a session has in the log besides its requests and results.
 
     Returns data that did not fit into a result by the sequence of the result, and the entries of images by
     digest. Raises `CopyError` if some data is gone from the log.
@@ -123,7 +125,8 @@ def export(
 ) -> Manifest:
     """Write a session to the file `target`: its answered requests, and the snapshots in the archive `kv`.
 
-    `parts` is what `read_parts` returns. Raises `CopyError`, `OSError`.
+    `parts` is what `read_parts` returns. Returns the file's manifest. Raises `CopyError` for a session
+    without answered requests, and `OSError`; then `target` is as before.
     """
     key, exchanges = session.key, session.exchanges
     if not exchanges:
@@ -150,7 +153,10 @@ def export(
 
 
 def exported(session: SessionLog, parts: Mapping[int | str, bytes]) -> IO[bytes]:
-    """Return what `export` writes as an open file without a name, so that nothing of it stays on the disk."""
+    """Return what `export` writes as an open file without a name, which leaves nothing on the disk.
+
+    Raises as `export`.
+    """
     with tempfile.TemporaryDirectory(prefix="turnkeep-") as folder:
         file = Path(folder) / "session"
         export(file, session, parts)
@@ -289,7 +295,7 @@ def _manifest(source: Path, content: bytes) -> Manifest:
 
 
 def of_file(source: Path) -> SessionLog:
-    """Read the session in a file, in the form in which it was in the log. Raises `CopyError`."""
+    """Return the session in an exported file as a log, with the original sequences. Raises `CopyError`."""
     manifest, lines = read(source)
     key, found = SessionKey(manifest.tenant, manifest.session), list[Entry]()
     for line in lines:

@@ -42,26 +42,30 @@ ORDERS: Final = ("last", "name", "position", "entries", "bytes")
 
 
 class SessionRow(Struct, frozen=True, kw_only=True):
-    """One session. `last` is the time of its last result, or of its last request if that has no result.
-
-    `state` is `waiting` while requests have no result (`running` replaces it if one of them runs); `failed`
-    if workers refuse all its requests, since its tokens do not have the digest that the log states;
-    `forgotten` if only the close is left in the log. `position` is None if the last result has none. `dead`
-    counts dead letters. `entries` leaves out answered requests, which leave the log. Only `measured` sets
-    `size_bytes`, and only `begun` the last three: the first words, the parent and the tags.
-    """
+    """One session in the log."""
 
     tenant: str
     session: str
+    #: `waiting` while requests have no result (`running` sets `running` if a worker runs one of them);
+    #: `failed` if workers refuse all requests, since the tokens do not have the digest that the log states;
+    #: `forgotten` if only the close is left in the log.
     state: State
+    #: The number of requests without a result.
     waiting: int
+    #: The number of tokens; None if no result states it.
     position: int | None
+    #: The time of the last result or, if that is later, of the last request without one.
     last: datetime
+    #: The number of entries, without answered requests, which leave the log.
     entries: int
+    #: The number of dead letters.
     dead: int
+    #: Who has made the last result; None if that is not known.
     model: str | None
     worker: str | None
+    #: Set by `measured`.
     size_bytes: int | None = None
+    #: The first words, the parent and the tags: set by `begun`.
     begins: str | None = None
     parent: Parent | None = None
     tags: tuple[str, ...] = ()
@@ -129,9 +133,10 @@ def _state(end: End, *, was_closed: bool) -> State:
 
 
 async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return the rows, with the state `running` for waiting sessions of which a worker runs a request.
+    """Ask the workers of waiting sessions; return the rows, with the state `running` if a request runs.
 
-    The state stays `waiting` if no worker answers within a second, or if the user may not ask it.
+    The state stays `waiting` if no worker answers within a second, or the user may not ask it, and for all
+    but the 256 waiting sessions that were used last.
     """
     places = asyncio.Semaphore(_AT_ONCE)
     found = set[SessionKey]()
@@ -153,9 +158,9 @@ async def running(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow
 
 
 async def begun(client: Client, rows: Sequence[SessionRow]) -> list[SessionRow]:
-    """Return the rows with first words, parents and tags, read from each session's first entries.
+    """Read each session's first entries; return the rows with first words, parents and tags.
 
-    Entries of a closed session with the name of an open one do not count.
+    Entries of a closed session with the name of an open one do not count. Raises `TurnkeepError`.
     """
     places = asyncio.Semaphore(_AT_ONCE)
     there = [SessionKey(row.tenant, row.session) for row in rows if row.state not in ("closed", "forgotten")]
@@ -203,7 +208,10 @@ def _shortened(text: str) -> str:
 
 
 async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*") -> list[SessionRow]:
-    """Return the rows with their sizes (bodies and headers of all entries). Reads every entry."""
+    """Read every entry of a tenant; return the rows with their sizes, bodies and headers together.
+
+    Raises `TurnkeepError`.
+    """
     sizes: dict[SessionKey, int] = dict.fromkeys((SessionKey(row.tenant, row.session) for row in rows), 0)
     async for key, one in client.stored.every(SessionKey(tenant, "*")):
         if key in sizes:
@@ -213,7 +221,7 @@ async def measured(client: Client, rows: Sequence[SessionRow], tenant: str = "*"
 
 
 def order(rows: Iterable[SessionRow], by: str) -> list[SessionRow]:
-    """Sort the rows by `by`, one of `ORDERS`."""
+    """Return the rows sorted by `by`, one of `ORDERS`: names ascending, all others descending."""
     if by == "name":
         return sorted(rows, key=lambda row: (row.tenant, row.session))
     field = {"bytes": "size_bytes"}.get(by, by)

@@ -15,7 +15,7 @@ from cache.names.images import ImageSpan
 from cache.names.tokens import Tokens, as_tokens, from_compact, unpack
 from turnkeep_client import __version__
 from turnkeep_client.errors import TurnkeepError
-from turnkeep_client.images import named_by
+from turnkeep_client.images import images_of
 from turnkeep_client.log import BUILD_HEADER, EXPECT_HEADER, HISTORY_HEADER, PARTS_HEADER, words
 from turnkeep_client.messages import (
     Append,
@@ -59,7 +59,7 @@ _SPANS: Final = 13
 
 
 class LogFault(Struct, frozen=True):
-    """A fault of the entry at sequence `seq`; `what` describes the fault. The entry itself may be missing."""
+    """A fault of the entry at sequence `seq`, which can be missing; `what` describes the fault."""
 
     seq: int
     what: str
@@ -111,11 +111,10 @@ async def verify(
     names: Sequence[str] = (),
     told: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
-    """Check the sessions with these names, which may be patterns, or all sessions.
+    """Check the sessions with these names, which can be patterns; without names all sessions.
 
-    `told` is called with the numbers of checked and of all sessions.
-
-    Raises `TurnkeepError` if the log has no session of these names.
+    `told` is called with the numbers of checked and of all sessions. Raises `TurnkeepError` if the log has no
+    session of these names, or cannot be read.
     """
     counts = await client.stored.subjects(tenant)
     keys = [
@@ -145,7 +144,7 @@ async def _read(client: Client, key: SessionKey) -> tuple[int, list[LogFault]]:
     parts = {
         one.seq: await read_part(client.stored, one) for one, _ in log.answers if PARTS_HEADER in one.headers
     }
-    named = {digest for one in log.asked for digest in named_by(one.request)}
+    named = {digest for one in log.asked for digest in images_of(one.request)}
     lost = [digest for digest in named if await client.stored.image(key, digest) is None]
     return len(log.answers) + len(log.asked), faults(log, parts, lost)
 
@@ -165,7 +164,7 @@ def faults(log: SessionLog, parts: Mapping[int, bytes | None], lost: Container[s
     found += _lost({seq: one for seq, one in asked.items() if seq in left or seq > removed}, left)
     found += _fitting(asked, left)
     for seq in asked.keys() & {seq for seq, one in left.items() if one.changes}:
-        gone = [digest for digest in named_by(asked[seq].request) if digest in lost]
+        gone = [digest for digest in images_of(asked[seq].request) if digest in lost]
         found += [LogFault(seq, f"names the image {digest}, which is gone or changed") for digest in gone]
     found += (wrong := list(_fold(left, parts)))
     found += _unchanged(left, {one.seq for one in wrong})

@@ -183,10 +183,10 @@ def _mirrored(subjects: Subjects, stream: str, tenant: str) -> str:
 def write(
     folder: Path, tenants: tuple[str, ...], prefix: str, limits: AccountLimits, rotated: tuple[str, ...] = ()
 ) -> list[str]:
-    """Add tenants to the configuration in a folder; return all tenants in this configuration.
+    """Add tenants to the configuration in a folder, and make missing seed files; return all of its tenants.
 
-    The clients of the tenants in `rotated` get a new seed. Raises `TurnkeepError` if such a tenant does not
-    exist.
+    All tenants get the `limits`. The clients of the tenants in `rotated` get a new seed. Raises
+    `TurnkeepError` if such a tenant does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     if not ((folder / _CONF).exists() or (folder / CLUSTER).exists()):
@@ -217,7 +217,7 @@ async def mirror(
 ) -> None:
     """Create the mirrors of the streams in a tenant's account, or update the limits of existing mirrors.
 
-    Raises `TurnkeepError`.
+    Connects with the tenant's seed in `folder`. Raises `TurnkeepError`.
     """
     client = Nats()
     said = "no answer"

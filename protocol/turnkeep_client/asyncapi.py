@@ -162,12 +162,14 @@ def render() -> str:
     return yaml.dump(document(), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def written(module: str, render: Callable[[], str], arguments: list[str] | None = None) -> int:
-    """Print what `render` returns; with the argument `--check FILE` only return 1 if FILE differs from it.
+def print_or_check(module: str, render: Callable[[], str], arguments: list[str] | None = None) -> int:
+    """Print the text that `render` returns and return 0, the exit status.
 
-    `module` is the name under which a user calls it, for texts.
+    With the argument `--check FILE` print no text, but return 1 with a message if FILE has another one.
+    `module` is the name by which users run this.
     """
-    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=written.__doc__)
+    about = "Print a text that is made from the protocol's message types."
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=about)
     parser.add_argument("--check", metavar="FILE", type=Path, help="exit with 1 if FILE is another text")
     checked: Path | None = parser.parse_args(arguments).check
     if checked is None:
@@ -179,8 +181,8 @@ def written(module: str, render: Callable[[], str], arguments: list[str] | None 
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the document; with `--check FILE` only return 1 if FILE differs from it."""
-    return written("turnkeep_client.asyncapi", render, arguments)
+    """Print the document, or check a file: see `print_or_check`."""
+    return print_or_check("turnkeep_client.asyncapi", render, arguments)
 
 
 _Kind = type[Struct] | str

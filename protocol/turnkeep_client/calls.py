@@ -181,7 +181,7 @@ class Call:
     ) -> None:
         """Prepare a call. `before` is awaited before the request is published with `headers`.
 
-        `timeout_s` limits each wait for the result; a call of `heard` restarts it. Infinity is no limit.
+        `timeout_s` limits each wait for the result; `restart_timeout` restarts it. Infinity is no limit.
         """
         self.key = key
         self.request = request
@@ -204,7 +204,7 @@ class Call:
         self._timeout_s = feeds.timeout_s if timeout_s is None else timeout_s
         self._before = before
         self._headers = dict(headers or {}) or None
-        self.heard()
+        self.restart_timeout()
         self._epoch = wire.epoch
         self._poll_s = FIRST_POLL_S
 
@@ -219,7 +219,10 @@ class Call:
 
     @property
     def result(self) -> Result:
-        """The result; RuntimeError before it has arrived. An `UnknownResult` if its type is unknown here."""
+        """The result; an `UnknownResult` if this client does not know its type.
+
+        Raises RuntimeError before the result has arrived.
+        """
         if self._body is None:
             raise RuntimeError(f"request {self.id} has no result yet: await it first")
         return decode_result(self._body)
@@ -228,7 +231,11 @@ class Call:
         return self.wait().__await__()
 
     async def wait(self) -> Result:
-        """Return the request's result. Raises `ResultTimeoutError`, `ResultRemovedError`, `NoWorkerError`."""
+        """Return the request's result, after publishing the request if that was not done yet.
+
+        Raises `ResultTimeoutError`, `ResultRemovedError`, `NoWorkerError`, and `RequestFailedError` if the
+        log refuses the request.
+        """
         if not self.is_resolved():
             async with self.listening():
                 while not self.is_resolved():
@@ -239,12 +246,13 @@ class Call:
     async def listening(self) -> AsyncIterator[None]:
         """Stay subscribed to the result during `async with`. The first such block publishes the request.
 
-        If the task that publishes it is cancelled or fails, the next one that waits publishes it again.
+        If the publishing task is cancelled or fails, the next such block publishes the request again. Raises
+        as `wait`.
         """
         if self.keeps_deadline:
             self.keeps_deadline = False
         elif self._users == 0 or asyncio.get_running_loop().time() >= self._deadline:
-            self.heard()
+            self.restart_timeout()
         self._users += 1
         try:
             async with self._in_time(), self._starting:
@@ -258,7 +266,11 @@ class Call:
                 await self._stop()
 
     async def wait_for_change(self, at_most_s: float = LAST_POLL_S) -> None:
-        """Wait for the next event, such as the result; after a reconnect or a long wait, search the log."""
+        """Wait for the next event, such as the result, for `at_most_s` seconds at most.
+
+        After a reconnection, or after seconds without an event, search the log for the result. Raises
+        `ResultTimeoutError`, `ResultRemovedError`, `ClientClosedError`.
+        """
         async with self._in_time():
             if self._epoch == self._wire.epoch and not self._wire.closed:
                 patience_s = min(self._poll_s, at_most_s)
@@ -277,12 +289,12 @@ class Call:
                 self._poll_s = min(2 * self._poll_s, LAST_POLL_S)
             await self._read_log(self._feed)
 
-    def heard(self) -> None:
-        """Restart the timeout: the caller has seen progress, such as a chunk."""
+    def restart_timeout(self) -> None:
+        """Restart the timeout, after progress such as a chunk."""
         self._deadline = asyncio.get_running_loop().time() + self._timeout_s
 
     def resolve(self, body: bytes) -> None:
-        """Store the result and wake the waiters.
+        """Store the result `body` and wake the waiters.
 
         Ignores a result with another request's id: if the server lost this request, another request may have
         got its sequence.
@@ -292,7 +304,7 @@ class Call:
             self.wake.set()
 
     def is_named(self, body: bytes) -> bool:
-        """Whether a request or a result has the id of this call's request."""
+        """Whether `body`, a request or a result, has the id of this call's request."""
         return _named(body).id == self.id
 
     async def _start(self) -> None:

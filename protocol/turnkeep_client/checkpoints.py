@@ -1,7 +1,7 @@
 """The messages on a session's subject `checkpoint`: long values in parts, each linked to the part before it.
 
 A result in the log links to the last part, by sequence and digest. So the bytes are as trustworthy as the
-log, and a message to which no such chain leads is never read. Only workers know what the bytes mean.
+log, and a message to which no such chain leads is never read. This module does not interpret the bytes.
 """
 
 from __future__ import annotations

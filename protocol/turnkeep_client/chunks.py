@@ -64,9 +64,9 @@ class Assembly:
         self._calls = _Stream("tool calls", ())
 
     def add(self, chunk: Chunk) -> Chunk | None:
-        """Add a chunk; return its new part, or None if nothing in it is new or it is ignored.
+        """Add a chunk; return its new part, or None if nothing in it is new or the chunk is ignored.
 
-        Raises `StreamBrokenError` if it contradicts earlier chunks.
+        Raises `StreamBrokenError` if the chunk contradicts earlier chunks.
         """
         if chunk.i not in self._text.length_at:
             self.has_gap = True

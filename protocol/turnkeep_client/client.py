@@ -100,7 +100,7 @@ def connect(
 
 
 class Connecting:
-    """A connection not opened yet: await it for the client, or use `async with`, which also closes it."""
+    """A connection that is not open yet: await it for the client, or use `async with`, which also closes."""
 
     def __init__(self, client: Client, connect: Callable[[], Awaitable[None]]) -> None:
         self._client = client
@@ -145,7 +145,7 @@ class Client:
         The session belongs to this client's tenant unless another `tenant` is given.
         With `cache` (a `CachePolicy`, or the same as a dict) the session is opened under this policy before
         its first append or generate, unless it is open under this policy already. If it is open under another
-        policy, the call is refused.
+        policy, the append or generate raises `RequestFailedError`.
         """
         key = session_key(self.tenant if tenant is None else tenant, name)
         return Session(self._wire, self._feeds, key, self._control_timeout_s, cache)
@@ -240,7 +240,7 @@ class Client:
     async def log(self, session: str | None = None) -> list[Entry]:
         """Read the log's entries of a session, or of every session of the tenant, in order.
 
-        Answered requests may have left the log: their results have them (`asked`). Raises
+        An answered request may have left the log; the field `asked` of its result still has it. Raises
         `NoWorkerError` if the log cannot be read, or no worker has ever created it.
         """
         key = SessionKey(self.tenant, "*") if session is None else session_key(self.tenant, session)
@@ -272,14 +272,16 @@ class Client:
     async def backlog(self) -> Backlog:
         """Return how many requests of all tenants the workers have not acknowledged.
 
-        Needs the right to read the consumer's info.
-
-        Raises `NoWorkerError` if there is no consumer, or no answer.
+        Needs the right to read the consumer's info. Raises `NoWorkerError` if there is no consumer, or no
+        answer.
         """
         return await self._wire.backlog()
 
     async def worker_metrics(self) -> Metrics:
-        """Ask the worker for its current metrics. Raises `NoWorkerError`."""
+        """Return the current metrics of the prefix's worker; if there are several, of any one.
+
+        Raises `NoWorkerError`.
+        """
         return await self._control(Metrics, MetricsRequest(), min(self._control_timeout_s, METRICS_S))
 
     async def _control(self, kind: type[_T], request: ControlRequest, timeout_s: float) -> _T:
@@ -288,9 +290,9 @@ class Client:
         return expect(kind, decode_control_reply(await self._wire.ask(subject, encode(request), timeout_s)))
 
     async def load(self, model: str | None = None) -> str:
-        """Load the prefix's model, or make another `model` of the worker's machine the prefix's.
+        """Load the prefix's model, or put `model`, another one on the worker's machine, in its place.
 
-        Return what happens as a sentence. Raises `NoWorkerError` if no `turnkeep serve` runs, and
+        Return a sentence that says what happens now. Raises `NoWorkerError` if no `turnkeep serve` runs, and
         `TurnkeepError` if it refuses.
         """
         return await self._serve(LoadRequest(model), _LOAD_S)
@@ -309,7 +311,8 @@ class Client:
     async def metrics(self, worker: str = "*") -> AsyncIterator[Metrics]:
         """Yield the metrics that a worker (`*`: every worker) publishes, until the client is closed.
 
-        Raises `NotPermittedError` if the user may not subscribe to them.
+        Skips messages that this client cannot decode. Raises `NotPermittedError` if the user may not
+        subscribe to them.
         """
         subject = self._wire.subjects.metrics(worker if worker == "*" else check_id("worker", worker))
         async with contextlib.aclosing(self._wire.bodies(subject)) as bodies:
@@ -321,7 +324,7 @@ class Client:
     async def gateways(self) -> AsyncIterator[GatewayMetrics]:
         """Yield the metrics that every gateway publishes, until the client is closed.
 
-        Raises `NotPermittedError` if the user may not subscribe to them.
+        Skips and raises as `metrics`.
         """
         async with contextlib.aclosing(self._wire.bodies(self._wire.subjects.gateway("*"))) as bodies:
             async for body in bodies:

@@ -54,7 +54,7 @@ class _UnreachedError(Exception):
 
 
 class Connection:
-    """A connection to NATS, which comes back by itself after it was lost."""
+    """A connection to NATS. If it is lost, it reconnects without limit. Event loop only."""
 
     def __init__(self, connection: Nats) -> None:
         self._nats = connection
@@ -72,7 +72,11 @@ class Connection:
         self._denials = deque[str](maxlen=16)
 
     async def connect(self, url: str, timeout_s: float, **options: Any) -> None:
-        """Connect, within `timeout_s`; raises `NoServerError` and `NotPermittedError`."""
+        """Connect to one of the URLs in `url`, which commas separate, within `timeout_s`.
+
+        `options` are those of nats-py's `connect`. Raises `NoServerError`, and `NotPermittedError` if a
+        server refuses the credentials or TLS.
+        """
         urls = url.split(",")
         self._num_to_try = len(urls)
         try:

@@ -40,14 +40,14 @@ _MOST_TOLD: Final = 20
 
 
 class ContentWarning(NamedTuple):
-    """A warning: the part of a request at the path `where` was ignored or converted, as `what` says."""
+    """Says that the part of a request at the path `where` was ignored or converted; `what` says how."""
 
     where: str
     what: str
 
 
 class ContentError(TurnkeepError):
-    """A part of a message's content is invalid; `where` is its path."""
+    """A part of a message's content is invalid; `where` is the path of this part in the request."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -55,22 +55,19 @@ class ContentError(TurnkeepError):
 
 
 def sentences(warnings: Sequence[ContentWarning]) -> list[str]:
-    """Write the first warnings as sentences; a last sentence counts the others."""
+    """Return the first 20 warnings as sentences; a last item counts the others."""
     shown = [f"{one.where}: {one.what}" for one in warnings[:_MOST_TOLD]]
     more = len(warnings) - len(shown)
     return [*shown, f"and {more} more"] if more else shown
 
 
-def printed(name: str) -> str:
-    """Shorten a name that a client sent and replace characters that a header or sentence cannot hold."""
+def printable(name: str) -> str:
+    """Return the first 64 characters of a client's name, with `_` for those unfit for a header."""
     return _UNPRINTED.sub("_", name)[:_MOST_PRINTED]
 
 
 def text_of(content: Any, where: str, warnings: list[ContentWarning]) -> str:
-    """Return a message's content as text. Raises `ContentError`.
-
-    Appends to `warnings` one for each block that is not text.
-    """
+    """Return a message's content as text, its blocks as `block_text`. Raises `ContentError`."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -81,9 +78,10 @@ def text_of(content: Any, where: str, warnings: list[ContentWarning]) -> str:
 def content_of(
     blocks: Sequence[Any], where: str, warnings: list[ContentWarning]
 ) -> str | tuple[dict[str, str], ...]:
-    """Return a content, of `with_digests`, as text or, if it has images, as parts of text and image.
+    """Return a content, given as blocks from `with_digests`: as text, or with images as a tuple of parts.
 
-    Raises and appends to `warnings` as `text_of` does.
+    A part has the type `image` and a `digest`, or the type `text` and the joined text of the other blocks
+    between two images. Raises and appends to `warnings` as `block_text`.
     """
     parts = list[dict[str, str]]()
     for at, block in enumerate(blocks):
@@ -102,7 +100,7 @@ def content_of(
 
 
 def with_digests(blocks: Sequence[Any], where: str, files: dict[str, bytes]) -> list[Any]:
-    """Return a content's blocks, each image by its digest; add the files that they have to `files`.
+    """Return a content's blocks with digests in place of image files; add the files to `files`, by digest.
 
     An image whose file is elsewhere, such as in a vendor's store, stays as it is. Raises `ContentError`.
     """
@@ -119,7 +117,10 @@ def with_digests(blocks: Sequence[Any], where: str, files: dict[str, bytes]) -> 
 
 
 def image_in(block: dict[str, Any], where: str) -> bytes | None:
-    """Return the file of an image block; None for other blocks, and for images without their file."""
+    """Return the file of an image block; None for other blocks, and for images without their file.
+
+    Raises `ContentError` for an image by URL, and if the digest, the base64 or the file is not valid.
+    """
     if block.get("type") not in IMAGES:
         return None
     if (digest := block.get("digest")) is not None:
@@ -140,11 +141,11 @@ def image_in(block: dict[str, Any], where: str) -> bytes | None:
         file = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError, TypeError):
         raise ContentError("an image's data must be base64", where) from None
-    return checked(file, where)
+    return check_image(file, where)
 
 
-def checked(file: bytes, where: str) -> bytes:
-    """Return a file if it may be an image that models read. Raises `ContentError`."""
+def check_image(file: bytes, where: str) -> bytes:
+    """Return `file`; raise `ContentError` if it is too large or does not begin like a supported image."""
     if len(file) > MOST_BYTES:
         raise ContentError(f"the image has {len(file)} bytes; the most are {MOST_BYTES}", where)
     if not (file.startswith((b"\x89PNG", b"\xff\xd8", b"GIF8")) or file[8:12] == b"WEBP"):
@@ -153,9 +154,9 @@ def checked(file: bytes, where: str) -> bytes:
 
 
 def block_text(block: Any, where: str, warnings: list[ContentWarning]) -> str:
-    """Return the text of a content block, "" for a reasoning block, else a placeholder.
+    """Return a content block as text: "" for a reasoning block, else the block's text or a placeholder.
 
-    Raises `ContentError`.
+    Appends a warning for a block that is neither text nor reasoning. Raises `ContentError`.
     """
     if isinstance(block, str):
         return block
@@ -173,10 +174,10 @@ def block_text(block: Any, where: str, warnings: list[ContentWarning]) -> str:
 
 
 def other_text(block: dict[str, Any], kind: str, where: str, warnings: list[ContentWarning]) -> str:
-    """Return the text inside a block that is not text itself, or a placeholder; append a warning."""
+    """Return the text inside a block of another `kind` than text, or a placeholder; append a warning."""
     text = _own_text(block)
     how = "replaced by a placeholder" if text is None else "read as text"
-    warnings.append(ContentWarning(where, f"{printed(kind)} {how}"))
+    warnings.append(ContentWarning(where, f"{printable(kind)} {how}"))
     return _placeholder(block, kind) if text is None else text
 
 
@@ -204,8 +205,8 @@ def _placeholder_of(part: Any) -> str:
 
 def _placeholder(block: dict[str, Any], kind: str) -> str:
     if kind == "tool_reference" and isinstance(name := block.get("tool_name"), str):
-        return f"[tool_reference: {printed(name)}]"
+        return f"[tool_reference: {printable(name)}]"
     found = _KIND.fullmatch(kind)
     if found and (sense := _SENSES.get(found[1])):
         return f"[{found[1]}: this model cannot {sense}]"
-    return f"[{printed(kind)}: this model cannot read it]"
+    return f"[{printable(kind)}: this model cannot read it]"

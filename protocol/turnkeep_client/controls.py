@@ -30,7 +30,7 @@ class _Control(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"
 class InfoRequest(_Control, frozen=True, tag="info"):
     """Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
 
-    With `snapshot` the answer also names the last stored snapshot of the session's KV.
+    With `snapshot` the answer also names the longest stored snapshot of the session's KV.
     """
 
     skip: Annotated[int, Meta(ge=0, le=2**53)] = 0
@@ -43,7 +43,7 @@ class MetricsRequest(_Control, frozen=True, tag="metrics"):
 
 
 class CancelRequest(_Control, frozen=True, tag="cancel"):
-    """Stop a waiting or running request of the session (on `ctl`)."""
+    """Stop a waiting or running request of the session (on `ctl`). Answered once its result is in the log."""
 
     id: Id
 
@@ -67,9 +67,9 @@ class CountRequest(_Control, frozen=True, tag="count"):
 class EmbedRequest(_Control, frozen=True, tag="embed"):
     """Embed each of the `inputs`, texts or lists of token ids (on the `ctl` of any session).
 
-    Vectors are truncated to `dimensions` numbers. With `input_tokens` only the first tokens of each input are
-    read: so many, or those that fit the model; without it, an input that does not fit is refused. The log
-    stores nothing of this.
+    Vectors are truncated to `dimensions` numbers. `input_tokens` cuts each input to at most so many tokens,
+    and to those that fit the model; without it, an input that does not fit is refused. The log stores neither
+    the request nor the answer.
     """
 
     inputs: Annotated[tuple[Text | tuple[TokenId, ...], ...], Meta(min_length=1, max_length=256)]
@@ -80,9 +80,9 @@ class EmbedRequest(_Control, frozen=True, tag="embed"):
 class RerankRequest(_Control, frozen=True, tag="rerank"):
     """Score how well each of the `documents` answers the `query` (on the `ctl` of any session).
 
-    The `instruction` describes the task; by default, to find passages that answer a web search. With
-    `document_tokens` only the first tokens of each document are read: so many, or those that fit the model;
-    without it, a document that does not fit is refused. The log stores nothing of this.
+    The `instruction` describes the task; by default, to find passages that answer a web search.
+    `document_tokens` cuts each document to at most so many tokens, and to those that fit the model; without
+    it, a document that does not fit is refused. The log stores neither the request nor the answer.
     """
 
     query: Text
@@ -92,9 +92,10 @@ class RerankRequest(_Control, frozen=True, tag="rerank"):
 
 
 class LoadRequest(_Control, frozen=True, tag="load"):
-    """Load the model of the prefix, or make another `model` of this machine the prefix's (on `_serve`).
+    """Load the prefix's model, or put `model`, another one of this machine, in its place (on `_serve`).
 
-    Sessions go on with it. Answered once the model was checked; then its worker starts.
+    Existing sessions continue with that model. The answer comes once the model was checked; then its worker
+    starts.
     """
 
     model: Text | None = None
@@ -109,14 +110,14 @@ ControlRequest = InfoRequest | MetricsRequest | CancelRequest | CountRequest | E
 
 
 class Cancelled(Struct, frozen=True, kw_only=True, tag_field="type", tag="cancelled"):
-    """Answer to `cancel`: the state of the request when it was cancelled."""
+    """Answer to `cancel`: `was` is the state of the request when it was cancelled."""
 
     id: str
     was: Annotated[str, Meta(description=OPEN, examples=["waiting", "running"])]
 
 
 class Serving(Struct, frozen=True, kw_only=True, tag_field="type", tag="serving"):
-    """Answer to `load` and `unload`: what happens now, as a sentence."""
+    """Answer to `load` and `unload`: `said` is a sentence that says what happens now."""
 
     said: str
 
@@ -150,7 +151,7 @@ class Embedded(Struct, frozen=True, kw_only=True, tag_field="type", tag="embedde
 
 
 class Reranked(Struct, frozen=True, kw_only=True, tag_field="type", tag="reranked"):
-    """Answer to `rerank`: the documents' scores, from 0 to 1, and how many tokens were run for each."""
+    """Answer to `rerank`: for each document its score, from 0 to 1, and how many tokens were run for it."""
 
     scores: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -158,7 +159,10 @@ class Reranked(Struct, frozen=True, kw_only=True, tag_field="type", tag="reranke
 
 
 class Progress(Struct, frozen=True, kw_only=True):
-    """Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now."""
+    """Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now.
+
+    `generated_tokens` counts the tokens of its answer until now.
+    """
 
     cached_tokens: int
     context_tokens: int
@@ -166,33 +170,41 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
-    """Answer to `info`. `waiting` names the requested part of the `num_waiting` waiting requests.
-
-    If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at
-    most `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is
-    the name of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a
-    `parent`.
-    """
+    """Answer to `info`: the state of a session. Optional fields that do not apply are left out."""
 
     tenant: str
     session: str
-    position: int
+    position: Annotated[int, Meta(description="the session's number of tokens")]
     state: Annotated[str, Meta(description=OPEN, examples=["idle", "waiting", "running"])]
-    active: str | None
-    waiting: tuple[str, ...]
-    num_waiting: int = 0
-    requests: int
-    progress: Progress | None
-    resident: bool
-    kv_live_bytes: int
-    policy: str
-    cache: SessionCache | UnsetType = UNSET
-    capacity_tokens: int | UnsetType = UNSET
-    visible_tokens: int | UnsetType = UNSET
-    visible_from: int | UnsetType = UNSET
-    snapshot: str | UnsetType = UNSET
-    parent: Parent | UnsetType = UNSET
+    active: Annotated[str | None, Meta(description="the id of the request that the worker carries out")]
+    waiting: Annotated[
+        tuple[str, ...], Meta(description="the ids of the waiting requests that skip and limit select")
+    ]
+    num_waiting: Annotated[int, Meta(description="how many requests wait in all")] = 0
+    requests: Annotated[int, Meta(description="how many requests were answered, without repeats")]
+    progress: Annotated[Progress | None, Meta(description="null unless a turn runs on the device")]
+    resident: Annotated[bool, Meta(description="whether KV of the session is on the device now")]
+    kv_live_bytes: Annotated[int, Meta(description="the size of that KV in bytes")]
+    policy: Annotated[str, Meta(description="the name of the session's cache policy")]
+    cache: Annotated[
+        SessionCache | UnsetType, Meta(description="the policy's numbers, unless it is full with snapshots")
+    ] = UNSET
+    capacity_tokens: Annotated[
+        int | UnsetType, Meta(description="unless the policy is full: the most tokens that the model sees")
+    ] = UNSET
+    visible_tokens: Annotated[
+        int | UnsetType, Meta(description="unless the policy is full: how many tokens the model sees now")
+    ] = UNSET
+    visible_from: Annotated[
+        int | UnsetType,
+        Meta(description="unless the policy is full: the model sees all from this position on"),
+    ] = UNSET
+    snapshot: Annotated[
+        str | UnsetType,
+        Meta(description="if requested: the longest stored snapshot of the tokens, as in turnkeep cache ls"),
+    ] = UNSET
+    parent: Annotated[Parent | UnsetType, Meta(description="where a fork began")] = UNSET
     tags: tuple[str, ...] | UnsetType = UNSET
-    answered_by: Model | UnsetType = UNSET
-    model: str
+    answered_by: Annotated[Model | UnsetType, Meta(description="the model of the last turn")] = UNSET
+    model: Annotated[str, Meta(description="the name of the worker's model")]
     worker: Metrics

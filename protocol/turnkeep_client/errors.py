@@ -29,14 +29,14 @@ RETRYABLE: Final[frozenset[ErrorCode]] = frozenset({"overloaded", "expired", "in
 
 
 class TokenLimit(Struct, frozen=True):
-    """How many tokens the session would have before the answer, and how many the context has."""
+    """The tokens that a session would have before the answer (`asked`), and those that fit (`allowed`)."""
 
     asked: int
     allowed: int
 
 
 class FieldError(ValueError):
-    """A field of a message is wrong; raised while decoding. `field` is its path within its object."""
+    """A field is wrong; raised while decoding. `field` is its path within the struct that it is in."""
 
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
@@ -119,7 +119,7 @@ class ResultTimeoutError(TurnkeepError, TimeoutError):
 class ResultRemovedError(TurnkeepError):
     """The request left the log, by a close of its session, before its result was received.
 
-    A tenant's mirror of the log also drops its oldest entries when it is full; such a request is answered.
+    A tenant's mirror of the log also drops its oldest entries when it is full; workers still answer those.
     """
 
 

@@ -32,7 +32,7 @@ class _Type(Struct):
 
 
 def field_of(error: msgspec.ValidationError) -> str | None:
-    """Return the path of the field that a decoded body has wrong; None if the error is about several."""
+    """Return the path of the field that is wrong in a body; None if the error is about no single field."""
     found = _PLACE.fullmatch(str(error))
     fault, path = (found["fault"], found["path"] or "") if found else (str(error), "")
     named = _UNKNOWN_FIELD.fullmatch(fault) or _MISSING_FIELD.fullmatch(fault)

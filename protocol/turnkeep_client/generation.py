@@ -83,10 +83,11 @@ class Generation:
             pass
 
     async def cancel(self) -> Cancelled:
-        """Ask the worker to stop this request; return the worker's reply, with the state it was in.
+        """Ask the worker to stop this request; return its reply, with the state that the request was in.
 
         A running answer ends, and its result has the finish_reason `cancelled` and the tokens so far. The
-        result arrives as usual: await the generation for it. Raises `TurnkeepError`.
+        result arrives as usual: await the generation for it. Raises `TurnkeepError`, such as a
+        `RequestFailedError` if the request was answered before.
         """
         return await self._cancel(self.id)
 
@@ -103,7 +104,7 @@ class Generation:
         call = self._call
         if call.is_resolved() or not call.is_published:
             return
-        call.heard()  # the block may have been left because of the timeout
+        call.restart_timeout()  # the block may have been left because of the timeout
         # Before the acknowledgement, `listening` would publish the request again.
         async with nullcontext() if call.seq is None else call.listening():
             while not call.is_resolved():
@@ -126,9 +127,9 @@ class Generation:
                 while not call.is_resolved() or chunks.waiting:
                     for chunk in await chunks.next_chunks(has_gap=assembly.has_gap):
                         if new := assembly.add(chunk):
-                            call.heard()
+                            call.restart_timeout()
                             yield new
-                            call.heard()  # the reader's own time is no wait
+                            call.restart_timeout()  # the reader's own time is no wait
                     if not call.is_resolved() and not chunks.waiting:
                         await call.wait_for_change(chunks.patience_s if assembly.has_gap else LAST_POLL_S)
         if rest := assembly.finish(self.result):

@@ -37,22 +37,24 @@ if TYPE_CHECKING:
 
 
 class Turn(Struct, frozen=True, kw_only=True):
-    """An append, or a generate with its answer. The session had `start` tokens before it, `position` after.
+    """An append, or a generate with its answer.
 
-    `seq` is the sequence of the request in the log.
-
-    The answer begins at `answer_start`; without an answer that is `position`. With `is_cut`, a rewind has
-    removed a part of the messages or of the answer. `request` and `answer` are still whole then, but
-    `answer` is None if none of its tokens is left. Positions are those at the time of the result: the chat
-    template may have changed earlier text since then (`rewritten_from`).
+    Positions are those at the time of the result: the chat template may have changed earlier text since then
+    (`rewritten_from`).
     """
 
+    #: Sequence of the request in the log.
     seq: int
     request: Append | Generate
+    #: None for an append, and if a rewind has removed all tokens of the answer.
     answer: Generated | None
+    #: The session's number of tokens before the turn.
     start: int
+    #: Where the answer begins; without an answer, `position`.
     answer_start: int
+    #: The session's number of tokens after the turn.
     position: int
+    #: Whether a rewind has removed a part of the messages or of the answer; here both are still whole.
     is_cut: bool = False
 
     @property
@@ -69,7 +71,7 @@ class Turn(Struct, frozen=True, kw_only=True):
 
 
 def answer_message(answer: Generated, prefix: str = "") -> Message:
-    """Return an answer as an assistant message; `prefix` is the beginning that its request gave."""
+    """Return an answer as an assistant message, behind the `prefix` that its request gave."""
     calls = tuple(
         ToolCall(id=call.id, function=Function(call.function.name, call.function.arguments))
         for call in answer.tool_calls

@@ -32,7 +32,7 @@ def image(source: str | Path | bytes) -> dict[str, Any]:
 
 
 def media_type(data: bytes) -> str:
-    """Return the media type of an image file by its first bytes; PNG's for those that are no image."""
+    """Return the media type of an image file by its first bytes; `image/png` if they are not known."""
     begins = {b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
     kind = next((kind for begin, kind in begins.items() if data.startswith(begin)), "image/png")
     return "image/webp" if data[8:12] == b"WEBP" else kind
@@ -49,9 +49,9 @@ def digest_of(data: bytes) -> str:
 
 
 def entries(data: bytes, most_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, bytes]]:
-    """Yield the digest and the body of each entry of a file, in the order to store them: its own is last.
+    """Yield the digest and body of each log entry that stores a file: its pieces, then the file's own entry.
 
-    No piece has more than `most_bytes`.
+    No body of a piece has more than `most_bytes`, or 4,096 if that is less.
     """
     size = max(min(most_bytes, PIECE_BYTES), _LEAST_BYTES)
     if len(data) <= size:
@@ -65,10 +65,10 @@ def entries(data: bytes, most_bytes: int = PIECE_BYTES) -> Iterator[tuple[str, b
     yield digest_of(data), digests
 
 
-async def assembled(digest: str, read: Callable[[str], Awaitable[bytes | None]]) -> bytes | None:
-    """Read a file's entries, and return the file; None if one is missing or is not what its name says.
+async def assemble(digest: str, read: Callable[[str], Awaitable[bytes | None]]) -> bytes | None:
+    """Return the file with this digest from its entries; None if one is missing, or the digest is wrong.
 
-    `read` returns the body of the entry with a digest.
+    `read` returns the body of the entry with a digest, None if there is none.
     """
     body = await read(digest)
     if body is None or digest_of(body) == digest:
@@ -86,12 +86,12 @@ async def assembled(digest: str, read: Callable[[str], Awaitable[bytes | None]])
 
 
 def files_of(request: object) -> dict[str, bytes]:
-    """Return the files of images that a request's messages were given with, by digest."""
+    """Return the image files that a request's messages contain, by digest; not those that they only name."""
     messages: Any = getattr(request, "messages", None) or ()
     return {digest: data for message in messages for digest, data in message.files.items()}
 
 
-def named_by(request: object) -> list[str]:
+def images_of(request: object) -> list[str]:
     """Return the digests of the images in a request's messages, in order."""
     messages: Any = getattr(request, "messages", None) or ()
     return [digest for message in messages for digest in images_in(message.content)]
@@ -103,7 +103,7 @@ def images_in(content: Any) -> list[str]:
 
 
 def text_in(content: Any) -> str:
-    """Return the text of a message's content."""
+    """Return the text of a message's content, without its images."""
     if not _has_parts(content):
         return content or ""
     return "".join(part["text"] for part in content if part["type"] == "text")

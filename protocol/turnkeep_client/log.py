@@ -71,7 +71,7 @@ class Entry(NamedTuple):
 
     @property
     def model(self) -> str | None:
-        """The name of the model that made a result."""
+        """The name of the model that made a result; None if the result does not say."""
         return self.headers.get(MODEL_HEADER)
 
     @property
@@ -81,12 +81,12 @@ class Entry(NamedTuple):
 
     @property
     def build(self) -> Mapping[str, str]:
-        """The `worker` that made a result, its `version`, `dtype`, `device` and `kv` precision."""
+        """The `worker` that made a result, its `version`, `dtype`, `device`, `kv` precision, where known."""
         return words(self.headers.get(BUILD_HEADER, ""))
 
     @property
     def first_stored(self) -> datetime:
-        """The time when the log stored it; of a copied result, when its first log did."""
+        """The time when the log stored this entry; for a copied result, when the original log did."""
         with suppress(ValueError):
             copied = datetime.fromisoformat(self.headers.get(STORED_HEADER, ""))
             return copied if copied.tzinfo else self.stored
@@ -94,7 +94,7 @@ class Entry(NamedTuple):
 
     @property
     def seed(self) -> int | None:
-        """The seed that a copied request was answered with."""
+        """The seed that a copied request was answered with; None if the request has one, or is no copy."""
         header = self.headers.get(SEED_HEADER, "")
         return int(header) if re.fullmatch("[0-9]{1,17}", header) else None
 

@@ -33,11 +33,13 @@ async def run_tools(
     """Generate, run the functions that the answer calls, and send their results, until an answer calls none.
 
     Returns the last answer, after `most` answers at the latest. `sampling` has the `tools` that describe the
-    functions. A function gets its arguments by keyword; it may be async, and may return any value that JSON
-    can hold. If it raises an exception, that is the call's result, for the model to read. With a
-    `request_id`, the caller can run this again after a crash: functions are called again, but the session
-    keeps the results that were sent first, and no answer is generated twice. It must be some ten characters
-    shorter than other ids, since each step adds its number.
+    functions. A function gets its arguments by keyword; it can be async, and return any value that JSON can
+    hold. If it raises an exception, the model reads that as the call's result. With a `request_id`, the
+    caller can run this again after a crash: functions are called again, but the session keeps the results
+    that were sent first, and no answer is generated twice. The id must be some ten characters shorter than
+    others, since each step adds its number.
+
+    Raises `InvalidMessageError` if a tool has no function, and what `Session.generate` raises.
     """
     if unknown := {name for name in _names(sampling) if name not in functions}:
         raise InvalidMessageError(f"there is no function for {', '.join(sorted(unknown))}")

@@ -172,19 +172,19 @@ def decode_result(body: bytes) -> Result:
 
 
 def encode_answer(result: Result, asked: Asked) -> bytes:
-    """Encode a result together with the request that it answers."""
+    """Encode a result with the request that it answers in the field `asked`."""
     return encode(result)[:-1] + b',"asked":' + _ENCODER.encode(asked) + b"}"
 
 
 def decode_asked(body: bytes) -> Asked | None:
-    """Decode the field `asked` of a result's body; None if there is none."""
+    """Decode the field `asked` of a result's body; None if it is missing or invalid."""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _ANSWERING.decode(body).asked
     return None
 
 
 def decode_linked(value: bytes | None) -> Asked | None:
-    """Decode what a long request's `link` leads to; None if that is gone or invalid."""
+    """Decode the `Asked` that the `link` of a shortened one leads to; None if it is gone or invalid."""
     with contextlib.suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return _LINKED.decode(value or b"")
     return None
@@ -206,7 +206,7 @@ def decode_chunk(body: bytes) -> Chunk:
 
 
 def decode_control_reply(body: bytes) -> ControlReply:
-    """Decode the answer to a control request; raises `InvalidMessageError`."""
+    """Decode the answer to a control request, a `Failed` included; raises `InvalidMessageError`."""
     return _decode(_CONTROL_REPLY, body, "a control reply")
 
 

@@ -15,15 +15,14 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 
 class Figure(NamedTuple):
-    """How Prometheus gets a field: as `counter`, `gauge` or `histogram`.
-
-    `labels` has a label for each level of a mapping. `name` is the name after `turnkeep_`, where it is not
-    the field's own name with the unit.
-    """
+    """How a field is exported to Prometheus."""
 
     kind: Kind
+    #: The help text.
     text: str
+    #: A label for each level of a field that is a mapping.
     labels: tuple[str, ...]
+    #: The name after `turnkeep_`; if empty, the field's own name with the unit.
     name: str
     unit: str
 
@@ -39,7 +38,10 @@ _duration: Final = partial(_figure, "histogram", unit="seconds")
 
 
 class Histogram(Struct, frozen=True):
-    """Counts by upper bound; `counts` has one more entry than `bounds`, for values above the last."""
+    """Counts of values by upper bound, not cumulative, with the values' `sum` and `count`.
+
+    `counts` has one more entry than `bounds`, for values above the last bound.
+    """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -114,7 +116,7 @@ UNLOADED: Final = "unloaded"
 
 
 class Totals(Struct, kw_only=True):
-    """The fields of a worker's metrics that the worker counts in place, in an object of this class."""
+    """The part of a worker's metrics that the worker counts directly in an object of this class."""
 
     prefilled_tokens: Annotated[int, _counter("Prompt tokens that were run.")]
     cached_tokens: Annotated[int, _counter("Prompt tokens whose KV was reused.")]
@@ -123,7 +125,7 @@ class Totals(Struct, kw_only=True):
     accepted_draft_tokens: Annotated[int, _counter("Speculated tokens that were right.")] = 0
     draft_saved_s: Annotated[float, _gauge("Time that speculation has saved.")] = 0.0
     recalled_tokens: Annotated[int, _counter("Tokens whose KV an answer has recalled from SSD.")] = 0
-    decoding_s: Annotated[float, _counter("Time in which answers were decoded.")] = 0.0
+    decoding_s: Annotated[float, _counter("Total time of decoding steps.")] = 0.0
     audited_blocks: Annotated[int, _counter("Restored blocks whose KV was computed again.")] = 0
     wrong_blocks: Annotated[int, _counter("Restored blocks whose KV was wrong.")] = 0
 
@@ -131,28 +133,17 @@ class Totals(Struct, kw_only=True):
 class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"):  # type: ignore[misc]
     """A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
 
-    `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
-    memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum
-    of sessions at work. `sampling` has the options of a generate that the model's authors recommend; the
-    worker applies none by itself. `reasoning` says that the model marks reasoning in its answers, `vision`
-    that it sees images. A model is asked only for what it `makes`; `model_changed_s` says when its folder's
-    config.json was written, in seconds since 1970. `others` names the prefix's other running workers; a
-    worker that `drains` hands its sessions to them. A `device` of `unloaded` says that the first request
-    loads the model.
-
-    `max_message_bytes` is the size of the largest request that the log takes. `queue_time` and
-    `request_duration` count the appends and generates from the moment when the log stored them, by the
-    server's clock: `queue_time` until they began to run, `request_duration` until the results of successful
-    ones were stored. `decoding_s` is the total time of decoding steps, for tokens per second without idle
-    time; without drafts these steps would have taken `draft_saved_s` longer (shorter if negative).
-    `by_tenant` is sent only on the metrics subject, never in an answer to a control request.
+    `queue_time` and `request_duration` count the appends and generates from the moment when the log stored
+    them, by the server's clock: `queue_time` until they began to run, `request_duration` until the results of
+    successful ones were stored. Without drafts, decoding would have taken `draft_saved_s` longer (shorter if
+    negative) than `decoding_s`.
     """
 
     worker: str
     version: str
     model: str
-    device: str
-    others: tuple[str, ...] = ()
+    device: Annotated[str, Meta(description="unloaded if the first request loads the model")]
+    others: Annotated[tuple[str, ...], Meta(description="the prefix's other running workers")] = ()
     drains: Annotated[bool, _gauge("1 while the worker gives its sessions to the others.")] = False
     uptime_s: Annotated[float, _gauge("Time since the worker started.")]
     requests: Annotated[
@@ -168,7 +159,7 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     ] = 0
     log_bytes: Annotated[int, _gauge("Size of the log's stream.")] = 0
     log_max_bytes: Annotated[int, _gauge("Size at which the log refuses requests.")] = 0
-    max_message_bytes: int = 0
+    max_message_bytes: Annotated[int, Meta(description="size of the largest request that the log takes")] = 0
     ignored: Annotated[
         dict[str, int],
         _counter("Entries and chunks that no worker can have published.", "kind", name="ignored_entries"),
@@ -208,12 +199,19 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     ) = UNSET
     resident_kv_bytes: Annotated[int, _gauge("KV on the device.")]
     context_tokens: Annotated[int, _gauge("Most tokens of a session with all of its KV.")] = 0
-    sampling: dict[str, int | float] = {}
-    reasoning: bool = False
-    vision: bool = False
-    makes: tuple[Made, ...] = ("answers",)
+    sampling: Annotated[
+        dict[str, int | float],
+        Meta(
+            description="options that the model's authors recommend; applied only if a request asks for them"
+        ),
+    ] = {}
+    reasoning: Annotated[bool, Meta(description="whether the model marks reasoning in its answers")] = False
+    vision: Annotated[bool, Meta(description="whether the model sees images")] = False
+    makes: Annotated[tuple[Made, ...], Meta(description="what the model can be asked for")] = ("answers",)
     weight_bytes: Annotated[int, _gauge("Size of the model's weights in memory.")] = 0
-    model_changed_s: float = 0.0
+    model_changed_s: Annotated[
+        float, Meta(description="when the model's config.json was written, in seconds since 1970")
+    ] = 0.0
     kv_limit_bytes: Annotated[int, _gauge("Limit of KV on the device.")]
     device_memory_bytes: Annotated[int, _gauge("Limit of all memory on the device.")] = 0
     mlx_active_bytes: Annotated[int, _gauge("Memory that MLX has in use.")]
@@ -222,25 +220,24 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
     measured_scratch_bytes: Annotated[int, _gauge("Scratch memory of a step, as measured.")] = 0
     process_bytes: Annotated[int, _gauge("Resident memory of the process.")]
     snapshots: SnapshotCounters
-    by_tenant: TenantFigures = TenantFigures()
+    by_tenant: Annotated[
+        TenantFigures, Meta(description="empty in answers to control requests, which all tenants can read")
+    ] = TenantFigures()
 
 
 class GatewayMetrics(Struct, frozen=True, kw_only=True, tag_field="type", tag="gateway"):
-    """An HTTP gateway's counts since its start, published every `interval_s` seconds.
-
-    `requests` counts HTTP requests by status, `answers` by how their conversation was found (`begun`,
-    `continued`, `forked`, `repeated`), `tokens` by kind (`reused`, `prefilled`, `generated`). `resumed`
-    counts answers that another worker continued. `running` and `conversations` are current numbers: requests
-    being answered, and conversations known.
-    """
+    """An HTTP gateway's counts since its start, published every `interval_s` seconds."""
 
     gateway: str
     version: str
     uptime_s: float
     interval_s: float = 5.0
-    running: int
-    conversations: int
-    requests: dict[str, int]
-    answers: dict[str, int]
-    tokens: dict[str, int]
-    resumed: int
+    running: Annotated[int, Meta(description="HTTP requests that are being answered now")]
+    conversations: Annotated[int, Meta(description="conversations that the gateway knows now")]
+    requests: Annotated[dict[str, int], Meta(description="HTTP requests by status")]
+    answers: Annotated[
+        dict[str, int],
+        Meta(description="by how their conversation was found: begun, continued, forked, repeated"),
+    ]
+    tokens: Annotated[dict[str, int], Meta(description="by kind: reused, prefilled, generated")]
+    resumed: Annotated[int, Meta(description="answers that another worker continued")]

@@ -69,7 +69,7 @@ class NamedTool(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How an answer's reasoning is limited and kept. After `budget` tokens the reasoning is ended.
+    """How an answer's reasoning is limited and kept. After `budget` tokens the worker ends the reasoning.
 
     Without `keep` the next user message drops the reasoning from the session, and the answer's text is
     prefilled again. Some chat templates drop reasoning by themselves.
@@ -133,7 +133,7 @@ class Message(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=Tru
         return _in_order({"role": self.role, "content": "", **msgspec.to_builtins(self)}, self.sent)  # type: ignore[no-any-return]
 
     def of_keys(self, given: Any) -> Message:
-        """Give the encoded message its keys in the order of the dict `given`; return the message."""
+        """Let `encode` write this message with its keys in the order of the dict `given`; return it."""
         force_setattr(self, "sent", _in_order(msgspec.to_builtins(self), given))
         return self
 
@@ -249,7 +249,7 @@ Variables = Annotated[
 
 
 class Input(_Request, frozen=True):
-    """What an append and a generate have in common."""
+    """The fields that an append and a generate have in common."""
 
     messages: tuple[Message, ...] | None = None
     text: Text | None = None
@@ -271,7 +271,7 @@ Tools = Annotated[tuple[Tool, ...], Meta(max_length=512)]
 def check_rendering(tools: Tools, variables: dict[str, Any]) -> list[str]:
     """Check the tools and variables of a request for the chat template; return the tools' names.
 
-    Raises ValueError.
+    Raises `FieldError` for a variable that the worker passes itself, and for two tools of one name.
     """
     if own := next((name for name in _OWN_VARIABLES if name in variables), None):
         why = f"the request has {own} in chat_template_kwargs, which the template gets otherwise"
@@ -363,8 +363,8 @@ class Close(_Request, frozen=True, tag="close"):
     request, and those of closed sessions of this name that are still in the log.
 
     `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
-    next one does so before it continues any. With `cancel`, even a session of which no request has run yet
-    can be closed.
+    next worker cancels them before it continues one. With `cancel`, even a session of which no request has
+    run yet can be closed.
     """
 
     forget: bool = False

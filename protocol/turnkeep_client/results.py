@@ -38,12 +38,12 @@ class _Result(Struct, frozen=True, kw_only=True, tag_field="type", omit_defaults
 class Asked(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The request that a result answers, and the time at which the log stored the request.
 
-    Each result has it in the field `asked`; `decode_asked` reads it. So the results of a session, in their
-    order, say all that happened in it.
+    Each result has this in its field `asked`, which `decode_asked` reads. So the results of a session, in
+    their order, say all that happened in it.
 
     `request` is the request as it was sent, and `headers` are its headers whose names begin with `Turnkeep-`.
-    If they are long, they are left out: `link` names the last of the messages of the log that together have
-    this `Asked` as a whole. The `request` of an invalid one is a string: its first 1,024 bytes, as UTF-8.
+    If these are too long, they are left out: `link` names the last of the messages of the log that together
+    have the complete `Asked`. An invalid request is a string here: its first 1,024 bytes, as UTF-8.
     """
 
     stored: datetime
@@ -69,7 +69,7 @@ class SessionCache(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, asked: CachePolicy) -> SessionCache | None:
-        """Return the policy that a request asks for, with its defaults; None if it names none."""
+        """Return the policy that a request asks for, with its defaults; None if the request names none."""
         if asked.policy is None:
             return None
         given = {name: getattr(asked, name) or default for name, default in POLICIES[asked.policy].items()}
@@ -101,29 +101,26 @@ class Model(Struct, frozen=True, kw_only=True):
 
 
 class PlacedImage(Struct, frozen=True):
-    """An image among a session's tokens: rows of the image stand for the tokens `[start, end)`.
+    """An image among a session's tokens: the model gets rows computed from it in place of `[start, end)`."""
 
-    `digest` is the SHA-256 of its file. `fingerprint` names what the rows are computed from; `grid` says how
-    many tokens the model needs for it, and in which order. If the tokens have positions in a plane, each
-    of its lines has `columns` tokens.
-    """
-
-    digest: str
+    digest: Annotated[str, Meta(description="the SHA-256 of the image's file")]
     start: int
     end: int
-    fingerprint: str
-    grid: tuple[int, ...]
-    columns: int = 0
+    fingerprint: Annotated[str, Meta(description="names the pixels and settings that give the rows")]
+    grid: Annotated[
+        tuple[int, ...], Meta(description="the image's size for the model, from which its tokens follow")
+    ]
+    columns: Annotated[int, Meta(description="tokens in a line, if positions are in a plane; else 0")] = 0
 
 
 class Change(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a request changed the session's tokens, so that workers can read a log without a model.
 
     The first `kept` tokens stay; after them come those of the `input`, then the answer's. `input` is base64
-    of the token ids as LEB128 numbers; if long, it is stored in other messages of the log, which the result's
-    header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the first `raw`
-    tokens are raw content. With `holds_answer`, the input ends with the answer, since the result's `tokens`
-    are ids of another tokenizer. `images` are those among the input's tokens.
+    of the token ids as LEB128 numbers; if that is long, it is stored in other messages of the log, which the
+    result's header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the
+    first `raw` tokens are raw content. With `holds_answer`, the input ends with the answer, since the
+    result's `tokens` are ids of another tokenizer. `images` are the images among the input's tokens.
     """
 
     kept: int
@@ -154,7 +151,8 @@ class Parent(Struct, frozen=True, kw_only=True):
 class Opened(_Bounded, frozen=True, tag="opened"):
     """Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`.
 
-    A fork has a `parent`, and `position` counts the tokens that it took from it; `model` is its parent's.
+    A fork has a `parent`; `position` is then the number of tokens that the fork took from the parent, and
+    `model` the parent's model.
     """
 
     model: Model | None = None
@@ -163,7 +161,7 @@ class Opened(_Bounded, frozen=True, tag="opened"):
 
 
 class Rewound(_Bounded, frozen=True, tag="rewound"):
-    """Answer to `rewind`."""
+    """Answer to `rewind`; `position` is the number of tokens that are left."""
 
 
 class Closed(_Result, frozen=True, tag="closed"):
@@ -243,7 +241,7 @@ class Usage(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Seconds(Struct, frozen=True, kw_only=True):
-    """Times of one generate: in the queue, in prefill, to the first token, total."""
+    """Times of one generate since the worker got it: in the queue, in prefill, to the first token, total."""
 
     queued: float
     prefill: float
@@ -264,7 +262,7 @@ class LikelyToken(Struct, frozen=True, omit_defaults=True):
 
 
 class TokenLogprob(LikelyToken, frozen=True, omit_defaults=True):
-    """One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, best first."""
+    """One token of an answer. `top` has the tokens that were likeliest in its place, the likeliest first."""
 
     top: tuple[LikelyToken, ...] = ()
 
@@ -332,7 +330,7 @@ class Generated(_Turned, frozen=True, tag="generated"):
 
 
 class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", omit_defaults=True):
-    """Answer to a request that changed nothing. `id` is null if the body has no valid one.
+    """Answer to a request that failed and changed nothing. `id` is null if the body has no valid id.
 
     `field` is the path of the field that is wrong, if it is one, such as `messages[0].role`. `limit` is there
     if the context is exceeded.
@@ -349,7 +347,7 @@ class Failed(Struct, frozen=True, kw_only=True, tag_field="type", tag="failed", 
     repeat_of: int | None = None
 
     def as_error(self) -> RequestFailedError:
-        """Return the exception that tells a program of this failure."""
+        """Return the failure as an exception for the caller to raise."""
         return RequestFailedError(
             self.code, self.message, retryable=self.retryable, field=self.field, limit=self.limit
         )
@@ -370,7 +368,7 @@ class DeadLetter(Struct, frozen=True, kw_only=True, tag_field="type", tag="dead"
 
     seq: int
     id: str | None
-    request: str
+    request: Annotated[str, Meta(description="the request's type")]
     position: int
     attempts: int
     reason: str

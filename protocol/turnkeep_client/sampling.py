@@ -184,15 +184,16 @@ class Sampling(TypedDict, total=False):
 
 
 class SamplingOption(NamedTuple):
-    """A sampling option. `meta` has its text and range, `kind` its type: int, float, bool, dict or tuple.
-
-    `names` has its names in other APIs, where they differ. `is_recommended`: models may recommend a value.
-    """
+    """A sampling option of `Generate`."""
 
     name: str
+    #: Its type: int, float, bool, dict or tuple.
     kind: type
+    #: Its help text and range.
     meta: Meta
+    #: Its names in other APIs, by API, where they differ.
     names: Mapping[str, str]
+    #: Whether a model's authors can recommend a value.
     is_recommended: bool
 
     def name_in(self, api: str) -> str:

@@ -188,7 +188,7 @@ class Session:
         return Generation(call, self._wire, self.cancel)
 
     def follow(self, request: Generate, seq: int) -> Generation:
-        """Return the answer to a generate that is already in the log, at `seq`; publish nothing."""
+        """Return the `Generation` of a generate that is already in the log, at `seq`; publish nothing."""
         call = self._call(request, None)
         call.seq = seq
         return Generation(call, self._wire, self.cancel, is_late=True)
@@ -201,7 +201,7 @@ class Session:
         expect_position: int | None = None,
         timeout_s: float | None = None,
     ) -> Rewound:
-        """Drop all tokens of the session from `position` on."""
+        """Drop all tokens of the session from `position` on; return the session's new state."""
         request = build(Rewind, request_id, position=position, expect_position=expect_position)
         return expect(Rewound, await self._call(request, timeout_s))
 
@@ -291,16 +291,20 @@ class Session:
         return found
 
     async def info(self, *, skip: int = 0, limit: int = 100, snapshot: bool = False) -> SessionInfo:
-        """Return the session's state, from the worker that holds it.
+        """Return the session's state, from the worker that serves the session.
 
         The state counts all waiting requests, and names at most `limit` of them after the first `skip`.
-        With `snapshot` it names the last snapshot of the session's KV.
+        With `snapshot` it names the longest stored snapshot of the session's KV. An unknown session raises
+        `RequestFailedError`.
         """
         request = InfoRequest(skip=skip, limit=limit, snapshot=snapshot)
         return expect(SessionInfo, await self._control(request))
 
     async def cancel(self, request_id: str) -> Cancelled:
-        """Stop a waiting or running request of the session."""
+        """Stop a waiting or running request of the session; return the state that it was in.
+
+        Its result is in the log by then. Raises `RequestFailedError` if no such request waits or runs.
+        """
         return expect(Cancelled, await self._control(CancelRequest(id=check_id("request id", request_id))))
 
     async def count(

@@ -53,7 +53,7 @@ class LoggedRequest(NamedTuple):
 
 
 class LoggedResult(NamedTuple):
-    """A result in the log, at the sequence `entry.seq`; `result` is None if no worker wrote it."""
+    """A result in the log, at the sequence `entry.seq`; `result` is None if it is not valid."""
 
     entry: Entry
     result: Result | None
@@ -79,7 +79,10 @@ class Exchange(NamedTuple):
 
     @property
     def seed(self) -> int | None:
-        """The seed that the worker derived for a generate; None if it has one, or was not sampled."""
+        """The seed that the worker derived for a generate; None for others.
+
+        That is also None if the generate has a seed of its own, or needed none, with a temperature of 0.
+        """
         request, asked = self.request, self.asked
         if (
             isinstance(request, Generate)
@@ -91,16 +94,17 @@ class Exchange(NamedTuple):
 
 
 class SessionLog(Struct, frozen=True, dict=True):
-    """The log of one session, or a part of it: its results from the sequence `start` on, in order.
+    """The log of one session, or its part from the sequence `start` on.
 
-    `asked` has the requests of these results, and the requests without a result, in order. Results have
-    their requests, which leave the log's queue (`in`) later. Of a long request that no worker could read only
-    the beginning is left then, and a result is missing if the log has lost it. What is left from before
-    a close that forgets the session is not in it: it is being removed.
+    Answered requests are read from the log's queue (`in`) or, once they have left it, from their results; of
+    a long invalid request only the beginning is left then. A result is missing if the log has lost it.
+    Entries from before a close that forgets the session are left out, as they are being removed.
     """
 
     key: SessionKey
+    #: The requests of `answers`, and the requests without a result, in order.
     asked: tuple[LoggedRequest, ...]
+    #: The results, in order.
     answers: tuple[LoggedResult, ...]
     start: int = 1
 
@@ -129,7 +133,10 @@ class SessionLog(Struct, frozen=True, dict=True):
 
 
 def changes_session(result: Result) -> bool:
-    """Whether the request changed the session: not if it failed, was cancelled at once, or is a repeat."""
+    """Whether a request with this result changed the session.
+
+    It did not if it failed, was cancelled before its first token, or is a repeat.
+    """
     if isinstance(result, Generated) and not result.tokens and result.finish_reason == "cancelled":
         return False
     return result.repeat_of is None and not is_failure(result)
@@ -146,7 +153,7 @@ def is_failure(result: Result) -> bool:
 
 
 def paired(key: SessionKey, entries: Iterable[Entry]) -> SessionLog:
-    """Make the log of a session from its requests and its results, each in order."""
+    """Return the log of a session, made from entries: its requests in order, and its results in order."""
     entries = [*entries]
     answers = [LoggedResult(one, decoded(decode_result, one.body)) for one in entries if one.kind == "out"]
     return _joined(key, [one for one in entries if one.kind == "in"], answers, 1)
@@ -228,10 +235,10 @@ async def queued(stream: LogStream, key: SessionKey) -> tuple[LoggedRequest, ...
 
 
 async def tails(stream: LogStream, key: SessionKey, end: int | None = None) -> AsyncIterator[SessionLog]:
-    """Yield longer and longer last parts of a session's log, at last the whole log.
+    """Yield the end of a session's log, then ever longer ends of it, finally the whole log.
 
-    The parts end before the sequence `end`; with None, after the last request and result. So the last turns
-    of a long session cost no more than those of a short one. Raises `NoWorkerError`.
+    All end before the sequence `end`; with None, after the last request and result. So a caller that stops
+    early reads the last turns of a long session as fast as those of a short one. Raises `NoWorkerError`.
     """
     if end is None:
         seqs = [one.seq async for _, one in stream.last([key], "in")]
@@ -253,7 +260,7 @@ async def first(stream: LogStream, key: SessionKey, num: int, start: int = 1) ->
 
 
 async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
-    """Yield all results of a tenant, and all requests, some of them twice: from the queue, and of a result.
+    """Yield all requests and results of a tenant; a request twice if queue and result both have it.
 
     Needs `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
     """
@@ -267,7 +274,7 @@ async def entries(stream: LogStream, tenant: str) -> AsyncIterator[Entry]:
 
 
 async def find_request(stream: LogStream, key: SessionKey, seq: int) -> LoggedRequest | None:
-    """Read the request that was stored at a sequence; None if the log does not have it."""
+    """Read the request that was stored at the sequence `seq`; None if the log does not have it."""
     stored = await stream.get(key, "in", seq)
     if stored and (found := stream.entry(stored)):
         return LoggedRequest(found, decoded(decode_request, found.body))
@@ -280,14 +287,13 @@ async def find_request(stream: LogStream, key: SessionKey, seq: int) -> LoggedRe
 
 
 class End(NamedTuple):
-    """The end of a session's log: its last result, its requests without a result, and its last change.
+    """The end of a session's log."""
 
-    `changed` is the last result that changed the session: a refused or repeated request says nothing of its
-    state. None if the log has none.
-    """
-
+    #: The last result; None if there is none.
     answered: LoggedResult | None
+    #: The requests without a result, in order.
     waiting: tuple[LoggedRequest, ...]
+    #: The last result that changed the session, so has its state; None if there is none.
     changed: LoggedResult | None
 
     @property
@@ -304,7 +310,7 @@ class End(NamedTuple):
 
 
 async def ends(stream: LogStream, counts: Mapping[SessionKey, Mapping[str, int]]) -> dict[SessionKey, End]:
-    """Read the ends of the logs of sessions, given each one's numbers of entries.
+    """Read the ends of the logs of sessions; `counts` are as from `LogStream.subjects`.
 
     Leaves out sessions that have neither a result nor a request without one. Needs
     `$JS.API.DIRECT.GET.<log>`. Raises `NoWorkerError`.
@@ -349,7 +355,7 @@ async def _ends(
 
 
 async def read_part(stream: LogStream, answered: Entry) -> bytes | None:
-    """Read the data that did not fit into a result (`PARTS_HEADER`); None if it is gone or changed."""
+    """Read the data that the header `PARTS_HEADER` of a result names; None if it is gone or changed."""
     return await _long(stream, answered.key, answered.headers[PARTS_HEADER])
 
 
@@ -382,7 +388,7 @@ def decoded(decode: Callable[[bytes], _T], body: bytes) -> _T | None:
 class Listed(Struct, frozen=True, kw_only=True):
     """A session in the log. `position` is the number of its tokens, None before the first result.
 
-    `last` is the time of its last request or result; `is_waiting` while a request has no result.
+    `last` is the time of its last request or result; `is_waiting` says whether a request has no result.
     """
 
     name: str
@@ -393,7 +399,7 @@ class Listed(Struct, frozen=True, kw_only=True):
 
 
 def listed(by_key: Mapping[SessionKey, End]) -> list[Listed]:
-    """Make the list of sessions, most recently used first."""
+    """Return the sessions with these ends of their logs as a list, most recently used first."""
     found = [
         Listed(
             name=key.session,

@@ -21,7 +21,7 @@ from .errors import (
     NoAnswerError,
     StreamError,
 )
-from .images import assembled
+from .images import assemble
 from .log import entry
 from .subjects import SessionKey, check_id
 
@@ -126,11 +126,12 @@ class LogStream:
     async def every(
         self, key: SessionKey, kind: str = "*", start: int = 1, end: float = inf
     ) -> AsyncIterator[tuple[SessionKey, Stored]]:
-        """Yield a session's entries but images from the sequence `start` to before `end`.
+        """Yield a session's entries, without images, from the sequence `start` to before `end`.
 
-        The key's tenant and session may be `*` (all). Needs `$JS.API.DIRECT.GET.<log>`. Replicas that lag
-        behind may lack the newest entries; for one session, a client with `$JS.API.STREAM.MSG.GET.<log>`
-        waits until it has all stored before the call. Raises `NoWorkerError`, also if that takes too long.
+        With a `kind` yield only entries of that kind, such as `in`. The key's tenant and session may be `*`
+        (all). Needs `$JS.API.DIRECT.GET.<log>`. Replicas that lag behind may lack the newest entries; for one
+        session, a client with `$JS.API.STREAM.MSG.GET.<log>` waits until it has yielded all that were stored
+        before the call. Raises `NoWorkerError`, also if that takes more than about two seconds.
         """
         subject = f"{self._subjects.log(_pattern(key.tenant, key.session))[:-1]}{kind}"
         is_one = "*" not in (key.tenant, key.session)
@@ -174,7 +175,10 @@ class LogStream:
                     yield one
 
     async def get(self, key: SessionKey, kind: SessionKind, seq: int) -> Stored | None:
-        """Read one entry of a session; None if it was removed. Otherwise as `every`."""
+        """Read the entry of a session at the sequence `seq`; None if it was removed, or is of another kind.
+
+        Needs and raises what `every` does.
+        """
         async for _, one in self.every(key, kind, seq, seq + 1):
             return one
         return None
@@ -195,10 +199,13 @@ class LogStream:
             found = await self._api.last(self.name, self._subjects.image(key, name))
             return found.body if found else None
 
-        return await assembled(digest, read)
+        return await assemble(digest, read)
 
     async def image_entries(self, key: SessionKey) -> dict[str, bytes]:
-        """Read the last body of each entry of a session's images, by digest. Needs as `image`."""
+        """Read the bodies of all entries of a session's images, by digest; of several the last one.
+
+        Needs and raises what `every` does.
+        """
         found = {}
         async for _, one in self.every(key, "image.*"):
             found[one.headers["Nats-Subject"].rpartition(".")[2]] = one.body

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from typing import Any, Final
 
-from .asyncapi import document, written
+from .asyncapi import document, print_or_check
 
 #: The unions of messages, by the channel of the document that has them.
 _UNIONS: Final = {"Request": "in", "Result": "out", "ControlRequest": "ctl", "ControlReply": "ctlReply"}
@@ -94,8 +94,8 @@ def _name(schema: str) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the types; with `--check FILE` only return 1 if FILE differs from them."""
-    return written("turnkeep_client.typescript", render, arguments)
+    """Print the types, or check a file: see `print_or_check`."""
+    return print_or_check("turnkeep_client.typescript", render, arguments)
 
 
 if __name__ == "__main__":

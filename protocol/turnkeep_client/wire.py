@@ -75,9 +75,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """Counts of requests: not delivered; delivered but not acknowledged; redelivered among these."""
+    """Counts of requests without an acknowledgement by a worker."""
 
+    #: Requests that were not delivered yet.
     num_pending: int
+    #: Requests that were delivered; of these the ones that were delivered again.
     num_ack_pending: int
     num_redelivered: int
 
@@ -92,7 +94,11 @@ class NatsWire(Connection):
         self._jetstream = self._nats.jetstream()
 
     async def publish(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> int:
-        """Publish `body`, again if needed, until the log has stored it; return its stream sequence."""
+        """Publish `body`, again if needed, until the log has stored it; return its stream sequence.
+
+        Waits for a lost server without limit. Raises `NoAnswerError` if there is no log, `RequestFailedError`
+        if the log refuses the message, `MessageTooLargeError`, `NotPermittedError` and `ClientClosedError`.
+        """
         patience_s, num_refusals, is_doubtful = FIRST_ACK_S, 0, False
         while True:
             await self._connected.wait()
@@ -181,7 +187,10 @@ class NatsWire(Connection):
             task.cancel()
 
     async def read(self, stream: str, subject: str, seq: int) -> list[Stored]:
-        """Return the messages of `subject` in `stream` from `seq` on, in order; stop at any error."""
+        """Return the messages of `subject` in `stream` from the sequence `seq` on, in order.
+
+        Raises nothing: after an error, returns the messages that were read before it.
+        """
         found: list[Stored] = []
         with contextlib.suppress(TurnkeepError):  # the caller reads again
             request = {"seq": seq, "next_by_subj": subject}
@@ -191,7 +200,11 @@ class NatsWire(Connection):
         return found
 
     async def batches(self, stream: str, request: dict[str, Any]) -> AsyncGenerator[list[Stored], None]:
-        """Yield the messages that match a batched direct get, one list per batch. Raises `StreamError`."""
+        """Yield the messages that match a batched direct get, one list per batch.
+
+        Raises `StreamError` if more subjects match than the server answers for, `NotPermittedError`, and
+        `NoWorkerError` if the stream cannot be read.
+        """
         self._check()
         try:
             async with contextlib.aclosing(self._batches(stream, request)) as batches:
@@ -204,7 +217,7 @@ class NatsWire(Connection):
             raise self._unreached(f"{stream} could not be read", error) from None
 
     async def send(self, subject: str, body: bytes, headers: dict[str, str]) -> None:
-        """Publish without waiting for an acknowledgement."""
+        """Publish without waiting for an acknowledgement. Raises `NoWorkerError` if that fails here."""
         self._check(body, headers)
         try:
             await self._nats.publish(subject, body, headers=headers)
@@ -212,7 +225,10 @@ class NatsWire(Connection):
             raise self._unreached(f"{subject} could not be published", error) from None
 
     async def api(self, subject: str, body: bytes, headers: dict[str, str] | None = None) -> dict[str, Any]:
-        """Call JetStream's API, or publish to a stream, and return the answer. Raises `StreamError`."""
+        """Call JetStream's API, or publish to a stream, and return the answer.
+
+        Raises `StreamError` if JetStream refuses, `NoWorkerError` if it does not answer, `NotPermittedError`.
+        """
         self._check(body, headers)
         try:
             reply = await cancellable(self._nats.request(subject, body, timeout=API_S, headers=headers))
@@ -231,8 +247,8 @@ class NatsWire(Connection):
     ) -> None:
         """Store the files of images, by digest, for a session, unless its log has them. Raises as `publish`.
 
-        What the log has from before the session was closed leaves it later, so it is stored once more. Waits
-        for a lost server like `publish`; raises `NoWorkerError` after `timeout_s`.
+        Images from before the session's last close will be removed, so they are stored again. Waits for a
+        lost server like `publish`; raises `NoWorkerError` after `timeout_s`.
         """
         subjects = self.subjects
         try:
@@ -348,7 +364,7 @@ class NatsWire(Connection):
                 request = request | {"seq": found[-1].seq + 1}
 
     async def listen(self, subject: str, on_body: Callable[[bytes], None]) -> Callable[[], Awaitable[None]]:
-        """Subscribe: call `on_body` for every message. Await the returned function to unsubscribe."""
+        """Subscribe: call `on_body` with every message's body. Await the returned function to unsubscribe."""
 
         async def deliver(message: Msg) -> None:
             on_body(message.data)
@@ -362,7 +378,7 @@ class NatsWire(Connection):
         return stop
 
     async def bodies(self, subject: str) -> AsyncGenerator[bytes, None]:
-        """Yield the body of every message of a subject until the connection is closed."""
+        """Yield the bodies of a subject's messages until the connection ends. Raises `NotPermittedError`."""
         subscription = await self._subscribe(subject)
         try:
             with contextlib.suppress(*NATS_ERRORS):  # nats-py sends the first ping before the subscription

@@ -102,11 +102,11 @@ def test_an_answer_sent_back_is_recognised_with_or_without_white_space_around_it
     text: str, sent: str | None
 ) -> None:
     (prompt, after) = chain(user("a"), {"role": "assistant", "content": sent})[1:]
-    assert after in boundaries.answered(prompt, result(text))
+    assert after in boundaries.after_answer(prompt, result(text))
     call = Called(id="z", function=CalledFunction(name="weather", arguments='{"a":1}'))
     after = chain(user("a"), called('{ "a": 1 }'))[2]
-    assert after in boundaries.answered(prompt, result("\n", (call,)))
-    assert after not in boundaries.answered(prompt, result("\n"))
+    assert after in boundaries.after_answer(prompt, result("\n", (call,)))
+    assert after not in boundaries.after_answer(prompt, result("\n"))
 
 
 def test_digests_are_decoded_from_request_ids_and_from_the_tags_of_forks() -> None:
@@ -144,9 +144,9 @@ def test_the_conversation_index_drops_all_positions_after_text_that_the_template
     assert index.rewrites
     assert index.find(b"p") is None, "only the last prompt is known"
     assert index.find(b"q") == (held, (18, False))
-    (before,) = boundaries.answered(b"p", result("a"))
+    (before,) = boundaries.after_answer(b"p", result("a"))
     assert index.find(before) is None
-    (after,) = boundaries.answered(b"q", result("b"))
+    (after,) = boundaries.after_answer(b"q", result("b"))
     assert index.find(after) == (held, (20, True))
     index.drop(held)
     assert not index.sessions
@@ -156,7 +156,7 @@ def test_the_conversation_index_drops_all_positions_after_text_that_the_template
 
 def test_of_sessions_with_the_same_conversation_the_index_finds_one_that_needs_no_fork() -> None:
     index, one, two, three = SessionIndex(), *(IndexedSession(name, 0, 1.0) for name in "abc")
-    (after,) = boundaries.answered(b"p", result("a"))
+    (after,) = boundaries.after_answer(b"p", result("a"))
     answered(index, one, b"p", result("a"))
     answered(index, two, b"p", result("a"))
     assert index.find(after) == (one, (10, True))

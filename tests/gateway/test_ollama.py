@@ -73,7 +73,7 @@ def test_ollama_and_lm_studio_lists_show_an_unloaded_model_as_not_loaded_and_rea
     assert (studio["state"], studio["max_context_length"]) == ("not-loaded", 2048)
     assert "loaded_context_length" not in studio
     assert answers.running([model]) == {"models": []}
-    assert answers.shown(model)["capabilities"] == ["completion", "tools", "thinking"]
+    assert answers.description(model)["capabilities"] == ["completion", "tools", "thinking"]
 
 
 async def test_ollama_requests_that_cannot_be_served_are_refused_with_the_reason(

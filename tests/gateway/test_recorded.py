@@ -213,7 +213,7 @@ def test_an_answer_sent_back_as_items_matches_the_conversation_of_its_session() 
     swapped = [items[0], items[2], items[1], *items[3:]]
     for sent in (items, stripped, swapped):
         again = read(USER, *sent, tools=tools)
-        assert boundaries.chain(again.messages, again.options)[-1] in boundaries.answered(prompt, done)
+        assert boundaries.chain(again.messages, again.options)[-1] in boundaries.after_answer(prompt, done)
 
 
 def test_a_stream_of_the_responses_api_does_not_say_failed_if_no_worker_can_be_reached() -> None:

@@ -22,7 +22,7 @@ from msgspec import UNSET, structs
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from ops.exporter import scraped
+from ops.exporter import metrics_app
 from ops.exposition import FIGURES, families
 from ops.fleet import Fleet
 from ops.http_server import listening, server, url_of
@@ -272,7 +272,7 @@ class Page:
 
 async def test_the_exporter_on_loopback_answers_only_local_host_names() -> None:
     with listening("127.0.0.1", 0) as listener:
-        running = server(scraped(Page()), 1)
+        running = server(metrics_app(Page()), 1)
         task, url = asyncio.create_task(running.serve(sockets=[listener])), url_of(listener)
         for host in ("localhost:80", "127.0.0.1", "[::1]:9422"):
             status, body, _ = await asyncio.to_thread(get, url, "/metrics", Host=host)

@@ -13,7 +13,7 @@ from tests.parts import NatsServer
 from turnkeep_client import image
 from turnkeep_client.client import Client
 from turnkeep_client.errors import NoServerError
-from turnkeep_client.images import PIECE_BYTES, assembled, entries
+from turnkeep_client.images import PIECE_BYTES, assemble, entries
 from turnkeep_client.subjects import SessionKey
 from turnkeep_client.wire import READ_S
 
@@ -63,10 +63,10 @@ async def test_an_image_is_assembled_from_its_log_entries_only_if_each_matches_t
         return stored.get(name)
 
     assert max(map(len, stored.values())) <= PIECE_BYTES
-    assert await assembled(digest, read) == data
+    assert await assemble(digest, read) == data
     for name, body in [*stored.items()]:
         stored[name] = body[:-1] + bytes([body[-1] ^ 1])
-        assert await assembled(digest, read) is None
+        assert await assemble(digest, read) is None
         del stored[name]
-        assert await assembled(digest, read) is None
+        assert await assemble(digest, read) is None
         stored[name] = body

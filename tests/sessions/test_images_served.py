@@ -20,7 +20,7 @@ from tests.device import tiny_seeing
 from tests.parts import LocalWorker
 from turnkeep_client import image
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.images import files_of, named_by
+from turnkeep_client.images import files_of, images_of
 from turnkeep_client.messages import Generated
 from turnkeep_client.session import Session
 from turnkeep_client.session_log import read
@@ -242,7 +242,7 @@ async def test_a_worker_stores_an_image_sent_inside_a_request_and_the_log_names_
     await client._wire.publish(queued, json.dumps({**body, "id": "b"}).encode())
     assert (await ask(client.session("queued"), "so")).change.images == ()
     (_, asked), *_ = (await read(client.stored, client.session("queued").key)).asked
-    assert (named_by(asked), files_of(asked)) == ([digest(RED)], {})
+    assert (images_of(asked), files_of(asked)) == ([digest(RED)], {})
     assert await client.session("queued").image(digest(RED)) == RED
     counted = await client.session("raw").count(messages=[{"role": "user", "content": content}])
     assert counted.position == (await ask(client.session("raw"), "what is ", RED, max_tokens=0)).position

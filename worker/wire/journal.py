@@ -18,7 +18,7 @@ import structlog
 from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.images import assembled, entries
+from turnkeep_client.images import assemble, entries
 from turnkeep_client.log import (
     EXPECT_HEADER,
 )
@@ -131,7 +131,7 @@ class Journal:
             found = await self._reads.last(self._subjects.image(key, name))
             return found.body if found else None
 
-        return await assembled(digest, read)
+        return await assemble(digest, read)
 
     async def store_image(self, key: SessionKey, data: bytes) -> None:
         """Store the file of an image for a session, unless its log has it.

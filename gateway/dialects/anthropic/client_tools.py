@@ -60,10 +60,10 @@ _KNOWN: Final = {
 }
 
 
-def described(kind: str) -> dict[str, Any] | None:
+def description(kind: str) -> dict[str, Any] | None:
     """Return the description and parameters for a tool's type; None if clients do not run such tools."""
     name, _, date = kind.rpartition("_")
     if not date.isdecimal() or name not in _KNOWN:
         return None
-    description, parameters = _KNOWN[name]
-    return {"description": description, "parameters": parameters}
+    text, parameters = _KNOWN[name]
+    return {"description": text, "parameters": parameters}

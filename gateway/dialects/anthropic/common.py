@@ -63,7 +63,7 @@ def end(result: Generated) -> dict[str, Any]:
 
 
 def signature(texts: Iterable[str]) -> str:
-    """Return a digest of reasoning texts, as the `signature` that some clients require; nobody checks it."""
+    """Return a digest of reasoning texts, as the `signature` that some clients require and none checks."""
     return blake2b("".join(texts).encode(), digest_size=32).hexdigest()
 
 

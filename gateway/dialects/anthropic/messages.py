@@ -233,7 +233,7 @@ def _tools(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
         if tool.type in (None, "custom"):
             more = {"description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
             given = {name: value for name, value in more.items() if value is not None}
-        elif (known := client_tools.described(tool.type)) is not None:
+        elif (known := client_tools.description(tool.type)) is not None:
             given = known
         else:
             warnings.append(

@@ -121,8 +121,8 @@ def _running(model: GatewayModel) -> dict[str, Any]:
     return {**listed, **more, "context_length": model.context_tokens}
 
 
-def shown(model: GatewayModel) -> dict[str, Any]:
-    """Describe one model for `/api/show`."""
+def description(model: GatewayModel) -> dict[str, Any]:
+    """Return the description of one model for `/api/show`."""
     info: dict[str, Any] = {"general.architecture": "mlx", "general.basename": model.name}
     if model.context_tokens is not None:
         info["mlx.context_length"] = model.context_tokens

@@ -44,7 +44,7 @@ DIALECT: Final = Dialect(
         Route("/api/embed", ["POST"], Handlers.ask, _EMBED, "Ollama's embeddings", embeddings.EmbedBody),
         Route("/api/tags", ["GET"], Handlers.models, answers.tags, "The models, as Ollama lists them"),
         Route("/api/ps", ["GET"], Handlers.models, answers.running, _LOADED),
-        Route("/api/show", ["POST"], Handlers.model, answers.shown, "One model, as Ollama describes it"),
+        Route("/api/show", ["POST"], Handlers.model, answers.description, "A model, as Ollama describes it"),
         Route("/api/version", ["GET"], Handlers.fixed, _version, "The version"),
         Route("/api/v0/models", ["GET"], Handlers.models, answers.page_v0, _STUDIO),
         Route("/api/{name}", ["POST", "DELETE"], Handlers.fixed, requests.refuse, _REFUSED),

@@ -120,7 +120,7 @@ def read(body: bytes) -> ClientTurn:
     sent = decoded(_SENT, body)
     most = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
     field = "max_tokens" if asked.max_completion_tokens is None else "max_completion_tokens"
-    options = openai.answered(openai.sampling(asked, most), field) | _tools(asked, sent)
+    options = openai.with_tokens(openai.sampling(asked, most), field) | _tools(asked, sent)
     if asked.logprobs:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     elif asked.top_logprobs:

@@ -10,7 +10,7 @@ from msgspec import Struct
 from gateway.form import Events
 from gateway.images import Reading
 from gateway.turn import ALL_THAT_FITS, WholeNumber, decoded, refused
-from turnkeep_client.content_blocks import ContentWarning, printed
+from turnkeep_client.content_blocks import ContentWarning, printable
 from turnkeep_client.messages import OPTIONS
 
 if TYPE_CHECKING:
@@ -79,15 +79,18 @@ class SamplingFields(_Options, frozen=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def answered(options: dict[str, Any], param: str) -> dict[str, Any]:
-    """Return the options of an answer of a token at least; without one, raise a `Fault` about `param`."""
+def with_tokens(options: dict[str, Any], param: str) -> dict[str, Any]:
+    """Return `options`; raise a `Fault` about the field `param` if they ask for an answer of no tokens."""
     if not options["max_tokens"]:
         raise refused(f"{param} must be 1 or more, not 0", param)
     return options
 
 
 def sampling(asked: SamplingFields, max_tokens: int | None) -> dict[str, Any]:
-    """Convert the shared fields to options of a generate request. Raises `Fault`."""
+    """Convert the shared fields to options of a generate request; `max_tokens` None or -1 means no limit.
+
+    Raises `Fault` for an invalid `logit_bias`.
+    """
     given = {name: getattr(asked, name) for name in OPTIONS}
     options = {name: _plain(value) for name, value in given.items() if value is not None}
     if options.get("seed") == ANY:
@@ -126,9 +129,10 @@ def _best_effort(form: Any) -> Any:
 def request(
     decoder: msgspec.json.Decoder[_R], body: bytes, without_effect: Iterable[str] = ()
 ) -> tuple[_R, Reading]:
-    """Decode a request's body; return it with a warning for each field that has no effect. Raises `Fault`.
+    """Decode a request's body; return it, and a `Reading` with a warning for each field that has no effect.
 
-    Such fields are unknown ones, and those in `without_effect`.
+    Such fields are unknown ones, and those in `without_effect`. Raises `Fault` for an invalid body, and for
+    too many items.
     """
     asked = decoded(decoder, body)
     for name in ("messages", "input", "tools"):
@@ -136,7 +140,7 @@ def request(
             raise refused(f"{name} has more than {MOST_ITEMS} messages, parts and other items", name)
     known = {*type(asked).__struct_fields__, *_HARMLESS} - {*without_effect}
     given = {name for name, value in decoded(_FIELDS, body).items() if bytes(value) != b"null"}
-    return asked, Reading(ContentWarning(printed(name), "has no effect") for name in sorted(given - known))
+    return asked, Reading(ContentWarning(printable(name), "has no effect") for name in sorted(given - known))
 
 
 def _has_more_items(given: Any, most: int) -> bool:
@@ -155,7 +159,7 @@ def _has_more_items(given: Any, most: int) -> bool:
 
 
 def reasoning(effort: str | None) -> dict[str, Any]:
-    """Return a generate request's `reasoning` field for OpenAI's `effort`; empty if this sets no budget."""
+    """Return the generate option `reasoning` for OpenAI's `effort`; empty if that sets no limit."""
     return {"reasoning": {"budget": _BUDGETS[effort]}} if effort in _BUDGETS else {}
 
 

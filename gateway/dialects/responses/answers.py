@@ -57,7 +57,7 @@ def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Gene
 def described(
     turn: ClientTurn, answer_id: str, created: int, result: Generated | Failed | None
 ) -> dict[str, Any]:
-    """Return the JSON body for an answer with a result, a failure or, while it runs, neither."""
+    """Return the JSON body of an answer: with its result, with its failure, or (None) as one that runs."""
     if isinstance(result, Generated):
         return whole(turn, answer_id, created, [result])
     fault = fault_of(result.as_error()) if result is not None else None

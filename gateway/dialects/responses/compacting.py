@@ -14,7 +14,7 @@ from turnkeep_client.images import files_of
 
 from . import requests
 from .answers import usage_of
-from .items import sealed, written
+from .items import items_of, sealed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def whole(turn: ClientTurn, answer_id: str, created: int, results: Sequence[Gene
     kept = [
         item
         for number, one in enumerate(users)
-        for item in written(one, f"{answer_id}_{number}", files_of(turn))
+        for item in items_of(one, f"{answer_id}_{number}", files_of(turn))
     ]
     summary = {"id": f"cmp_{answer_id}", "type": "compaction", "encrypted_content": sealed(result.text)}
     return {

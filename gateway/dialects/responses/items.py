@@ -134,10 +134,14 @@ def _opened(given: Any) -> str | None:
 
 
 def page(answer: LoggedAnswer, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return a page of the items before an answer; `query` has order, limit and `after`. Raises `Fault`."""
+    """Return a page of the conversation's items before an answer, the latest first.
+
+    `query` can have `order` (`asc`: the earliest first), `limit` (20), and `after`, the id of the item before
+    the page. Raises `Fault` for an invalid limit.
+    """
     begun = int(bool(answer.turn.asked.get("instructions")))
     said = (answer.turn.messages or ())[begun:]
-    found = [item for number, one in enumerate(said) for item in written(one, f"{answer.id}_{number}")]
+    found = [item for number, one in enumerate(said) for item in items_of(one, f"{answer.id}_{number}")]
     if query.get("order", "desc") != "asc":
         found.reverse()
     limit = number_in(query, "limit")
@@ -151,10 +155,11 @@ def page(answer: LoggedAnswer, query: Mapping[str, str]) -> dict[str, Any]:
     return {"object": "list", "data": shown, "has_more": first + len(shown) < len(found), **ends}
 
 
-def written(said: Message, key: str, images: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+def items_of(said: Message, key: str, images: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
     """Convert a message to items, with ids made from `key`.
 
-    `images` has files by their digests; without it, an image has its digest as the id of a file.
+    `images` has files by their digests; a text replaces images that it lacks. Without `images`, an image has
+    its digest as `file_id`.
     """
     if said.role == "tool":
         told = said.content or ""

@@ -96,8 +96,8 @@ class _Request(openai.SamplingFields, frozen=True, kw_only=True):
 DECODER: Final = msgspec.json.Decoder(_Request, dec_hook=as_whole)
 
 
-def referred(body: bytes) -> set[str]:
-    """Return the ids of the answers whose items a request may refer to. Raises `Fault`."""
+def answer_ids_in(body: bytes) -> set[str]:
+    """Return the ids of all answers to whose items a request could refer. Raises `Fault` if too many."""
     if b'"item_reference"' not in body:
         return set()
     found = {one.decode() for one in _REFERRED.findall(body)}
@@ -117,7 +117,7 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> ClientTurn
         raise refused("input is empty", "input")
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
     tools, kinds = _tools(asked, reading.warnings)
-    options = openai.answered(openai.sampling(asked, asked.max_output_tokens), "max_output_tokens")
+    options = openai.with_tokens(openai.sampling(asked, asked.max_output_tokens), "max_output_tokens")
     options |= openai.reasoning(effort) | tools
     if _LOGPROBS in included:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}

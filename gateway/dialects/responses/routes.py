@@ -31,7 +31,7 @@ _PATH: Final = "/v1/responses"
 _KIND: Final = requests.DECODER.type
 _RESPONSES: Final = Form(
     *(requests.NAME, requests.read, answers.whole, answers.ResponseEvents, openai.error, requests.NAMES),
-    object=AnswerObject(answers.described, requests.referred, _read),
+    object=AnswerObject(answers.described, requests.answer_ids_in, _read),
     counted={"object": "response.input_tokens"},
 )
 _COMPACTING: Final = _RESPONSES._replace(

@@ -60,12 +60,12 @@ export interface Appended {
 /**
  * The request that a result answers, and the time at which the log stored the request.
  *
- * Each result has it in the field `asked`; `decode_asked` reads it. So the results of a session, in their
+ * Each result has this in its field `asked`, which `decode_asked` reads. So the results of a session, in their
  * order, say all that happened in it.
  *
  * `request` is the request as it was sent, and `headers` are its headers whose names begin with `Turnkeep-`.
- * If they are long, they are left out: `link` names the last of the messages of the log that together have
- * this `Asked` as a whole. The `request` of an invalid one is a string: its first 1,024 bytes, as UTF-8.
+ * If these are too long, they are left out: `link` names the last of the messages of the log that together
+ * have the complete `Asked`. An invalid request is a string here: its first 1,024 bytes, as UTF-8.
  */
 export interface Asked {
   stored: string;
@@ -114,14 +114,14 @@ export interface CalledFunction {
   arguments: string;
 }
 
-/** Stop a waiting or running request of the session (on `ctl`). */
+/** Stop a waiting or running request of the session (on `ctl`). Answered once its result is in the log. */
 export interface CancelRequest {
   type: "cancel";
   /** 1 to 64 of the characters A-Z a-z 0-9 _ -, the first one a letter or a digit */
   id: string;
 }
 
-/** Answer to `cancel`: the state of the request when it was cancelled. */
+/** Answer to `cancel`: `was` is the state of the request when it was cancelled. */
 export interface Cancelled {
   type: "cancelled";
   id: string;
@@ -133,10 +133,10 @@ export interface Cancelled {
  * How a request changed the session's tokens, so that workers can read a log without a model.
  *
  * The first `kept` tokens stay; after them come those of the `input`, then the answer's. `input` is base64 of
- * the token ids as LEB128 numbers; if long, it is stored in other messages of the log, which the result's
- * header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the first `raw`
- * tokens are raw content. With `holds_answer`, the input ends with the answer, since the result's `tokens` are
- * ids of another tokenizer. `images` are those among the input's tokens.
+ * the token ids as LEB128 numbers; if that is long, it is stored in other messages of the log, which the
+ * result's header `Turnkeep-Parts` names. If the session was tokenised again for another tokenizer, the first
+ * `raw` tokens are raw content. With `holds_answer`, the input ends with the answer, since the result's
+ * `tokens` are ids of another tokenizer. `images` are the images among the input's tokens.
  */
 export interface Change {
   kept: number;
@@ -181,8 +181,8 @@ export interface Chunk {
  * closed sessions of this name that are still in the log.
  *
  * `cancel` also cancels the session's earlier appends and generates without a result; if no worker runs, the
- * next one does so before it continues any. With `cancel`, even a session of which no request has run yet can
- * be closed.
+ * next worker cancels them before it continues one. With `cancel`, even a session of which no request has run
+ * yet can be closed.
  */
 export interface Close {
   type: "close";
@@ -253,6 +253,7 @@ export interface DeadLetter {
   type: "dead";
   seq: number;
   id: string | null;
+  /** the request's type */
   request: string;
   position: number;
   attempts: number;
@@ -264,9 +265,9 @@ export interface DeadLetter {
 /**
  * Embed each of the `inputs`, texts or lists of token ids (on the `ctl` of any session).
  *
- * Vectors are truncated to `dimensions` numbers. With `input_tokens` only the first tokens of each input are
- * read: so many, or those that fit the model; without it, an input that does not fit is refused. The log
- * stores nothing of this.
+ * Vectors are truncated to `dimensions` numbers. `input_tokens` cuts each input to at most so many tokens, and
+ * to those that fit the model; without it, an input that does not fit is refused. The log stores neither the
+ * request nor the answer.
  */
 export interface EmbedRequest {
   type: "embed";
@@ -288,7 +289,7 @@ export interface Embedded {
 }
 
 /**
- * Answer to a request that changed nothing. `id` is null if the body has no valid one.
+ * Answer to a request that failed and changed nothing. `id` is null if the body has no valid id.
  *
  * `field` is the path of the field that is wrong, if it is one, such as `messages[0].role`. `limit` is there
  * if the context is exceeded.
@@ -329,25 +330,24 @@ export interface Function {
   arguments: string;
 }
 
-/**
- * An HTTP gateway's counts since its start, published every `interval_s` seconds.
- *
- * `requests` counts HTTP requests by status, `answers` by how their conversation was found (`begun`,
- * `continued`, `forked`, `repeated`), `tokens` by kind (`reused`, `prefilled`, `generated`). `resumed` counts
- * answers that another worker continued. `running` and `conversations` are current numbers: requests being
- * answered, and conversations known.
- */
+/** An HTTP gateway's counts since its start, published every `interval_s` seconds. */
 export interface GatewayMetrics {
   type: "gateway";
   gateway: string;
   version: string;
   uptime_s: number;
   interval_s?: number;
+  /** HTTP requests that are being answered now */
   running: number;
+  /** conversations that the gateway knows now */
   conversations: number;
+  /** HTTP requests by status */
   requests: Record<string, number>;
+  /** by how their conversation was found: begun, continued, forked, repeated */
   answers: Record<string, number>;
+  /** by kind: reused, prefilled, generated */
   tokens: Record<string, number>;
+  /** answers that another worker continued */
   resumed: number;
 }
 
@@ -475,7 +475,11 @@ export interface Generated {
   asked?: Asked;
 }
 
-/** Counts by upper bound; `counts` has one more entry than `bounds`, for values above the last. */
+/**
+ * Counts of values by upper bound, not cumulative, with the values' `sum` and `count`.
+ *
+ * `counts` has one more entry than `bounds`, for values above the last bound.
+ */
 export interface Histogram {
   bounds: readonly number[];
   counts: readonly number[];
@@ -486,7 +490,7 @@ export interface Histogram {
 /**
  * Ask for a session's state (on `ctl`). The answer names `limit` waiting requests after the first `skip`.
  *
- * With `snapshot` the answer also names the last stored snapshot of the session's KV.
+ * With `snapshot` the answer also names the longest stored snapshot of the session's KV.
  */
 export interface InfoRequest {
   type: "info";
@@ -537,9 +541,10 @@ export interface LikelyToken {
 }
 
 /**
- * Load the model of the prefix, or make another `model` of this machine the prefix's (on `_serve`).
+ * Load the prefix's model, or put `model`, another one of this machine, in its place (on `_serve`).
  *
- * Sessions go on with it. Answered once the model was checked; then its worker starts.
+ * Existing sessions continue with that model. The answer comes once the model was checked; then its worker
+ * starts.
  */
 export interface LoadRequest {
   type: "load";
@@ -564,20 +569,10 @@ export interface Message {
 /**
  * A worker's state, published every few seconds. Times are in seconds, sizes in bytes.
  *
- * `waiting` counts the sessions that wait in the worker; `waiting_for_memory` of them wait only for device
- * memory. `returned` counts requests handed back to the log's consumer because their tenant has its maximum of
- * sessions at work. `sampling` has the options of a generate that the model's authors recommend; the worker
- * applies none by itself. `reasoning` says that the model marks reasoning in its answers, `vision` that it
- * sees images. A model is asked only for what it `makes`; `model_changed_s` says when its folder's config.json
- * was written, in seconds since 1970. `others` names the prefix's other running workers; a worker that
- * `drains` hands its sessions to them. A `device` of `unloaded` says that the first request loads the model.
- *
- * `max_message_bytes` is the size of the largest request that the log takes. `queue_time` and
- * `request_duration` count the appends and generates from the moment when the log stored them, by the server's
- * clock: `queue_time` until they began to run, `request_duration` until the results of successful ones were
- * stored. `decoding_s` is the total time of decoding steps, for tokens per second without idle time; without
- * drafts these steps would have taken `draft_saved_s` longer (shorter if negative). `by_tenant` is sent only
- * on the metrics subject, never in an answer to a control request.
+ * `queue_time` and `request_duration` count the appends and generates from the moment when the log stored
+ * them, by the server's clock: `queue_time` until they began to run, `request_duration` until the results of
+ * successful ones were stored. Without drafts, decoding would have taken `draft_saved_s` longer (shorter if
+ * negative) than `decoding_s`.
  */
 export interface Metrics {
   type: "metrics";
@@ -595,7 +590,7 @@ export interface Metrics {
   draft_saved_s?: number;
   /** Tokens whose KV an answer has recalled from SSD. */
   recalled_tokens?: number;
-  /** Time in which answers were decoded. */
+  /** Total time of decoding steps. */
   decoding_s?: number;
   /** Restored blocks whose KV was computed again. */
   audited_blocks?: number;
@@ -604,7 +599,9 @@ export interface Metrics {
   worker: string;
   version: string;
   model: string;
+  /** unloaded if the first request loads the model */
   device: string;
+  /** the prefix's other running workers */
   others?: readonly string[];
   /** 1 while the worker gives its sessions to the others. */
   drains?: boolean;
@@ -622,6 +619,7 @@ export interface Metrics {
   log_bytes?: number;
   /** Size at which the log refuses requests. */
   log_max_bytes?: number;
+  /** size of the largest request that the log takes */
   max_message_bytes?: number;
   /** Entries and chunks that no worker can have published. */
   ignored?: Record<string, number>;
@@ -651,12 +649,17 @@ export interface Metrics {
   resident_kv_bytes: number;
   /** Most tokens of a session with all of its KV. */
   context_tokens?: number;
+  /** options that the model's authors recommend; applied only if a request asks for them */
   sampling?: Record<string, number>;
+  /** whether the model marks reasoning in its answers */
   reasoning?: boolean;
+  /** whether the model sees images */
   vision?: boolean;
+  /** what the model can be asked for */
   makes?: readonly ("answers" | "embeddings" | "scores")[];
   /** Size of the model's weights in memory. */
   weight_bytes?: number;
+  /** when the model's config.json was written, in seconds since 1970 */
   model_changed_s?: number;
   /** Limit of KV on the device. */
   kv_limit_bytes: number;
@@ -673,6 +676,7 @@ export interface Metrics {
   /** Resident memory of the process. */
   process_bytes: number;
   snapshots: SnapshotCounters;
+  /** empty in answers to control requests, which all tenants can read */
   by_tenant?: TenantFigures;
 }
 
@@ -719,7 +723,8 @@ export interface Open {
 /**
  * Answer to `open`. `cache` is the session's policy; it is left out if the policy is `full`.
  *
- * A fork has a `parent`, and `position` counts the tokens that it took from it; `model` is its parent's.
+ * A fork has a `parent`; `position` is then the number of tokens that the fork took from the parent, and
+ * `model` the parent's model.
  */
 export interface Opened {
   type: "opened";
@@ -741,23 +746,25 @@ export interface Parent {
   position: number;
 }
 
-/**
- * An image among a session's tokens: rows of the image stand for the tokens `[start, end)`.
- *
- * `digest` is the SHA-256 of its file. `fingerprint` names what the rows are computed from; `grid` says how
- * many tokens the model needs for it, and in which order. If the tokens have positions in a plane, each of its
- * lines has `columns` tokens.
- */
+/** An image among a session's tokens: the model gets rows computed from it in place of `[start, end)`. */
 export interface PlacedImage {
+  /** the SHA-256 of the image's file */
   digest: string;
   start: number;
   end: number;
+  /** names the pixels and settings that give the rows */
   fingerprint: string;
+  /** the image's size for the model, from which its tokens follow */
   grid: readonly number[];
+  /** tokens in a line, if positions are in a plane; else 0 */
   columns?: number;
 }
 
-/** Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now. */
+/**
+ * Progress of the running request: `cached_tokens` of its `context_tokens` have KV by now.
+ *
+ * `generated_tokens` counts the tokens of its answer until now.
+ */
 export interface Progress {
   cached_tokens: number;
   context_tokens: number;
@@ -765,7 +772,7 @@ export interface Progress {
 }
 
 /**
- * How an answer's reasoning is limited and kept. After `budget` tokens the reasoning is ended.
+ * How an answer's reasoning is limited and kept. After `budget` tokens the worker ends the reasoning.
  *
  * Without `keep` the next user message drops the reasoning from the session, and the answer's text is
  * prefilled again. Some chat templates drop reasoning by themselves.
@@ -784,9 +791,9 @@ export interface RegexFormat {
 /**
  * Score how well each of the `documents` answers the `query` (on the `ctl` of any session).
  *
- * The `instruction` describes the task; by default, to find passages that answer a web search. With
- * `document_tokens` only the first tokens of each document are read: so many, or those that fit the model;
- * without it, a document that does not fit is refused. The log stores nothing of this.
+ * The `instruction` describes the task; by default, to find passages that answer a web search.
+ * `document_tokens` cuts each document to at most so many tokens, and to those that fit the model; without it,
+ * a document that does not fit is refused. The log stores neither the request nor the answer.
  */
 export interface RerankRequest {
   type: "rerank";
@@ -798,7 +805,7 @@ export interface RerankRequest {
   document_tokens?: number | null;
 }
 
-/** Answer to `rerank`: the documents' scores, from 0 to 1, and how many tokens were run for each. */
+/** Answer to `rerank`: for each document its score, from 0 to 1, and how many tokens were run for it. */
 export interface Reranked {
   type: "reranked";
   scores: readonly number[];
@@ -817,7 +824,7 @@ export interface Rewind {
   expect_position?: number | null;
 }
 
-/** Answer to `rewind`. */
+/** Answer to `rewind`; `position` is the number of tokens that are left. */
 export interface Rewound {
   type: "rewound";
   id: string;
@@ -829,7 +836,7 @@ export interface Rewound {
   asked?: Asked;
 }
 
-/** Times of one generate: in the queue, in prefill, to the first token, total. */
+/** Times of one generate since the worker got it: in the queue, in prefill, to the first token, total. */
 export interface Seconds {
   queued: number;
   prefill: number;
@@ -837,7 +844,7 @@ export interface Seconds {
   total: number;
 }
 
-/** Answer to `load` and `unload`: what happens now, as a sentence. */
+/** Answer to `load` and `unload`: `said` is a sentence that says what happens now. */
 export interface Serving {
   type: "serving";
   said: string;
@@ -859,36 +866,47 @@ export interface SessionCache {
   snapshots?: string | null;
 }
 
-/**
- * Answer to `info`. `waiting` names the requested part of the `num_waiting` waiting requests.
- *
- * If `policy` is not `full`, `cache` has the policy's numbers. `visible_tokens` tokens keep their KV, at most
- * `capacity_tokens`, and the model sees all tokens from the position `visible_from` on. `snapshot` is the name
- * of the last stored snapshot, as in `turnkeep cache ls`, if the request asked for it. A fork has a `parent`.
- */
+/** Answer to `info`: the state of a session. Optional fields that do not apply are left out. */
 export interface SessionInfo {
   type: "session";
   tenant: string;
   session: string;
+  /** the session's number of tokens */
   position: number;
   /** later versions have other values too */
   state: "idle" | "waiting" | "running" | (string & {});
+  /** the id of the request that the worker carries out */
   active: string | null;
+  /** the ids of the waiting requests that skip and limit select */
   waiting: readonly string[];
+  /** how many requests wait in all */
   num_waiting?: number;
+  /** how many requests were answered, without repeats */
   requests: number;
+  /** null unless a turn runs on the device */
   progress: Progress | null;
+  /** whether KV of the session is on the device now */
   resident: boolean;
+  /** the size of that KV in bytes */
   kv_live_bytes: number;
+  /** the name of the session's cache policy */
   policy: string;
+  /** the policy's numbers, unless it is full with snapshots */
   cache?: SessionCache;
+  /** unless the policy is full: the most tokens that the model sees */
   capacity_tokens?: number;
+  /** unless the policy is full: how many tokens the model sees now */
   visible_tokens?: number;
+  /** unless the policy is full: the model sees all from this position on */
   visible_from?: number;
+  /** if requested: the longest stored snapshot of the tokens, as in turnkeep cache ls */
   snapshot?: string;
+  /** where a fork began */
   parent?: Parent;
   tags?: readonly string[];
+  /** the model of the last turn */
   answered_by?: Model;
+  /** the name of the worker's model */
   model: string;
   worker: Metrics;
 }
@@ -974,13 +992,13 @@ export interface TextFormat {
   type: "text";
 }
 
-/** How many tokens the session would have before the answer, and how many the context has. */
+/** The tokens that a session would have before the answer (`asked`), and those that fit (`allowed`). */
 export interface TokenLimit {
   asked: number;
   allowed: number;
 }
 
-/** One token of an answer. `top` are the `top_logprobs` likeliest tokens in its place, best first. */
+/** One token of an answer. `top` has the tokens that were likeliest in its place, the likeliest first. */
 export interface TokenLogprob {
   id: number;
   token: string;
