@@ -345,6 +345,42 @@ async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony:
     assert result.text == "Yes."
 
 
+#: A template like gpt-oss's, which refuses answers with more than the text of the channel `final`.
+OSS = """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- if '<|channel|>' in message.content %}{{ raise_exception('channels in the content') }}{% endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}{# tools #}
+"""
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+SAID = "<|channel|>final<|message|>Yes."
+TO_WEATHER = "<|channel|>commentary to=functions.weather<|message|>{}"
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
+    model_with_template: Callable[[str, str], Path], harmony: Tokenizer, keep: bool
+) -> None:
+    tokenizer = Tokenizer.from_folder(model_with_template("oss", OSS))
+    tokenizer.markup = harmony.markup
+    world = world_of(tokenizer, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)
+    told = {"tools": (WEATHER,), "reasoning": Reasoning(keep=keep)}
+    result = await generated(world, ask(1, user("Well?"), **told))
+    assert (result.text, result.reasoning) == ("Yes.", "Hm.")
+    result = await generated(world, ask(2, user("And?"), **told))
+    assert [one.function.name for one in result.tool_calls] == ["weather"]
+    await generated(world, ask(3, user("Rain."), **told))
+    await generated(world, ask(4, user("Sure?"), **told))
+    begin, end, then = "<|end|><|start|>assistant", "<|end|><|start|>user<|message|>", THOUGHT if keep else ""
+    answers = [("Well?", then + SAID), ("And?", then + TO_WEATHER), ("Rain.", SAID), ("Sure?", SAID)]
+    expected = "".join(f"{end}{asked}{begin}{answer}" for asked, answer in answers)
+    assert text_of(world) == expected.removeprefix("<|end|>") + "<|im_end|>"
+    await world.assert_fold_is_life()
+
+
 OTHER = CALL.replace("Rome", "Oslo")
 
 

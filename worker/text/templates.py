@@ -26,6 +26,7 @@ from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.models.vision.image_file import ImageError
 
 from .conversation import Segments, has_question, in_order, said_in
+from .harmony import MESSAGE, in_places, sampled_message, with_places
 from .segments import Message, MessageRecord, Segment
 
 if TYPE_CHECKING:
@@ -141,10 +142,13 @@ class Conversation(Segments):
         return found
 
     def _answer_message(self, said: MessageRecord) -> Message:
-        tokens = unpack(said.ids)
+        tokens, markup = unpack(said.ids), self.tokenizer.markup
         closed = tokens[-1] in self.tokenizer.eos_ids
-        _, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
-        if said.thoughts == "gone" and (pair := self.tokenizer.markup.reasoning):
+        lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
+        if markup.is_harmony and MESSAGE in content:
+            end = self.tokenizer.decode(tokens[-1:]) if closed else ""
+            return sampled_message(lead + content, end, has_reasoning=said.thoughts != "gone")
+        if said.thoughts == "gone" and (pair := markup.reasoning):
             at = content.rfind(pair[1])
             if at >= 0:
                 content = content[at + len(pair[1]) :].lstrip()
@@ -160,7 +164,7 @@ class Conversation(Segments):
         if not ready:
             mark = self.tokenizer.controls.mark_all
             ready |= {"tools": mark([*map(_rendered, self.tools)]), "variables": mark(self.variables)}
-        messages = [self._ready(one) for one in in_order(said)]
+        messages, sampled = with_places([self._ready(one) for one in in_order(said)])
         text = self.tokenizer.render(
             messages,
             add_generation_prompt=header,
@@ -168,6 +172,7 @@ class Conversation(Segments):
             tools=ready["tools"],
             variables=ready["variables"],
         )
+        text = in_places(text, sampled, self.tokenizer.answer_lead)
         if (image_processor := self.tokenizer.image_processor) is None:
             return text
         grids = [tuple(grid or ()) for one in messages for _, grid in images_in(one.get("content"))]
