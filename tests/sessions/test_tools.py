@@ -360,13 +360,18 @@ SAID = "<|channel|>final<|message|>Yes."
 TO_WEATHER = "<|channel|>commentary to=functions.weather<|message|>{}"
 
 
+@pytest.fixture(scope="module")
+def oss(model_with_template: Callable[[str, str], Path], harmony: Tokenizer) -> Tokenizer:
+    made = Tokenizer.from_folder(model_with_template("oss", OSS))
+    made.markup = harmony.markup
+    return made
+
+
 @pytest.mark.parametrize("keep", [True, False])
 async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
-    model_with_template: Callable[[str, str], Path], harmony: Tokenizer, keep: bool
+    oss: Tokenizer, keep: bool
 ) -> None:
-    tokenizer = Tokenizer.from_folder(model_with_template("oss", OSS))
-    tokenizer.markup = harmony.markup
-    world = world_of(tokenizer, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)
+    world = world_of(oss, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)
     told = {"tools": (WEATHER,), "reasoning": Reasoning(keep=keep)}
     result = await generated(world, ask(1, user("Well?"), **told))
     assert (result.text, result.reasoning) == ("Yes.", "Hm.")
@@ -379,6 +384,16 @@ async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
     expected = "".join(f"{end}{asked}{begin}{answer}" for asked, answer in answers)
     assert text_of(world) == expected.removeprefix("<|end|>") + "<|im_end|>"
     await world.assert_fold_is_life()
+
+
+async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_beginning(oss: Tokenizer) -> None:
+    whole = THOUGHT + SAID + " And so on."
+    for cut in (cut for cut in range(1, len(whole), 3) if "<" not in whole[:cut].rpartition("|>")[2]):
+        world = world_of(oss, whole, whole[cut:])
+        begun = await generated(world, ask(1, user("Well?"), max_tokens=cut))
+        rest = await generated(world, ask(2, reasoning=Reasoning(budget=60)))
+        assert (begun.text + rest.text, begun.reasoning + rest.reasoning) == ("Yes. And so on.", "Hm."), cut
+        assert rest.usage.reasoning_tokens <= 60
 
 
 OTHER = CALL.replace("Rome", "Oslo")

@@ -28,6 +28,7 @@ _START: Final = "<|start|>"
 #: What separates the messages of an answer, behind the end of each.
 _NEXT: Final = f"{_START}assistant"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|channel|>", _START)
+_ENDED: Final = re.compile(r"<\|(?:end|call|return)\|>")
 _TO: Final = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 #: The field of a message for an answer as it was sampled, and the mark that stands for it in a template: a
@@ -37,16 +38,19 @@ _PLACE: Final = re.compile(r"\udc02(\d+)\udc03(<\|(?:end|return)\|>)?")
 
 
 class HarmonySplitter(Splitter):
-    """Splits one answer. It begins with a header, or with text if it continues an unfinished answer."""
+    """Splits one answer, or the rest of one that has begun."""
 
-    def __init__(self, calls: AnswerCalls) -> None:
-        """If `calls` offers no tools, messages to functions stay text."""
+    def __init__(self, calls: AnswerCalls, begun: str = "") -> None:
+        """If `calls` offers no tools, messages to functions stay text. `begun` is the answer so far."""
         super().__init__(calls)
         self._header: str | None = ""  # None within a message's content
         self._callee: str | None = None
         self._opened = ""  # header of the message to `_callee`
         self._arguments = ""
         self._held = ""
+        self.push(_ENDED.split(begun)[-1])
+        if self._header and not self._header.startswith(("<|channel|>", _START)):
+            self._header = None  # a text without a header
 
     def is_marker(self, text: str) -> bool:
         """Whether a special token with this text may be a marker: in a header all may, else only ends."""

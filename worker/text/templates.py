@@ -129,6 +129,11 @@ class Conversation(Segments):
             return not last.closed and text.rfind(pair[0]) > text.rfind(pair[1])
         return last.opens_answer and self._text(history, last).rstrip().endswith(pair[0])
 
+    def begun_answer(self, history: Sequence[int]) -> str:
+        """The text of an unfinished answer at the session's end, which the next answer continues."""
+        last = self._segments[-1] if self._segments else None
+        return self._text(history, last) if last and last.kind == "answer" and not last.closed else ""
+
     def _ready(self, said: MessageRecord) -> Message:
         """Return a message in the template's form, cached, since marking special tokens takes time."""
         found: Message | None = said.__dict__.get("ready")
