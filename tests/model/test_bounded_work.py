@@ -146,6 +146,16 @@ def test_a_long_answer_of_markers_is_searched_to_its_end_a_few_times_only(family
     assert time.thread_time() - began_s < 1.5
 
 
+@pytest.mark.parametrize("family", ["generic", "mistral", "qwen3_coder"])
+def test_an_answer_of_white_space_is_searched_once(family: str) -> None:
+    opens = markup(family).calls[0]
+    for begun in ("", f'{opens}{{"name": "run", "arguments": {{"code": "'):
+        pieces = [begun, *[" " * 64] * 10_000]
+        began_s = time.thread_time()
+        assert outcome(splitter(family), pieces)[0] == "".join(pieces)
+        assert time.thread_time() - began_s < 1.5, begun
+
+
 def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(parsed: list[str]) -> None:
     opens, closes = markup("pythonic").calls
     code = f"""f'{{a}}'  # it's "{closes}"\n""" * 200

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import struct
 from importlib import import_module
@@ -303,6 +304,14 @@ def test_a_gguf_file_with_an_unsupported_or_missing_part_is_refused_in_one_line(
     with pytest.raises(ModelError, match=complaint) as caught:
         convert(path)
     assert "\n" not in str(caught.value)
+
+
+def test_token_ids_that_files_have_for_no_token_are_no_fault(path: Path) -> None:
+    none = 2**32 - 1
+    TINY.but(tokenizer__ggml__padding_token_id=320, tokenizer__ggml__unknown_token_id=none).write(path)
+    config = json.loads((convert(path) / "tokenizer_config.json").read_text())
+    assert "eos_token" in config
+    assert config.keys().isdisjoint({"unk_token", "pad_token"})
 
 
 @pytest.fixture(scope="module")

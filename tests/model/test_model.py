@@ -121,6 +121,11 @@ def shorten_vocabulary(folder: Path, num_rows: int) -> None:
     change(folder, vocab_size=num_rows)
 
 
+def write_header(folder: Path, **changes: Any) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0], **changes}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), r"has no config\.json"),
     "junk config": (lambda f: write_junk(f, "config.json"), r"config\.json cannot be read as JSON"),
@@ -154,6 +159,14 @@ BREAKAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         r"or broken: it has 500000 bytes, its header says \d+",
     ),
     "a byte too few": (lambda f: truncate(f, -1), r"truncated or broken: it has \d+ bytes"),
+    "a header with a text as an offset": (
+        lambda f: write_header(f, data_offsets=[0, "x"]),
+        "its safetensors header cannot be read",
+    ),
+    "a header without a shape": (
+        lambda f: write_header(f, shape=None),
+        "its safetensors header cannot be read",
+    ),
     "junk weights": (lambda f: write_junk(f, "model.safetensors"), "truncated or not a safetensors"),
     "no tokenizer": (
         lambda f: (f / "tokenizer.json").unlink(),
@@ -242,8 +255,14 @@ def test_packaged_converted_and_hub_models_are_listed_and_broken_folders_left_ou
     in_hub_cache(tmp_path / "hub", tiny)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     data_dir = tiny.parent.parent
-    (data_dir / "models" / "broken").mkdir()
-    packaged, converted, hub = catalog.list_models(data_dir)
+    (data_dir / "models" / "empty").mkdir()
+    for name, changes in {"broken": {"data_offsets": [0, "x"]}, "odd": {}}.items():
+        made = data_dir / "models" / name
+        made.mkdir()
+        (made / "config.json").write_text('{"model_type": "llama", "quantization": 3}')
+        write_header(made, **changes)
+    packaged, odd, converted, hub = catalog.list_models(data_dir)
+    assert (odd.name, odd.dtype) == ("odd", "unknown")
     assert (packaged.name, packaged.origin) == ("SmolLM2-135M-Instruct.Q4_1", "packaged")
     assert (converted.name, converted.origin, converted.path, converted.dtype) == (
         "tiny",

@@ -394,6 +394,14 @@ def test_reasoning_is_separated_from_text_whether_the_prompt_or_the_answer_opens
     assert (said, thought) == ("", "No end")
 
 
+def test_the_rest_of_a_harmony_answer_is_streamed_at_once() -> None:
+    for begun in (
+        "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b",
+        "b",
+    ):
+        assert HarmonySplitter(AnswerCalls(OfferedTools(()), str), begun).push("c") == Piece("c")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_part_of_a_call_is_streamed_before_the_call_is_complete(family: str) -> None:
     one, text = splitter(family), written(family)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from worker.models.tokenizer import Tokenizer
 from worker.text import templates
@@ -196,6 +198,31 @@ def test_an_end_token_that_the_template_does_not_write_is_replaced_by_the_templa
     before = len(chat.tokens)
     assert chat.say(("user", "x")).keep == before - 1
     assert chat.text == chat.render()
+
+
+def test_the_token_that_ends_a_harmony_call_stays_and_the_template_ends_other_answers(
+    packaged_folder: Path,
+) -> None:
+    hf = AutoTokenizer.from_pretrained(str(packaged_folder))
+    names = ("start", "end", "message", "channel", "call", "return")
+    hf.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
+    hf.chat_template = (
+        "{% for m in messages %}{{ '<|start|>' + m.role }}"
+        "{% if m.role == 'assistant' %}<|channel|>final{% endif %}<|message|>{{ m.content }}"
+        "{{ '<|return|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    ends = hf.convert_tokens_to_ids(["<|call|>", "<|return|>"])
+    chat = Chat(Tokenizer(hf, ends))
+    call = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=f<|message|>{}"
+    answers = [(call, "<|call|>", "<|call|>"), ("<|channel|>final<|message|>Yes.", "<|return|>", "<|end|>")]
+    for text, end, kept in answers:
+        chat.say(("user", "Hi"))
+        chat.open()
+        before = chat.text
+        chat.answer(chat.encode(text + end))
+        chat.say(("user", "So?"))
+        assert chat.text == f"{before}{text}{kept}<|start|>user<|message|>So?<|end|>"
 
 
 def test_raw_content_is_kept_unchanged_and_later_messages_are_rendered_as_a_new_conversation(

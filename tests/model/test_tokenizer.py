@@ -14,6 +14,7 @@ import sentencepiece
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from tiny_gguf import TEXT, TinyLlama, weights
+from transformers import AutoTokenizer
 
 from tests.parts import CHAT_TEMPLATE
 from worker.models import gguf_model
@@ -255,6 +256,18 @@ def test_any_text_survives_encoding_and_streaming_unchanged(tokenizer: Tokenizer
     tokens = tokenizer.encode(text, at_start=False)
     assume(tokenizer.eos_ids.isdisjoint(tokens))
     assert "".join(pieces(tokenizer, tokens, [])[0]) == text
+
+
+@pytest.mark.parametrize("word", ["café", "Ã©", "naïf ça"])
+def test_an_added_word_with_letters_that_stand_for_bytes_elsewhere_is_text(
+    tiny_model: Path, word: str
+) -> None:
+    hf = AutoTokenizer.from_pretrained(tiny_model)
+    hf.add_tokens([word])
+    tokenizer = Tokenizer(hf)
+    tokens = tokenizer.encode(f"un {word}!", at_start=False)
+    assert len(tokens) == len("un !") + 1
+    assert tokenizer.decode(tokens) == "".join(pieces(tokenizer, tokens, [])[0]) == f"un {word}!"
 
 
 @pytest.mark.model

@@ -345,6 +345,57 @@ async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony:
     assert result.text == "Yes."
 
 
+#: A template like gpt-oss's, which refuses answers with more than the text of the channel `final`.
+OSS = """
+{%- for message in messages %}
+{%- if message.role == 'assistant' %}
+{%- if '<|channel|>' in message.content %}{{ raise_exception('channels in the content') }}{% endif %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|start|>assistant{% endif %}{# tools #}
+"""
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+SAID = "<|channel|>final<|message|>Yes."
+TO_WEATHER = "<|channel|>commentary to=functions.weather<|message|>{}"
+
+
+@pytest.fixture(scope="module")
+def oss(model_with_template: Callable[[str, str], Path], harmony: Tokenizer) -> Tokenizer:
+    made = Tokenizer.from_folder(model_with_template("oss", OSS))
+    made.markup = harmony.markup
+    return made
+
+
+@pytest.mark.parametrize("keep", [True, False])
+async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
+    oss: Tokenizer, keep: bool
+) -> None:
+    world = world_of(oss, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)
+    told = {"tools": (WEATHER,), "reasoning": Reasoning(keep=keep)}
+    result = await generated(world, ask(1, user("Well?"), **told))
+    assert (result.text, result.reasoning) == ("Yes.", "Hm.")
+    result = await generated(world, ask(2, user("And?"), **told))
+    assert [one.function.name for one in result.tool_calls] == ["weather"]
+    await generated(world, ask(3, user("Rain."), **told))
+    await generated(world, ask(4, user("Sure?"), **told))
+    begin, end, then = "<|end|><|start|>assistant", "<|end|><|start|>user<|message|>", THOUGHT if keep else ""
+    answers = [("Well?", then + SAID), ("And?", then + TO_WEATHER), ("Rain.", SAID), ("Sure?", SAID)]
+    expected = "".join(f"{end}{asked}{begin}{answer}" for asked, answer in answers)
+    assert text_of(world) == expected.removeprefix("<|end|>") + "<|im_end|>"
+    await world.assert_fold_is_life()
+
+
+async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_beginning(oss: Tokenizer) -> None:
+    whole = THOUGHT + SAID + " And so on."
+    for cut in (cut for cut in range(1, len(whole), 3) if "<" not in whole[:cut].rpartition("|>")[2]):
+        world = world_of(oss, whole, whole[cut:])
+        begun = await generated(world, ask(1, user("Well?"), max_tokens=cut))
+        rest = await generated(world, ask(2, reasoning=Reasoning(budget=60)))
+        assert (begun.text + rest.text, begun.reasoning + rest.reasoning) == ("Yes. And so on.", "Hm."), cut
+        assert rest.usage.reasoning_tokens <= 60
+
+
 OTHER = CALL.replace("Rome", "Oslo")
 
 

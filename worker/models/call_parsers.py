@@ -83,7 +83,8 @@ class CallSyntax:
 
     def may_begin(self, text: str) -> bool:
         """Return whether a call may have begun with `opens` and then `text`, which may still grow."""
-        return not text.strip() or _BEGINS.match(text, 0, MOST_NAMED) is not None
+        head = text[:MOST_NAMED]
+        return not head or head.isspace() or _BEGINS.match(head) is not None
 
     def may_end(self, text: str) -> bool:
         """Return whether a call's text may end here, so that it is worth parsing."""

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _UNKNOWN: Final = 2
 _CONTROL: Final = 3
 _USER_DEFINED: Final = 4
+#: The id for no token: -1, without a sign.
+_NONE: Final = 2**32 - 1
 _SPACE: Final = "\u2581"
 
 _CL100K_WORDS: Final = (
@@ -198,7 +200,7 @@ def _ids(tokens: Sequence[str]) -> dict[str, int]:
 
 def _token_id(fields: Mapping[str, Any], name: str, tokens: Sequence[str]) -> int | None:
     value = fields.get(f"tokenizer.ggml.{name}_token_id")
-    if value is None:
+    if value in (None, _NONE) or (value == len(tokens) and name == "padding"):  # one that was never added
         return None
     if not isinstance(value, int) or not 0 <= value < len(tokens):
         raise ModelError(f"the GGUF file's {name} token id is {value}; it must be below {len(tokens)}")

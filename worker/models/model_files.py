@@ -210,8 +210,8 @@ def text_part(config: Mapping[str, Any]) -> str | None:
 def dtype_name(config: dict[str, Any]) -> str:
     """Return the dtype of a model's weights from its configuration: `float16`, or `4-bit` if quantised."""
     text = text_config(config)
-    quantization = config.get("quantization") or {}
-    if "bits" in quantization:
+    quantization = config.get("quantization")
+    if isinstance(quantization, dict) and "bits" in quantization:
         return f"{quantization['bits']}-bit"
     return str(text.get("dtype") or text.get("torch_dtype") or "unknown")
 
@@ -253,11 +253,10 @@ def check_safetensors(path: Path) -> dict[str, Any]:
             )
         try:
             header = json.loads(file.read(header_bytes))
-            end = max(
-                (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"),
-                default=0,
-            )
-        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+            entries = [entry for name, entry in header.items() if name != "__metadata__"]
+            end = max((int(entry["data_offsets"][1]) for entry in entries), default=0)
+            sum(math.prod(entry["shape"]) for entry in entries)  # raises for one without a shape
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError):
             raise ModelError(f"{path} is broken: its safetensors header cannot be read") from None
     expected = _LENGTH_BYTES + header_bytes + end
     if size != expected:

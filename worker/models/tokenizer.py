@@ -21,7 +21,7 @@ from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .control_tokens import ControlTokens, is_marked, unmarked
 from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
 from .image_parts import with_parts
-from .model_files import one_line, read_json, silent
+from .model_files import one_line, read_json, silent, text_config
 from .tokenizer_files import load
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Tokenizer:
         config = read_json(folder / "config.json")
         generation_path = folder / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        ends = [_end_ids(part) for part in (config, config.get("text_config") or {}, generation)]
+        ends = [_end_ids(part) for part in (config, text_config(config), generation)]
         named_path = folder / "tokenizer_config.json"
         named = read_json(named_path).get("tool_parser_type") if named_path.exists() else None
         code = CodeTemplate.of_folder(folder)
@@ -402,6 +402,8 @@ class Tokenizer:
         name = self._rust.id_to_token(token)
         if name is None:
             return b""
+        if token in self.added_ids and not name.isascii() and max(name) < "\u0100":
+            return name.encode()  # a byte-level decoder would take its letters for bytes
         # Decode after another token, because decoders drop a space at the beginning.
         text: str = self._rust.decode([self._guard, token], skip_special_tokens=False)[
             len(self._guard_text) :

@@ -77,10 +77,7 @@ class Formats:
             ends_at_repeat=choice == "required",  # small models repeat a call until `max_tokens`
         )
         if markup.is_harmony:
-            harmony = HarmonySplitter(calls)
-            if is_prefix_final(request):
-                harmony.push(FINAL)
-            return harmony
+            return HarmonySplitter(calls, conversation.begun_answer(prompt.tokens))
         if not calls.offered and markup.reasoning is None:
             return None
         return MarkedSplitter(markup, calls, in_reasoning=conversation.in_reasoning(prompt.tokens))
@@ -196,7 +193,7 @@ class Formats:
         pair, is_begun = tokenizer.markup.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
         if is_harmony:  # without a grammar of calls, anything may stand before the text
             pair, is_begun = (_ANALYSIS, False) if may_call else (("", FINAL), True)
-        is_over = is_harmony and is_prefix_final(request)
+        is_over = is_harmony and FINAL in prompt.conversation.begun_answer(prompt.tokens)
         if pair is None or is_over or (grammar is None and budget is None):
             return grammar
         opening, closing = (tokenizer.encode(marker, at_start=False) for marker in pair)
@@ -233,11 +230,6 @@ def _check_choice(request: Generate, names: Sequence[str], *, answers_messages: 
     else:
         return
     raise RefusedError("invalid_request", why, field="tool_choice")
-
-
-def is_prefix_final(request: Generate) -> bool:
-    """Whether the request's `prefix` begins the answer's text, with no reasoning before it."""
-    return bool(request.prefix) and request.reasoning.budget == 0
 
 
 def _answer_rule(request: Generate) -> str:

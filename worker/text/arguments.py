@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from contextlib import suppress
+from fractions import Fraction
 from operator import ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, Final
 
@@ -62,7 +63,7 @@ _LIMITS: Final[tuple[tuple[str, Callable[[float, float], bool]], ...]] = (
     ("maximum", le),
     ("exclusiveMinimum", gt),
     ("exclusiveMaximum", lt),
-    ("multipleOf", lambda value, limit: abs(value / limit - round(value / limit)) < 1e-9),
+    ("multipleOf", lambda value, limit: (Fraction(str(value)) / Fraction(str(limit))).denominator == 1),
 )
 _SIZES: Final = (
     (str, "minLength", "maxLength"),
@@ -338,9 +339,9 @@ class _Fit:
         ]
 
     def _referred(self, reference: Any) -> Any:
-        """Return the subschema that a `$ref` names; True (anything) if it is outside the tool's schema."""
+        """Return the subschema that a `$ref` names by its path; True (anything) for other references."""
         found = self._root
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        if not isinstance(reference, str) or not f"{reference}/".startswith("#/"):
             return True
         self._spend(len(reference) / 100)
         for part in reference[1:].split("/")[1:]:

@@ -8,34 +8,49 @@ An answer is a series of messages: a header (`<|channel|>analysis`, perhaps with
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Final
+from itertools import count
+from typing import TYPE_CHECKING, Any, Final
 
 from worker.models.call_parsers import parse_calls
 
 from .splitting import Piece, Splitter, first_marker
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from .splitting import AnswerCalls
 
 #: The header that begins an answer's text; everything before it is reasoning or a call.
 FINAL: Final = "<|channel|>final<|message|>"
-_START, _MESSAGE = "<|start|>", "<|message|>"
+#: Ends a message's header.
+MESSAGE: Final = "<|message|>"
+_START: Final = "<|start|>"
+#: What separates the messages of an answer, behind the end of each.
+_NEXT: Final = f"{_START}assistant"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|channel|>", _START)
+_ENDED: Final = re.compile(r"<\|(?:end|call|return)\|>")
 _TO: Final = re.compile(r"\bto=(?:functions\.)?([\w.\-]+)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+#: The field of a message for an answer as it was sampled, and the mark that stands for it in a template: a
+#: number between lone surrogates, which no message can contain.
+_SAMPLED: Final = "as_sampled"
+_PLACE: Final = re.compile(r"\udc02(\d+)\udc03(<\|(?:end|return)\|>)?")
 
 
 class HarmonySplitter(Splitter):
-    """Splits one answer. It begins with a header, or with text if it continues an unfinished answer."""
+    """Splits one answer, or the rest of one that has begun."""
 
-    def __init__(self, calls: AnswerCalls) -> None:
-        """If `calls` offers no tools, messages to functions stay text."""
+    def __init__(self, calls: AnswerCalls, begun: str = "") -> None:
+        """If `calls` offers no tools, messages to functions stay text. `begun` is the answer so far."""
         super().__init__(calls)
         self._header: str | None = ""  # None within a message's content
         self._callee: str | None = None
         self._opened = ""  # header of the message to `_callee`
         self._arguments = ""
         self._held = ""
+        self.push(_ENDED.split(begun)[-1])
+        if self._header and not self._header.startswith(("<|channel|>", _START)):
+            self._header = None  # a text without a header
 
     def is_marker(self, text: str) -> bool:
         """Whether a special token with this text may be a marker: in a header all may, else only ends."""
@@ -46,7 +61,7 @@ class HarmonySplitter(Splitter):
         held, self._held = self._held + text, ""
         piece = Piece()
         while held and not self.is_full:
-            at, marker = first_marker(held, (_MESSAGE,) if self._header is not None else _ENDS)
+            at, marker = first_marker(held, (MESSAGE,) if self._header is not None else _ENDS)
             if self._header is not None:
                 self._header += held[:at]
                 if marker is not None:
@@ -77,7 +92,7 @@ class HarmonySplitter(Splitter):
     def _begin(self, header: str) -> None:
         channel, callee = _CHANNEL.search(header), _TO.search(header)
         self._callee = callee[1] if callee and self._calls.offered else None
-        self._header, self._opened, self._arguments = None, header + _MESSAGE, ""
+        self._header, self._opened, self._arguments = None, header + MESSAGE, ""
         self.in_reasoning = channel is not None and channel[1] == "analysis" and not self._callee
 
     def _content(self, text: str) -> Piece:
@@ -97,3 +112,44 @@ class HarmonySplitter(Splitter):
             return self._calls.add(found[0])
         self.malformed = True
         return Piece(self._opened + self._arguments)
+
+
+def sampled_message(text: str, end: str, *, has_reasoning: bool) -> dict[str, str]:
+    """Return the message of an answer of several harmony messages, perhaps without its reasoning.
+
+    Chat templates refuse such a text as content, or write it into the channel `final`. So `with_places` gives
+    them a mark for it, and `in_places` replaces that. `end` is the token that ended the answer.
+    """
+    if not has_reasoning:
+        parts = text.split(_NEXT)
+        text = _NEXT.join(part for part in parts if not _is_reasoning(part)).removesuffix("<|end|>")
+    return {"role": "assistant", "content": "", _SAMPLED: text + (end if end == "<|call|>" else "")}
+
+
+def _is_reasoning(message: str) -> bool:
+    header, channel = message.partition(MESSAGE)[0], _CHANNEL.search(message)
+    return channel is not None and channel[1] == "analysis" and not _TO.search(header)
+
+
+def with_places(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Return messages for a chat template, with marks for answers as they were sampled; and their texts."""
+    texts = [one[_SAMPLED] for one in messages if one.get(_SAMPLED)]
+    number = count()
+    found = [
+        {"role": one["role"], "content": f"\udc02{next(number)}\udc03"} if one.get(_SAMPLED) else one
+        for one in messages
+    ]
+    return found, texts
+
+
+def in_places(text: str, sampled: Sequence[str], lead: str) -> str:
+    """Return a rendered text in which `sampled` texts replace their marks.
+
+    What the template writes before an answer's content (`lead`) or behind it makes way for their own.
+    """
+
+    def put(found: re.Match[str]) -> str:
+        own = sampled[int(found[1])]
+        return own if own.endswith("<|call|>") else own + (found[2] or "")
+
+    return _PLACE.sub(put, text.replace(f"{lead}\udc02", "\udc02")) if sampled else text

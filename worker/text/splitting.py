@@ -257,7 +257,9 @@ class MarkedSplitter(Splitter):
         return None
 
     def _may_be_bare(self) -> bool:
-        head = self._held.lstrip()[:_HEAD]
+        head = self._held[: 2 * _HEAD].lstrip()[:_HEAD]
+        if not head and len(self._held) >= 2 * _HEAD:
+            return False
         if head.startswith(tuple(one.opens for one in self._forms)):
             return False
         while around := _AROUND.match(head):
@@ -273,14 +275,15 @@ class MarkedSplitter(Splitter):
 
     def _said(self, text: str) -> Piece:
         """Return text to publish; hold back white space at its end, to drop it if a call follows."""
-        text = self._space + text
         if not self._has_text and (self._has_reasoning or self.calls):
-            text = text.lstrip(_SPACE)
+            self._space, text = "", text.lstrip(_SPACE)
         end = len(text.rstrip(_SPACE)) if self._calls.offered else len(text)
-        text, self._space = text[:end], text[end:]
-        if text:
-            self._note_lines(text)
-            self._has_text, self._last, self._bare = True, text[-1], None
+        if not end:  # each search is of new text only: a model may write nothing but white space
+            self._space += text
+            return Piece()
+        text, self._space = self._space + text[:end], text[end:]
+        self._note_lines(text)
+        self._has_text, self._last, self._bare = True, text[-1], None
         return Piece(text)
 
     def _note_lines(self, text: str) -> None:

@@ -26,6 +26,7 @@ from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.models.vision.image_file import ImageError
 
 from .conversation import Segments, has_question, in_order, said_in
+from .harmony import MESSAGE, in_places, sampled_message, with_places
 from .segments import Message, MessageRecord, Segment
 
 if TYPE_CHECKING:
@@ -129,6 +130,11 @@ class Conversation(Segments):
             return not last.closed and text.rfind(pair[0]) > text.rfind(pair[1])
         return last.opens_answer and self._text(history, last).rstrip().endswith(pair[0])
 
+    def begun_answer(self, history: Sequence[int]) -> str:
+        """The text of an unfinished answer at the session's end, which the next answer continues."""
+        last = self._segments[-1] if self._segments else None
+        return self._text(history, last) if last and last.kind == "answer" and not last.closed else ""
+
     def _ready(self, said: MessageRecord) -> Message:
         """Return a message in the template's form, cached, since marking special tokens takes time."""
         found: Message | None = said.__dict__.get("ready")
@@ -142,10 +148,13 @@ class Conversation(Segments):
         return found
 
     def _answer_message(self, said: MessageRecord) -> Message:
-        tokens = unpack(said.ids)
+        tokens, markup = unpack(said.ids), self.tokenizer.markup
         closed = tokens[-1] in self.tokenizer.eos_ids
-        _, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
-        if said.thoughts == "gone" and (pair := self.tokenizer.markup.reasoning):
+        lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
+        if markup.is_harmony and MESSAGE in content:
+            end = self.tokenizer.decode(tokens[-1:]) if closed else ""
+            return sampled_message(lead + content, end, has_reasoning=said.thoughts != "gone")
+        if said.thoughts == "gone" and (pair := markup.reasoning):
             at = content.rfind(pair[1])
             if at >= 0:
                 content = content[at + len(pair[1]) :].lstrip()
@@ -161,7 +170,7 @@ class Conversation(Segments):
         if not ready:
             mark = self.tokenizer.controls.mark_all
             ready |= {"tools": mark([*map(_rendered, self.tools)]), "variables": mark(self.variables)}
-        messages = [self._ready(one) for one in in_order(said)]
+        messages, sampled = with_places([self._ready(one) for one in in_order(said)])
         text = self.tokenizer.render(
             messages,
             add_generation_prompt=header,
@@ -169,6 +178,7 @@ class Conversation(Segments):
             tools=ready["tools"],
             variables=ready["variables"],
         )
+        text = in_places(text, sampled, self.tokenizer.answer_lead)
         if (image_processor := self.tokenizer.image_processor) is None:
             return text
         grids = [tuple(grid or ()) for one in messages for _, grid in images_in(one.get("content"))]
