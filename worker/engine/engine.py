@@ -284,6 +284,7 @@ class Engine(EnginePort):
         telemetry.totals.draft_saved_s = report.saved_s
         for event in report.events:
             self._handle_event(event)
+        self._device.take(report)
 
     def _handle_event(self, event: Event) -> None:
         match event:
