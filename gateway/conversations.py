@@ -284,7 +284,8 @@ class Conversations:
             asked.end_opening()
             self._leave(asked, feed)
             if plan.how != "repeated":
-                self.index.leave(asked.session, time.time())  # an answer may take longer than the idle time
+                # Used until now: an answer may take longer than the idle time.
+                self.index.leave(asked.session, time.monotonic())
                 if is_known and asked.state != "running":  # else the gateway stops, or the sweep finds it out
                     self._release(turn, asked.session, stays=feed.stays)
 

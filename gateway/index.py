@@ -52,7 +52,7 @@ class IndexedSession:
 
     name: str
     position: int | None  # None if unknown
-    used_s: float
+    used_s: float  # by this process's monotonic clock
     num_running: int = 0  # requests without a result
     marks: dict[bytes, BoundaryPosition] = field(default_factory=dict)
     prompt: bytes | None = None  # the boundary of the last prompt

@@ -57,7 +57,7 @@ def plan(index: SessionIndex, turn: ClientTurn, number: int, *, is_last: bool) -
 
     `number` is the number of the answer among the turn's `n`. The `is_last` attempt goes to a new session.
     """
-    now_s = time.time()
+    now_s = time.monotonic()
     options, known, key = _named(turn, number)
     before = index.asked.get(key)
     if before is not None and not is_last and _may_repeat(before, now_s):
@@ -106,7 +106,7 @@ def plan_apart(index: SessionIndex, turn: ClientTurn, state: KeyState) -> SendPl
             index.drop(before)
         place = None if turn.messages is None else _place(index, known)
     num_known, parent, position = place or (0, None, 0)
-    session = index.sessions.get(state.session) or IndexedSession(state.session, None, time.time())
+    session = index.sessions.get(state.session) or IndexedSession(state.session, None, time.monotonic())
     name = RequestName(*key, state.nonce)
     asked = IndexedRequest(session, name, {known[num_known]}, position, options.get("prefix", ""))
     index.begin(asked)

@@ -64,44 +64,49 @@ async def recover(client: Client, index: SessionIndex) -> None:
     """
     try:
         every = await client.stored.subjects(client.tenant)
+        counts = {key: kinds for key, kinds in every.items() if key.session.startswith(PREFIX)}
+        if not counts:
+            return
+        # Ages by the server's clock: this machine's may be wrong.
+        ahead_s = time.monotonic() - (await client.stored.now()).timestamp()
     except (NotPermittedError, StreamError) as error:
         log.warning("conversations from before this start are not found again: %s", error)
         return
-    counts = {key: kinds for key, kinds in every.items() if key.session.startswith(PREFIX)}
     found = await ends(client.stored, counts)
     places = asyncio.Semaphore(_AT_ONCE)
 
     async def read_whole(session: IndexedSession, key: SessionKey) -> None:
         async with places:
             session_log = await read(client.stored, key)
-        end = _fold(index, session, session_log)
+        end = _fold(index, session, session_log, ahead_s)
         for waiting in session_log.waiting:  # another gateway's may be among them
             _note_running(index, session, waiting.request, end)
 
     wanted: list[tuple[IndexedSession, SessionKey]] = []
     in_use_order = sorted(found.items(), key=lambda item: item[1].last.seq)
     for key, end in in_use_order[-MOST_SESSIONS:]:
-        if (session := _session(key, end)) is not None:
+        used_s = end.last.stored.timestamp() + ahead_s
+        if (session := _session(key, end, used_s)) is not None:
             wanted.append((session, key))
             index.add(session)
     await asyncio.gather(*(read_whole(session, key) for session, key in wanted[-_MOST_READ:]))
 
 
-def _session(key: SessionKey, end: End) -> IndexedSession | None:
+def _session(key: SessionKey, end: End, used_s: float) -> IndexedSession | None:
     """Return a session as the end of its log has it; None if it is closed and has refused nothing since.
 
     A request that a closed session has refused is in the log, which must lose it with the session.
     """
     if end.answered is None:
-        return IndexedSession(key.session, None, end.last.stored.timestamp())
+        return IndexedSession(key.session, None, used_s)
     last = end.answered.result
     if last is None or isinstance(last, Closed | UnknownResult):
         return None
-    return IndexedSession(key.session, last.position, end.answered.entry.stored.timestamp())
+    return IndexedSession(key.session, last.position, used_s)
 
 
 async def settle(client: Client, index: SessionIndex, session: IndexedSession) -> bool:
-    """Set a session's position and last use in the index from the last result in the log.
+    """Set a session's position in the index from the last result in the log, and count it as used now.
 
     Changes neither if the session is closed or not in the log. Returns False, and changes neither, if a
     request has no result yet. Raises `TurnkeepError`.
@@ -110,14 +115,14 @@ async def settle(client: Client, index: SessionIndex, session: IndexedSession) -
     end = (await ends(client.stored, {key: {"in": 1}})).get(key)
     if end is not None and end.waiting:
         return False
-    if end is not None and (found := _session(key, end)) is not None:
+    if end is not None and (found := _session(key, end, time.monotonic())) is not None:
         index.move(session, found.position)
         index.use(session, found.used_s)
     return True
 
 
-def _fold(index: SessionIndex, session: IndexedSession, session_log: SessionLog) -> _End:
-    """Add a session's results to the index."""
+def _fold(index: SessionIndex, session: IndexedSession, session_log: SessionLog, ahead_s: float) -> _End:
+    """Add a session's results to the index; `ahead_s` is this process's clock, less the server's."""
     end = _End(None, 0)
     for one in session_log.exchanges:
         request, result = one.request, one.result
@@ -133,8 +138,8 @@ def _fold(index: SessionIndex, session: IndexedSession, session_log: SessionLog)
                 base = base_of(result.tags)
                 end = _End(None if base is None else {base}, result.position)
             case Generated() if isinstance(request, Generate) and name is not None:
-                until_s = one.answered.stored.timestamp() + CLAIM_S
-                until_s = until_s if until_s > time.time() else 0.0
+                until_s = one.answered.stored.timestamp() + ahead_s + CLAIM_S
+                until_s = until_s if until_s > time.monotonic() else 0.0
                 asked = _asked(session, name, end, request.prefix, until_s)
                 index.ask(asked)
                 index.answer(asked, result)

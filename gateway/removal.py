@@ -30,7 +30,7 @@ async def sweep(client: Client, index: SessionIndex, latest: LatestMetrics, idle
     """
     while True:
         await asyncio.sleep(min(_SWEEP_S, idle_s / 4))
-        before_s = time.time() - idle_s
+        before_s = time.monotonic() - idle_s
         for session in index.old(before_s):
             if not await latest.is_loaded():
                 continue  # the close would load the model

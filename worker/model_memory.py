@@ -46,6 +46,10 @@ def leaving(lacking_bytes: int, idle: Iterable[IdleModel]) -> list[str]:
     return chosen if lacking_bytes <= 0 else []
 
 
+def _sum(models: Iterable[ModelProcess]) -> int:
+    return sum(one.size_bytes for one in models)
+
+
 class MemoryBudget:
     """The memory for models, of which each loaded one has reserved a part. Event loop only."""
 
@@ -62,8 +66,8 @@ class MemoryBudget:
         """Reserve a model's memory until the block ends. Waits until it is free; first come, first served."""
         async with self._turn:
             since_s = current_time()
-            while (lacking := model.size_bytes - self._free_bytes) > 0:
-                await self._make_room(lacking, since_s)
+            while model.size_bytes > self.size_bytes - _sum(self.loaded):
+                await self._make_room(model.size_bytes, since_s)
                 with move_on_after(_LOOK_S):
                     await self._freed.wait()
             self.loaded.append(model)
@@ -74,23 +78,23 @@ class MemoryBudget:
             self._freed.set()
             self._freed = Event()
 
-    @property
-    def _free_bytes(self) -> int:
-        return self.size_bytes - sum(one.size_bytes for one in self.loaded)
-
-    async def _make_room(self, lacking_bytes: int, since_s: float) -> None:
-        """Free `lacking_bytes`: unload models that are idle, or were loaded for `_TURN_S` since `since_s`."""
-        idle: list[IdleModel] = []
-        for one in [*self.loaded]:
-            had_turn = current_time() - max(since_s, one.loaded_s) > _TURN_S
-            if one.leave.is_set():
-                lacking_bytes -= one.size_bytes
-            elif had_turn or (one.unused_s > _GRACE_S and not await one.activator.has_work()):
-                idle.append(IdleModel(one.activator.used_s, one.size_bytes, one.name or ""))
-        chosen = leaving(lacking_bytes, idle)
-        for one in self.loaded:
+    async def _make_room(self, for_bytes: int, since_s: float) -> None:
+        """Free `for_bytes`: unload models that are idle, or were loaded for `_TURN_S` since `since_s`."""
+        idle = [one for one in [*self.loaded] if await self._may_leave(one, since_s)]
+        # Counted only now: some may have begun to leave, or have left, while the server was asked.
+        staying = [one for one in self.loaded if not one.leave.is_set()]
+        lacking_bytes = for_bytes + _sum(staying) - self.size_bytes
+        choice = [
+            IdleModel(one.activator.used_s, one.size_bytes, one.name or "") for one in idle if one in staying
+        ]
+        chosen = leaving(lacking_bytes, choice)
+        for one in staying:
             if one.name in chosen:
                 one.let_go()
+
+    async def _may_leave(self, model: ModelProcess, since_s: float) -> bool:
+        had_turn = current_time() - max(since_s, model.loaded_s) > _TURN_S
+        return had_turn or (model.unused_s > _GRACE_S and not await model.activator.has_work())
 
 
 def share_of(name: str, wanted_bytes: int | None, needs: Needs, memory_bytes: int) -> int:

@@ -78,5 +78,5 @@ async def open_store(
     if discard and not await store.eraser.clear():
         log.warning("snapshots of an earlier run are still being removed")
     stack.push_async_callback(shielded, store.close, discard=discard)
-    device.cut_snapshots(store.queue.vacant_bytes)
+    device.cut_snapshots(store.queue.vacant_bytes, store.queue.queue_bytes)
     return store

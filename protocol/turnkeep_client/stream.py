@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from datetime import datetime
 from math import inf
 from typing import TYPE_CHECKING, Final, NamedTuple
 from uuid import uuid4
@@ -231,6 +232,11 @@ class LogStream:
         """Return the sequence of the last entry. Needs `$JS.API.STREAM.INFO.<log>`."""
         reply = await self._api.api(f"$JS.API.STREAM.INFO.{self.name}", b"")
         return int(reply["state"]["last_seq"])
+
+    async def now(self) -> datetime:
+        """Return the time by the clock that dates the log's entries. Needs `$JS.API.STREAM.INFO.<log>`."""
+        reply = await self._api.api(f"$JS.API.STREAM.INFO.{self.name}", b"")
+        return datetime.fromisoformat(reply["ts"])
 
     async def allow_batches(self) -> None:
         """Enable atomic batches, for `store`. Needs `$JS.API.STREAM.INFO.<log>` and `.UPDATE.<log>`."""

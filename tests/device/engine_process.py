@@ -137,7 +137,7 @@ async def open_process(
         codec=codec,
     )
     engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)
-    device.cut_snapshots(store.queue.vacant_bytes)
+    device.cut_snapshots(store.queue.vacant_bytes, queue_bytes)
     try:
         yield Process(engine, store, recorded)
     finally:

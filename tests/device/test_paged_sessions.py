@@ -27,6 +27,7 @@ from worker import weighing as sizing
 from worker.batch import batch_kinds, matching
 from worker.batch.forward import Forward
 from worker.batch.parts import OwnPart
+from worker.device import cutter
 from worker.device.request import TurnRequest
 from worker.device.step_chooser import ChosenStep, StepChooser
 from worker.engine import kv_lookup
@@ -369,6 +370,25 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
         process.store.kv.release(match)
         assert refused > 3
         assert match.num_tokens > 19 * CHUNK
+
+
+async def test_a_paged_prompt_whose_pieces_have_more_kv_than_the_writer_s_queue_takes_stores_all_blocks(
+    model, open_process, monkeypatch
+) -> None:
+    """The queue takes six of a piece's seven blocks; the disk writes a block in 20 ms."""
+    monkeypatch.setattr(cutter, "PATIENCE_S", 600.0)
+    write = snapshot_format.write
+    monkeypatch.setattr(snapshot_format, "write", lambda *args: time.sleep(0.02) or write(*args))
+    async with open_process(model, num_blocks=8) as process:
+        block_bytes = process.engine._device.kv(POLICY).snapshot(CHUNK, at=CHUNK)
+    async with open_process(model, "small", num_blocks=8, queue_bytes=int(6.5 * block_bytes)) as process:
+        async with asyncio.timeout(60):
+            outcome = await process.append(tokens := prompt(40 * CHUNK + 1), policy=POLICY)
+        assert outcome.num_prefilled == 40 * CHUNK
+        await process.store.queue.drained(10)
+        assert process.store.stats().dropped == {}
+        chain = process.store.kv.chain(key("s").tenant, POLICY)
+        assert process.store.kv.find(chain, as_tokens(tokens)).num_tokens == 40 * CHUNK
 
 
 @pytest.mark.parametrize(("kind", "num_dropped"), [("llama", 0), ("gemma3_text", 4)])

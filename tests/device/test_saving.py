@@ -90,20 +90,21 @@ async def test_snapshots_dropped_by_a_full_queue_are_stored_once_the_session_is_
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba2"])
-@pytest.mark.parametrize("end", ["published", "fenced", "starved"])
+@pytest.mark.parametrize("end", ["published", "fenced", "refused", "starved"])
 async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
     make_model, open_process, kind, end
 ) -> None:
     """Also those that are just being published, while another turn lets snapshots be saved."""
     growing, drawn, goes_on = answer(4 * BLOCK), asyncio.Event(), asyncio.Event()
 
-    async def publish(_: Chunk) -> None:
+    async def publish(_: Chunk) -> bool:
         if not drawn.is_set():
             await drawn.wait()
-            return
+            return True
         await goes_on.wait()
         if end == "fenced":
             raise ZeroDivisionError
+        return end != "refused"
 
     async with open_process(make_model(kind)) as process:
         engine, store = process.engine, process.store
@@ -128,8 +129,9 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
         with contextlib.suppress(ZeroDivisionError):
             await running
         await quiet(process)
-        assert (store.kv.find(chain, whole).num_tokens == len(whole)) == (end != "fenced")
-        assert engine.live_bytes(key("s"), whole) == 0 or end != "fenced"
+        is_logged = end in ("published", "starved")
+        assert (store.kv.find(chain, whole).num_tokens == len(whole)) == is_logged
+        assert (engine.live_bytes(key("s"), whole) > 0) == is_logged
         assert store.queue.vacant_bytes() == store.queue.queue_bytes
         saving.cancel()
 

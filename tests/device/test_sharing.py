@@ -111,6 +111,21 @@ def test_a_session_cancelled_while_it_waits_ends_once_even_if_its_turn_cannot_st
     assert isinstance(rig.end(waiting), FaultedTurn)
 
 
+def test_a_session_cancelled_while_it_waits_copies_no_kv(make_rig, model) -> None:
+    """It ends at once, so the copy would only take memory."""
+    rig = make_rig(model)
+    calls = iter(range(100))
+    model.holds = lambda tokens: next(calls) == 2
+    first, waiting = generate(with_end(7, 5), 8, name="a"), shared("b", with_end(4, 6), 8, "a")
+    rig.device.submit(first)
+    assert model.arrived.acquire(timeout=20)
+    rig.device.submit(waiting)
+    rig.device.cancel(waiting)
+    model.go_on.release()
+    rig.finish(first, waiting)
+    assert (waiting.num_reused, waiting.num_prefilled) == (0, 0)
+
+
 def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_shares_none(
     make_rig, model
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from tiny_models import BLOCK, alone, answer, append, generate, key, prompt
 
 from cache.names.blocks import Span
+from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import RowSampling
 from worker.batch.rows import PrefillPiece
@@ -23,6 +24,7 @@ from worker.device.turn import (
     PrefilledPiece,
     SampledToken,
     SnapshotCut,
+    StepReport,
 )
 
 
@@ -143,6 +145,18 @@ def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_afterwards_all_of_
     room_bytes = 2**30
     rig.finish(turn)
     assert rig.cuts(turn) == [*((start, start + 8) for start in range(0, 56, 8)), (56, 59)]
+
+
+def test_snapshots_that_the_event_loop_has_not_taken_yet_take_room_in_the_queue(make_rig, model) -> None:
+    """It would have to drop those for which there is no room."""
+    rig = make_rig(model, room=lambda: room_bytes)
+    room_bytes = 3 * rig.device.kv(FULL).snapshot(8, at=8)
+    spans = [Span(start, start + 8) for start in range(0, 48, 8)]
+    turns = [append(prompt(49, salt=salt), name=str(salt), spans=spans) for salt in (1, 2)]
+    for turn in turns:
+        rig.run(turn)
+        rig.device.take(StepReport(tuple(rig.of(turn))))
+    assert [rig.cuts(turn) for turn in turns] == [[(0, 8), (8, 16), (16, 24)]] * 2
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode alone", "decode in a batch"])

@@ -20,6 +20,7 @@ from gateway.index import (
     base_of,
     tags,
 )
+from gateway.planning import SendPlan, plan
 from turnkeep_client.messages import Called, CalledFunction, Generated
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
@@ -152,6 +153,37 @@ def test_the_conversation_index_drops_all_positions_after_text_that_the_template
     assert not index.sessions
     assert not index.asked
     assert not index._by_boundary
+
+
+def begun(index: SessionIndex, *messages: dict[str, Any]) -> SendPlan:
+    """Plan how to send a conversation, and begin with it."""
+    return plan(index, chat.read(json.dumps({"messages": messages, "seed": 1}).encode()), 0, is_last=False)
+
+
+@pytest.mark.parametrize(("rewrites", "how"), [(False, "forked"), (True, "begun")])
+def test_no_session_is_forked_whose_running_request_may_move_the_fork_point(rewrites: bool, how: str) -> None:
+    """A template that changes earlier text does so as the request runs."""
+    index, said = SessionIndex(), {"role": "assistant", "content": "b"}
+    first = begun(index, user("a"))
+    index.answer(first.asked, result("b"))
+    index.leave(first.asked.session)
+    assert begun(index, user("a"), said, user("c")).how == "continued"
+    index.rewrites = rewrites
+    assert begun(index, user("a"), said, user("d")).how == how
+
+
+@pytest.mark.parametrize("rewrites", [False, True])
+def test_a_session_that_another_gateway_has_continued_keeps_its_boundaries_unless_templates_change_text(
+    rewrites: bool,
+) -> None:
+    """Else the request of the other gateway may have moved them."""
+    index, held = SessionIndex(), IndexedSession("s", 0, 1.0)
+    answered(index, held, b"p", result("a"))
+    index.rewrites = rewrites
+    index.lose(held)
+    (after,) = boundaries.after_answer(b"p", result("a"))
+    assert index.find(after) == (None if rewrites else (held, (10, True)))
+    assert ("s" in index.sessions, held.position is None) == ((False, False) if rewrites else (True, True))
 
 
 def test_of_sessions_with_the_same_conversation_the_index_finds_one_that_needs_no_fork() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock
 
 import pytest
 
+from gateway import removal
 from gateway.index import IndexedSession, SessionIndex
 from gateway.removal import remove, sweep
 from tests.parts import LocalWorker, until
@@ -62,6 +64,23 @@ async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(worker: 
     sweeping.cancel()
     with pytest.raises(RequestFailedError):
         await worker.client.session("s").append(text="on")
+
+
+@pytest.mark.serves("calling_model")
+async def test_a_gateway_whose_clock_is_ahead_keeps_a_conversation_and_its_answer_over_a_restart(
+    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long ago a session was used, its server's clock says."""
+    monkeypatch.setattr(removal, "_SWEEP_S", 0.05)
+    stopped, now = await gateway(), time.time
+    said, name, _ = await chat(stopped, [HELLO], {})
+    await stopped.stop()
+    monkeypatch.setattr(time, "time", lambda: now() + 86400)
+    served = await gateway(idle_s=3600.0)
+    assert (await chat(served, [HELLO], {}))[1:] == (name, "repeated")
+    await asyncio.sleep(0.5)
+    more = [HELLO, {"role": "assistant", "content": said}, {"role": "user", "content": "And?"}]
+    assert (await chat(served, more, {}))[1:] == (name, "continued")
 
 
 UNSAVED = {"x-turnkeep-snapshots": "none"}

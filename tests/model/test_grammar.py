@@ -100,6 +100,8 @@ async def test_masks_for_a_draft_advance_no_grammar_and_allow_only_the_end_after
     assert list(map(allowed, matcher.masks([c, end]))) == [before, tokenizer.eos_ids, tokenizer.eos_ids]
     matcher.push([a, c, end])
     assert matcher.is_complete
+    ended = grammar.follow([a, z])
+    assert list(map(allowed, ended.masks([a, a]))) == [tokenizer.eos_ids] * 3
     again = grammar.follow([a, a, c])
     assert allowed(again.masks(())[0]) == tokenizer.eos_ids
     matcher.push([a])

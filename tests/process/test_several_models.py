@@ -17,7 +17,14 @@ import psutil
 import pytest
 from parts import WorkerProcess, free_port, make_tiny_model, until
 
-from turnkeep_client.messages import Embedded, EmbedRequest, decode_control_reply, encode
+from turnkeep_client.messages import (
+    Embedded,
+    EmbedRequest,
+    LoadRequest,
+    decode_control_reply,
+    decode_serving,
+    encode,
+)
 from turnkeep_client.subjects import Subjects
 from worker import model_memory, standby, supervisor
 from worker.model_memory import IdleModel, leaving
@@ -185,6 +192,24 @@ async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_just_be
     await nc.close()
 
 
+async def test_a_request_to_load_a_model_gets_an_answer_also_if_the_supervisor_fails_on_it(
+    nats_url: str,
+) -> None:
+    async def fails(_: object) -> str:
+        raise OSError(11, "no more processes")
+
+    nc, subjects = await nats.connect(nats_url), Subjects("failing")
+    activator = Activator(nc, subjects, lambda: None, lambda: None, fails)  # type: ignore[arg-type, return-value]
+    await activator.open(Settings(prefix="failing"), all_requests=False)
+    reply = await nc.request(subjects.serve, encode(LoadRequest()), timeout=10)
+    answer = decode_serving(reply.data)
+    assert (answer.code, answer.message) == (  # type: ignore[union-attr]
+        "internal",
+        "an error of turnkeep serve, which is in its log",
+    )
+    await nc.close()
+
+
 async def test_one_tenants_questions_to_a_model_that_is_being_loaded_leave_room_for_another_tenants(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +328,40 @@ async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enou
             await first.leave.wait()
             assert not waiting.done(), "until the memory is free"
         await waiting
+
+
+async def test_a_model_that_is_unloaded_while_another_waits_for_its_memory_spares_a_third_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is unloaded while the other models are asked whether they have work."""
+    monkeypatch.setattr(model_memory, "_LOOK_S", 0.01)
+    monkeypatch.setattr(model_memory, "_GRACE_S", 0.0)
+    three = Supervisor(Settings(), {name: Settings() for name in ("unloaded", "older", "wanted")})
+    three._memory.size_bytes = 20
+    unloaded, older, wanted = three._models
+    for model in three._models:
+        model.size_bytes, model.activator, model.loaded_s = 10, Busy(), 0.0  # type: ignore[assignment]  # a stub
+    unloaded.activator.used_s = 1.0
+
+    async def is_asked() -> bool:
+        unloaded.let_go()
+        return False
+
+    unloaded.activator.has_work = is_asked  # type: ignore[method-assign]
+    older.activator.is_busy = False  # type: ignore[attr-defined]
+
+    async def loaded() -> None:
+        async with three._memory.reserve(unloaded):
+            await unloaded.leave.wait()
+            await asyncio.sleep(0.1)
+
+    async with asyncio.timeout(30), three._memory.reserve(older):
+        unloading = asyncio.create_task(loaded())
+        await until(lambda: unloaded in three._memory.loaded)
+        three._memory.loaded.reverse()  # it is asked first
+        async with three._memory.reserve(wanted):
+            assert not older.leave.is_set()
+        await unloading
 
 
 class Runs:

@@ -85,6 +85,18 @@ async def test_chunks_that_the_token_stream_refuses_are_not_published_to_clients
     assert heard.chunks == []
 
 
+async def test_after_a_chunk_that_the_token_stream_refused_no_kv_of_the_answer_is_saved(wire: Start) -> None:
+    """If the worker died before the result, another one might draw other tokens: then nothing erased it."""
+    w = await wire()
+    await limited(w, 64)
+    await w.send("s", generate("g", text="abc", max_tokens=300, ignore_eos=True))
+    app, key = w.worker.app, SessionKey("default", "s")
+    assert await app._store.queue.drained(10)
+    tokens = app._parts.sessions._get(key).history.tokens
+    chain = app._store.kv.chain(key.tenant)
+    assert app._store.kv.find(chain, tokens).num_tokens <= len(tokens) - 300
+
+
 @pytest.mark.simulated
 async def test_an_answer_whose_result_the_log_refuses_as_too_large_fails(wire: Start) -> None:
     w = await wire()

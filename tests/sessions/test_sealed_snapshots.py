@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from cache.disk import format as snapshot_format
 from cache.disk.format import EncodedSnapshot
-from cache.disk.header import BLANK, CHECKSUM_AT, CHECKSUM_END, opened
+from cache.disk.header import BLANK, CHECKSUM_AT, CHECKSUM_END, open_file
 from cache.disk.unencrypted import Codec
 from cache.names.tokens import pack
 from cache.store import codec_by
@@ -116,7 +116,7 @@ def test_a_key_file_without_a_valid_key_ends_a_command_with_one_line(
 
 def forge(path: Path, codec: Codec) -> None:
     """Change the KV in a file, and make its checksums right again."""
-    with opened(path, codec) as (_, whole, _):
+    with open_file(path, codec) as (_, whole, _):
         head = whole[:CHECKSUM_AT] + BLANK + whole[CHECKSUM_END:]
     tensors = tuple(snapshot_format.tensors(path, codec).values())
     for one in tensors:

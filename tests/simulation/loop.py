@@ -223,8 +223,8 @@ class Loop(asyncio.BaseEventLoop):
     def abandon(self) -> None:
         """Close the loop: drop its callbacks, and close unfinished coroutines without warnings."""
         self.is_over = True
-        self.ready.clear()
-        self._timers.clear()
+        # While its coroutine is closed, a task may start others, which this list then has as well.
+        asyncio._set_running_loop(self)
         for task in self.tasks:
             task._log_destroy_pending = False  # type: ignore[attr-defined]
             if not task.done():
@@ -234,7 +234,10 @@ class Loop(asyncio.BaseEventLoop):
                 task.exception()
             # anyio's state of a killed task would keep the task, and with it the whole history, for ever.
             _asyncio._task_states.pop(task, None)
+        asyncio._set_running_loop(None)
         self.tasks.clear()
+        self.ready.clear()
+        self._timers.clear()
         self.close()
 
 

@@ -245,6 +245,24 @@ def test_the_end_of_a_simulation_closes_coroutines_of_tasks_that_have_not_starte
         run(loop, main(Process(loop, "worker")))
 
 
+def test_the_end_of_a_simulation_closes_the_coroutines_that_a_killed_task_starts_in_its_finally() -> None:
+    """As a gateway does that cancels an answer which nobody waits for."""
+
+    async def main(process: Process) -> None:
+        async def live() -> None:
+            try:
+                await asyncio.sleep(1)
+            finally:
+                asyncio.create_task(asyncio.sleep(1))  # noqa: RUF006  # it never runs
+
+        process.start(live())
+        await asyncio.sleep(0.5)
+        process.kill()
+
+    with simulated(7) as loop:  # here warnings are errors
+        run(loop, main(Process(loop, "gateway")))
+
+
 def test_a_seed_gives_the_same_simulated_history_in_every_process() -> None:
     (first, said), (second, again) = (simulate("5", "--histories", "8", "--traces") for _ in range(2))
     assert (first, second) == (0, 0)

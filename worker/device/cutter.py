@@ -5,6 +5,7 @@ It knows no names of snapshots; `unsaved_kv` says what the disk lacks of an idle
 
 from __future__ import annotations
 
+import sys
 import time
 from itertools import takewhile
 from typing import TYPE_CHECKING, Final
@@ -14,7 +15,7 @@ import structlog
 
 from cache.kv import layers
 from cache.names.blocks import Span, tail_start
-from cache.names.snapshot import carried
+from cache.names.snapshot import CARRIER, carried
 from worker.observe.traces import Phase
 
 from . import machine
@@ -36,12 +37,17 @@ PATIENCE_S: Final = 30.0
 class Cutter:
     """Copies spans of KV into snapshots for the writer, a turn's spans in order. Device thread only.
 
-    Does nothing until `room` is set, a function that returns the free bytes of the writer's queue.
+    Does nothing until `room` is set, a function that returns the free bytes of the writer's queue, which
+    takes up to `queue_bytes`.
     """
 
     def __init__(self, served: ServedModel, block: int, done: Callable[[SnapshotCut], None]) -> None:
         """`done` is called with each snapshot."""
         self.room: Callable[[], int] | None = None
+        self.queue_bytes = sys.maxsize
+        #: Bytes of all snapshots that the event loop has queued for the disk or dropped. It writes them here.
+        self.taken_bytes = 0
+        self._cut_bytes = 0  # of all snapshots
         self._batch = served.batch
         self._estimator = served.estimator
         self._trimmable = served.trimmable
@@ -50,10 +56,15 @@ class Cutter:
 
     def size_bytes(self, step: Step) -> int:
         """Return the bytes of the snapshots that `cut_blocks` may make after a step."""
-        if self.room is None:
-            return 0
         turns = (*step.prefill, *((turn, 0) for turn in step.decode))
-        return min(self.room(), sum(self._size_bytes(turn, num) for turn, num in turns))
+        return min(self._room(), sum(self._size_bytes(turn, num) for turn, num in turns))
+
+    def _room(self) -> int:
+        """Return the bytes of further snapshots that the queue has room for."""
+        # Read before the queue's room: snapshots that are queued in between count twice, else they would not
+        # count at all.
+        taken_bytes = self.taken_bytes
+        return 0 if self.room is None else max(0, self.room() - (self._cut_bytes - taken_bytes))
 
     def _size_bytes(self, turn: DeviceTurn, num_tokens: int) -> int:
         """Return the bytes of a turn's snapshots that are due once `num_tokens` more tokens have KV."""
@@ -64,6 +75,18 @@ class Cutter:
             size_bytes += more.num_tokens * kv.bytes_per_token if more is not None else 0
         return size_bytes
 
+    def most_blocks(self, turn: DeviceTurn) -> int:
+        """Return how many blocks a piece of a turn's prompt may have: at least 1.
+
+        Of a paged session's prompt, the snapshots of a piece fit into half of the writer's queue: the disk
+        writes them while the next piece runs.
+        """
+        if not turn.request.policy.recall:
+            return sys.maxsize
+        kv, block = self._estimator.kv.under(turn.request.policy), self._block
+        left_bytes = self.queue_bytes // 2 - CARRIER * block * kv.bytes_per_token
+        return max(left_bytes // kv.snapshot(block, at=turn.request.target), 1)
+
     def is_behind(self, turn: DeviceTurn, num_tokens: int) -> bool:
         """Say whether a paged session's prompt should wait for room in the writer's queue.
 
@@ -73,7 +96,7 @@ class Cutter:
         if self.room is None or not turn.request.policy.recall:
             return False
         self.cut(turn)
-        size_bytes, room_bytes = self._size_bytes(turn, num_tokens), self.room()
+        size_bytes, room_bytes = self._size_bytes(turn, num_tokens), self._room()
         if size_bytes <= room_bytes:
             turn.behind = None
             return False
@@ -147,7 +170,7 @@ class Cutter:
                 span.end,
                 at_end=turn.num_cached == num_cached == span.end,
                 # Snapshots that wait for the disk are in device memory too: they must not displace sessions.
-                most_bytes=min(self.room(), self._estimator.limit_bytes - mx.get_active_memory()),
+                most_bytes=min(self._room(), self._estimator.limit_bytes - mx.get_active_memory()),
                 # A state can be many times a block's KV: keep room for the one at the turn's end.
                 spare_states=0 if is_last else 1,
                 carried=self._carried(turn, span),
@@ -162,7 +185,9 @@ class Cutter:
         is_whole = self._trimmable or any(tensor.of_state for tensor in tensors or ())
         if tensors is None or (is_last and not is_whole):
             return False
-        self._done(SnapshotCut(turn, span, tensors))
+        cut = SnapshotCut(turn, span, tensors)
+        self._cut_bytes += cut.size_bytes
+        self._done(cut)
         return True
 
     def _carried(self, turn: DeviceTurn, span: Span) -> Span | None:

@@ -7,6 +7,7 @@ knows nothing of NATS or the log, and knows sessions only by their keys.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias
@@ -17,6 +18,7 @@ from worker.batch import metal
 
 from . import machine
 from .runner import Runner
+from .turn import SnapshotCut
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,9 +101,17 @@ class Device:
         """Set the function that the thread calls after each step with a report; it must return at once."""
         self._report = report
 
-    def cut_snapshots(self, room: Callable[[], int]) -> None:
-        """Start copying KV into snapshots of up to `room()` bytes each. The device thread calls `room`."""
-        self._runner.cutter.room = room
+    def cut_snapshots(self, room: Callable[[], int], queue_bytes: int = sys.maxsize) -> None:
+        """Start copying KV into snapshots of up to `room()` bytes; the device thread calls `room`.
+
+        It returns the free bytes of a queue of `queue_bytes`; `take` says which snapshots are counted there.
+        """
+        self._runner.cutter.room, self._runner.cutter.queue_bytes = room, queue_bytes
+
+    def take(self, report: StepReport) -> None:
+        """Note that the event loop has queued or dropped a report's snapshots, at the end of handling it."""
+        cuts = [event for event in report.events if isinstance(event, SnapshotCut)]
+        self._runner.cutter.taken_bytes += sum(cut.size_bytes for cut in cuts)
 
     # Commands: each queues a call of the runner's method, where it is described, and returns at once.
     submit = _queued(Runner.submit)

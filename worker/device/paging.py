@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from worker.batch.batch import Batch
 
+    from .cutter import Cutter
     from .scheduler import Scheduler
     from .turn import DeviceTurn, Event, KvRead
 
@@ -31,10 +32,18 @@ RECALL_EVERY: Final = 16
 class Paging:
     """Requests KV on SSD for turns of paged sessions, and lets prompts wait for it; ignores other turns."""
 
-    def __init__(self, scheduler: Scheduler, batch: Batch, block: int, emit: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        batch: Batch,
+        cutter: Cutter,
+        block: int,
+        emit: Callable[[Event], None],
+    ) -> None:
         """A prompt is removed from `scheduler` while it waits; `emit` sends an event to the event loop."""
         self._scheduler = scheduler
         self._batch = batch
+        self._cutter = cutter
         self._block = block
         self._emit = emit
         self._asked: set[DeviceTurn] = set()
@@ -55,7 +64,8 @@ class Paging:
     def start(self, turn: DeviceTurn) -> None:
         """Set a new, scheduled turn's largest pieces, and request the KV that it needs."""
         if turn.caches is not None:
-            turn.most_blocks = layers.most_run(turn.caches, self._block) // self._block
+            most_run = layers.most_run(turn.caches, self._block) // self._block
+            turn.most_blocks = min(most_run, self._cutter.most_blocks(turn))
         target, policy = turn.request.target, turn.request.policy
         if turn.request.draws and policy.recall and policy.visible_from(target):
             turn.asks = turn.num_cached < target - 1  # else no query is left to choose chunks

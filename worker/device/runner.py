@@ -92,7 +92,7 @@ class Runner:
         self._acquisition = Acquisition(self.served, self.idle_kv, self._sharing)
         parts = (self._batch, self.cutter, self._acquisition)
         self._chooser = StepChooser(self._scheduler, self._prefill_budget, self.idle_kv, *parts, self._emit)
-        self._paging = Paging(self._scheduler, self._batch, block_tokens, self._emit)
+        self._paging = Paging(self._scheduler, self._batch, self.cutter, block_tokens, self._emit)
         self._vision = Vision(self.served.vision_model, self.idle_kv, self._emit)
         self._events: list[Event] = []
         self._turns: dict[DeviceTurn, None] = {}  # submitted and not ended, in order of submission

@@ -188,6 +188,11 @@ class SnapshotCut:
     span: Span
     tensors: tuple[Tensor, ...]
 
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the tensors."""
+        return sum(tensor.data.nbytes for tensor in self.tensors)
+
 
 @dataclass(frozen=True, slots=True)
 class CopiedSession:

@@ -284,6 +284,7 @@ class Engine(EnginePort):
         telemetry.totals.draft_saved_s = report.saved_s
         for event in report.events:
             self._handle_event(event)
+        self._device.take(report)
 
     def _handle_event(self, event: Event) -> None:
         match event:
@@ -399,8 +400,7 @@ class Engine(EnginePort):
                 try:
                     end = await self._follow(run, turn, publish)
                 except BaseException:
-                    if self._saving is not None and run.request.draws and run.request.policy.has_snapshots:
-                        self.forget(run.key)  # else KV of tokens that the log lacks would be saved
+                    self._forget_unlogged(run)
                     raise
                 reads.cancel_scope.cancel()
         return self._settled(run, end)
@@ -420,8 +420,8 @@ class Engine(EnginePort):
             if chunks:
                 drawn_s = drawn_s or monotonic()
                 run.first_token_s = run.first_token_s or monotonic()
-                if publish is not None:
-                    await publish(joined(chunks))
+                if publish is not None and not await publish(joined(chunks)):
+                    self._forget_unlogged(run)
                 run.num_logged += len(chunks)
                 if self._saving is not None:
                     self._saving.save_logged()
@@ -429,6 +429,11 @@ class Engine(EnginePort):
             if not isinstance(end, SampledToken):
                 run.phases += on_device(turn.request, end.cost, submitted_s, drawn_s)
                 return end
+
+    def _forget_unlogged(self, run: Run) -> None:
+        """Save no more of an answer's KV, and drop it: the log may lack some of the answer's tokens."""
+        if self._saving is not None and run.request.draws and run.request.policy.has_snapshots:
+            self.forget(run.key)
 
     def _settled(self, run: Run, end: FinishedTurn | FaultedTurn) -> bool:
         """Count an ended turn, or raise its error; return False if another turn must continue its request."""

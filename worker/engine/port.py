@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from worker.device.request import TurnRequest
     from worker.observe.traces import Phase
 
-    Publish: TypeAlias = Callable[[Chunk], Awaitable[None]]
+    Publish: TypeAlias = Callable[[Chunk], Awaitable[bool]]
 
 
 class DeviceFaultError(Exception):
@@ -71,10 +71,11 @@ class EnginePort(Protocol):
         """Load or prefill the KV of a context, then sample the answer after it, if there is one.
 
         The policy must be one for which `refusal` returns None. The engine awaits `publish(chunk)` for new
-        tokens; a chunk has several if `publish` is slower than the device. Returns None if `cancelled()` was
-        true before the turn reached the device; after that, `cancel` ends the turn and its tokens stay.
-        Appends the phases of the turn's time to `phases`, even if the turn fails. Raises `DeviceFaultError`;
-        `NoMemoryError`; and `StoppingError` if the worker stops before the end.
+        tokens, which returns whether the token stream has them; a chunk has several if `publish` is slower
+        than the device. Returns None if `cancelled()` was true before the turn reached the device; after
+        that, `cancel` ends the turn and its tokens stay. Appends the phases of the turn's time to `phases`,
+        even if the turn fails. Raises `DeviceFaultError`; `NoMemoryError`; and `StoppingError` if the worker
+        stops before the end.
         """
 
     async def embed(

@@ -84,7 +84,7 @@ class UnsavedKv:
             return
         if run is not None and cut.span.end > run.num_logged:
             self._early.append((cut, run))
-            self._store.queue.announced_bytes += sum(tensor.data.nbytes for tensor in cut.tensors)
+            self._store.queue.announced_bytes += cut.size_bytes
             return
         request, chain = cut.turn.request, cut.turn.plan.chain
         try:

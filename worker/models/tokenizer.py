@@ -403,7 +403,7 @@ class Tokenizer:
         if name is None:
             return b""
         if token in self.added_ids and not name.isascii() and max(name) < "\u0100":
-            return name.encode()  # a byte-level decoder would take its letters for bytes
+            return str(name).encode()  # a byte-level decoder would take its letters for bytes
         # Decode after another token, because decoders drop a space at the beginning.
         text: str = self._rust.decode([self._guard, token], skip_special_tokens=False)[
             len(self._guard_text) :

@@ -66,8 +66,8 @@ class AnswerStream:
         self._is_heard = True
         self._lock = Lock(fast_acquire=True)
 
-    async def publish(self, chunk: Chunk) -> None:
-        """Publish the next chunk. Raises `FencedError`."""
+    async def publish(self, chunk: Chunk) -> bool:
+        """Publish the next chunk; return whether the token stream takes the answer. Raises `FencedError`."""
         async with self._lock:
             await self._copy_old()
             if not self._said:
@@ -75,6 +75,7 @@ class AnswerStream:
             chunk = replace(chunk, seq=self._pending.seq, warnings=() if chunk.i else self._warnings)
             await self._publish(chunk)
             self._said.append(chunk)
+            return self._is_heard
 
     @asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:

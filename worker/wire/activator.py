@@ -52,6 +52,7 @@ _MOST_HELD: Final = 256
 _END_S: Final = 30.0
 #: How long a worker may take to tell its metrics.
 _ANSWER_S: Final = 2.0
+_FAILED: Final = "an error of turnkeep serve, which is in its log"
 _TOO_MANY: Final = "too many questions wait until the model is loaded; ask again later"
 
 log = structlog.get_logger()
@@ -153,6 +154,9 @@ class Activator:
             answer: Serving | Failed = Serving(said=await self._serve(decode_serve(message.data)))
         except TurnkeepError as error:
             answer = failure(None, "invalid_request", str(error))
+        except Exception:
+            log.exception("a request to load or unload a model failed")
+            answer = failure(None, "internal", _FAILED)
         await self._outbox.reply(message.reply, answer)
 
     async def _notice(self, _: Msg) -> None:
