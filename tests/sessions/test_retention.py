@@ -25,7 +25,7 @@ from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encode_answer, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
-from worker.sessions.dead_letters import Doubt
+from worker.sessions.dead_letters import RequestAttempts
 from worker.sessions.session import ServedSession
 from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
@@ -441,14 +441,14 @@ async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
     w = await quiet_wire()
     await w.send("s", append("a", "hello"))
     await w.send("s", CLOSE)
-    there, go_on, attempt = asyncio.Event(), asyncio.Event(), Doubt.attempt
+    there, go_on, attempt = asyncio.Event(), asyncio.Event(), RequestAttempts.attempt
 
-    async def waits(doubt: Doubt, *given: Any) -> Any:
+    async def waits(attempts: RequestAttempts, *given: Any) -> Any:
         there.set()
         await go_on.wait()
-        return await attempt(doubt, *given)
+        return await attempt(attempts, *given)
 
-    monkeypatch.setattr(Doubt, "attempt", waits)
+    monkeypatch.setattr(RequestAttempts, "attempt", waits)
     waiting = await w.publish("s", {"type": "open", "id": "o"})
     await there.wait()
     info = await w.control("s", {"type": "info"})

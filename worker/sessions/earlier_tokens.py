@@ -27,12 +27,13 @@ _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
 class EarlierTokens:
-    """The tokens before each rewind and the like, and those that requests prefilled which changed nothing.
+    """Tokens that a session had and lost, as by a rewind, or prefilled for requests that changed nothing.
 
     Give it all results from the beginning of the log, in order.
     """
 
     def __init__(self, fold: Fold) -> None:
+        #: The token sequences found so far, oldest first.
         self.known: list[Tokens] = []
         #: Requests that may have prefilled tokens which the log lacks, with the histories before them.
         self.unknown: list[tuple[TokenHistory, Append | Generate]] = []
@@ -44,7 +45,7 @@ class EarlierTokens:
         return self._record.out_seq
 
     def add_result(self, entry: StoredMessage, parts: ResultParts) -> None:
-        """Add the next result; see `Record.add_result`."""
+        """Apply the next result, and collect such tokens; a close that forgets drops all before it."""
         before = self._record.history.tokens
         self._record.add_result(entry, parts)
         if (last := self._record.take_last()) is None or last[1].repeat_of is not None:

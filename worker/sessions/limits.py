@@ -13,7 +13,7 @@ from cache.names.policy import FULL
 from turnkeep_client.errors import TokenLimit
 from turnkeep_client.messages import SessionCache
 
-from .history import RefusedError, recorded
+from .history import RefusedError, policy_of
 
 if TYPE_CHECKING:
     from cache.names.policy import Policy
@@ -92,7 +92,7 @@ class RequestLimits:
         Raises `RefusedError` for pinned spans that overlap or do not fit into the resident tokens.
         """
         try:
-            policy = self.default if cache.policy is None else recorded(SessionCache.of(cache))
+            policy = self.default if cache.policy is None else policy_of(SessionCache.of(cache))
         except ValueError as error:
             raise RefusedError("invalid_request", str(error), field="cache") from error
         return replace(policy, has_snapshots=cache.snapshots is None)
@@ -106,9 +106,9 @@ class RequestLimits:
             raise RefusedError("invalid_request", why, field="cache.policy")
 
     def note(self, policy: Policy, tenant: str) -> None:
-        """Record the policy of an `open` request; refuse a new policy if the tenant has chosen its share.
+        """Record the policy of an `open` request. Raises `RefusedError` if there are too many policies.
 
-        Sessions that are open already are not affected.
+        At the limit only a tenant with less than an equal share may add one. Open sessions are not affected.
         """
         if policy in (FULL, self.default, *self._policies):
             return

@@ -56,13 +56,11 @@ _CHECKPOINT_EVERY: Final = 256
 
 
 class ResultParts(NamedTuple):
-    """What a result's messages besides itself have; each is None if there is none, or it has left the log.
+    """What belongs to a result, read from further messages if it is long; None if missing or gone."""
 
-    `value` is the history that a fork starts with, or the encoded tokens of an input. `asked` is the request
-    that the result answers.
-    """
-
+    #: The history that a fork starts with, or the encoded tokens of an input.
     value: TokenHistory | str | None = None
+    #: The request that the result answers.
     asked: Asked | None = None
 
 
@@ -134,7 +132,7 @@ class Record:
         """Return a checkpoint of the session after the request at `in_seq`; None if none is due yet.
 
         The result of that request must contain a digest of the history. No checkpoint is due while an earlier
-        request is pending.
+        request is pending. If it returns one, the next is due only after as many results again.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
         is_due = self._num_since_checkpoint >= _CHECKPOINT_EVERY
@@ -144,12 +142,12 @@ class Record:
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
     def before(self, pending: PendingRequest) -> TokenHistory:
-        """Return the history before a request; a session begins with the first request that changes it."""
+        """Return the history that a request is added to; an empty one if the session begins with it."""
         history = self.history
         return history if history.exists or history.closed else self._fold.begin(pending.began)
 
     def take_last(self) -> tuple[PendingRequest | None, Result] | None:
-        """Return the result that was read last, once, and its request; None if it does not have that."""
+        """Return the last result read, with its request or None if that is gone; None if called before."""
         last, self._last = self._last, None
         return last
 
@@ -161,8 +159,8 @@ class Record:
         """Apply the next result; `parts` has what is stored besides it.
 
         Skips results that the checkpoint includes, and ignores entries that no worker can have written (see
-        `written`) or whose request already has a result. Once `folded`, a result that counts is another
-        worker's: it is not applied, and the record is `overtaken`.
+        `written`) or whose request already has a result. Once `folded`, any other result is another worker's:
+        it is not applied, and marks the record as `overtaken`.
         """
         self.out_seq = max(self.out_seq, entry.seq)
         result = written(entry)

@@ -67,7 +67,10 @@ class AnswerStream:
         self._lock = Lock(fast_acquire=True)
 
     async def publish(self, chunk: Chunk) -> None:
-        """Publish the next chunk. Raises `FencedError`."""
+        """Publish the next chunk, unless the token stream has refused one before.
+
+        Raises `FencedError` if another worker has published a chunk of this answer or ended it.
+        """
         async with self._lock:
             await self._copy_old()
             if not self._said:
@@ -125,7 +128,10 @@ class AnswerStream:
 
 
 def unpublished(result: Result, published: PublishedChunks) -> Chunk | None:
-    """Return the end of an answer's text that was not published, although all of its tokens were."""
+    """Return the end of an answer's text that was not published, although all of its tokens were.
+
+    The chunk may be empty. Returns None if tokens are missing in `published`, or for another kind of result.
+    """
     chunks, tokens = published.chunks, result.tokens if isinstance(result, Generated) else ()
     # Only if all chunks before it are there: a client that misses chunks reads the result instead.
     if not isinstance(result, Generated) or published.num_tokens != len(tokens):
