@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
     from worker.models.model_files import Progress
-    from worker.wire.streams import Streams
+    from worker.wire.streams import StreamNames
 
     from .observe.otlp import Traces
     from .process.constants import Constants
@@ -226,7 +226,7 @@ class App:
         if not self._members.others:
             await streams.take_back(js, self._subjects)
 
-    async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
+    async def _serve(self, nc: Client, js: JetStreamContext, names: StreamNames) -> None:
         """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
 
         The task groups end from the innermost outwards, in the order in which the parts must stop.
@@ -320,7 +320,7 @@ class App:
             is_busy = partial(_is_busy, parts.engine)
             background.start_soon(self._run_part, "keep-awake", partial(keep_awake, is_busy))
 
-    def _groundwork(self, nc: Client, js: JetStreamContext, names: Streams) -> Groundwork:
+    def _groundwork(self, nc: Client, js: JetStreamContext, names: StreamNames) -> Groundwork:
         return Groundwork(
             version=VERSION,
             settings=self._settings,
@@ -417,7 +417,7 @@ class App:
             reasons.append("loading the model")
         if self._nc is None or not self._nc.is_connected:
             reasons.append("no connection to NATS")
-        elif not self._members.is_held:
+        elif not self._members.has_record:
             reasons.append("this worker is not recorded on the prefix")
         if self._stop.is_set():
             reasons.append("stopping")

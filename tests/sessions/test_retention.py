@@ -607,7 +607,7 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
         async def end(self) -> tuple[int, int]:
             return 95 - 5 * len(at_once), 6
 
-        async def closed(self, _: int) -> tuple[list[StoredMessage], int]:
+        async def close_notes(self, _: int) -> tuple[list[StoredMessage], int]:
             return [StoredMessage(n, datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
 
     async def follow(_: Retention, __: StoredMessage, **how: bool) -> bool:
@@ -638,7 +638,7 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
         async def end(self) -> tuple[int, int]:
             return 0, 6
 
-        async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
+        async def close_notes(self, after: int) -> tuple[list[StoredMessage], int]:
             subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
             notes = [StoredMessage(n, datetime.now(UTC), body, subject) for n, body in bodies.items()]
             return [note for note in notes if note.seq > after], 0
@@ -730,12 +730,12 @@ async def test_a_note_of_what_to_erase_is_tried_again_until_it_is_carried_out_an
         await app._parts.erasures.note(SessionKey("default", name), tokens, 0, ())
     await asyncio.sleep(2)
     assert tried == ["first", "again", "again"]
-    notes, _ = await app._parts.retention._journal.erasures(0)
+    notes, _ = await app._parts.retention._journal.erasure_notes(0)
     assert (await app._disk.erased_up_to(app._parts.erasures._log)).seq == notes[-1].seq
     assert len(notes) == 2
     monkeypatch.setattr(Journal, "age_s", lambda *_: 91 * 86400.0)
     await app._parts.erasures._clean()
-    assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]
+    assert [note.seq for note in (await app._parts.retention._journal.erasure_notes(0))[0]] == [notes[-1].seq]
 
 
 @pytest.mark.parametrize(("boot", "num_erased"), [("an empty directory's", 0), (erasures.TIER, 1)])

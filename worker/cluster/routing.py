@@ -54,7 +54,7 @@ class RoutingReply(Enum):
     """What a worker says to a delivery that is passed on to it."""
 
     TAKEN = "taken"
-    #: It stops, or it drains and is at work on the session: ask again soon.
+    #: The worker stops, or drains while it is at work on the session: ask again soon.
     LATER = "later"
     #: The session belongs to the worker that is named beside the verdict, which takes it.
     ELSEWHERE = "elsewhere"
@@ -253,7 +253,7 @@ class Routing:
         if is_sent:
             return _TAKEN if takes else _LATER
         if not takes:
-            owner = await self._owners.logged(key, self._owners.takers())
+            owner = await self._owners.owner_in_log(key, self._owners.takers())
         owner = owner or await self._owners.owner(key)
         if owner.member.boot == sender and takes:  # the sender would not pass on what is its own
             return _TAKEN
@@ -307,7 +307,7 @@ class Routing:
             await self.wake(_lost(key, entry))
 
     async def wake(self, delivery: Delivery) -> None:
-        """Wake the session of an undelivered request: at its worker, or here if it belongs to no other."""
+        """Wake the session of an undelivered request, at its worker or here. Tries once."""
         member = (await self._owners.owner(delivery.key)).member
         if self._owners.is_me(member):
             self._intake.take(delivery, self._ring)
@@ -365,7 +365,7 @@ class Routing:
     async def _take_over(self) -> None:
         """Take over from each worker that ends."""
         while True:
-            await self._take_unanswered(has_stopped=not (await self._members.gone()).serves)
+            await self._take_unanswered(has_stopped=not (await self._members.next_ended()).serves)
 
     async def _take_unanswered(self, *, has_stopped: bool = False) -> None:
         """Take the sessions of this worker with requests that no running worker has.
@@ -389,7 +389,7 @@ class Routing:
             entry = await self._journal.last(key, "in")
             if entry is None or self._intake.expects(key, entry.seq) or self._leaving.is_set():
                 continue
-            owner = await self._owners.logged(key, self._owners.takers())
+            owner = await self._owners.owner_in_log(key, self._owners.takers())
             if self._owners.is_me(owner.member):
                 num_taken[key.tenant] += 1
                 taken.append((key, entry, owner))

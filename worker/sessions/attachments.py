@@ -25,7 +25,7 @@ from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001 
 from worker.process.concurrency import in_thread
 from worker.text.conversation import PackedConversation  # noqa: TC001  # msgspec looks it up
 from worker.text.templates import Conversation
-from worker.wire.written import answers
+from worker.wire.written import answered_seq
 
 from .answered_ids import AnsweredIds
 from .history import TokenHistory, cache_field, policy_of
@@ -299,7 +299,7 @@ class SessionAttachments:
         must have the checkpoint's digest; a crash can leave the checkpoint of a removed session in the log.
         Both must be first results: later ones of a request do not count.
         """
-        journal, naming = self._journal, answers(named)
+        journal, naming = self._journal, answered_seq(named)
         if naming <= checkpoint.in_seq:
             return None
         history: str | None = None
@@ -309,7 +309,7 @@ class SessionAttachments:
             after = results[-1].seq if results else checkpoint.in_seq
             page, more = await journal.page(self.key, "out", after)
             for entry in page:
-                seq = answers(entry)
+                seq = answered_seq(entry)
                 if seq == checkpoint.in_seq and history is None:
                     history = entry.headers.get(HISTORY_HEADER, "")
                 elif seq == naming and not confirmed:

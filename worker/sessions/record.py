@@ -26,7 +26,7 @@ from turnkeep_client.messages import (
     decode_asked,
 )
 from turnkeep_client.session_log import changes_session
-from worker.wire.written import written
+from worker.wire.written import worker_result
 
 from .answered_ids import AnsweredAt, AnsweredIds
 from .attachments import Checkpoint
@@ -159,11 +159,11 @@ class Record:
         """Apply the next result; `parts` has what is stored besides it.
 
         Skips results that the checkpoint includes, and ignores entries that no worker can have written (see
-        `written`) or whose request already has a result. Once `folded`, any other result is another worker's:
-        it is not applied, and marks the record as `overtaken`.
+        `worker_result`) or whose request already has a result. Once `folded`, any other result is another
+        worker's: it is not applied, and marks the record as `overtaken`.
         """
         self.out_seq = max(self.out_seq, entry.seq)
-        result = written(entry)
+        result = worker_result(entry)
         self._note_hole(entry, result)
         seq = (result.seq or 0) if result else 0
         if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it, and what is before it

@@ -120,7 +120,7 @@ class Activator:
             del self._held[0]
 
     async def refuse(self, why: str) -> None:
-        """Answer the held requests with a failure."""
+        """Answer the held requests with a failure that says `why`."""
         while self._held:
             await self._outbox.reply(self._held.pop(0).reply, failure(None, "internal", why))
 
