@@ -100,7 +100,7 @@ class Device:
         self._report = report
 
     def cut_snapshots(self, room: Callable[[], int]) -> None:
-        """Start copying KV into snapshots of up to `room()` bytes each. The device thread calls `room`."""
+        """Start copying KV into snapshots while `room()` bytes are free. The device thread calls `room`."""
         self._runner.cutter.room = room
 
     # Commands: each queues a call of the runner's method, where it is described, and returns at once.
