@@ -66,7 +66,7 @@ _MAX_READINGS: Final = 4
 class Groundwork:
     """What a worker has before its parts are built: its connection, model, store, and record of itself."""
 
-    #: Of Turnkeep.
+    #: The version of Turnkeep.
     version: str
     settings: Settings
     constants: Constants

@@ -136,8 +136,8 @@ async def test_a_note_of_what_to_erase_is_carried_out_that_has_the_sequence_of_a
 
     forgotten("another", "another")
     if when == "between two reads":
-        read = Journal.erasures
-        monkeypatch.setattr(Journal, "erasures", reads)
+        read = Journal.erasure_notes
+        monkeypatch.setattr(Journal, "erasure_notes", reads)
         monkeypatch.setattr(consistent_reads, "_BATCH", 1)
         await look(lambda _: set())
     else:

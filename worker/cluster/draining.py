@@ -67,7 +67,7 @@ class Workers:
         raise BrokerError(f"the worker {name} has ended, or it or NATS cannot be reached")
 
     async def drain(self, member: Member, *, on: bool) -> list[str]:
-        """Ask a worker to start or stop draining; return the workers that take its sessions.
+        """Ask a worker to start or stop draining; return the names of workers that take its sessions.
 
         A worker refuses to start if no other one can take its sessions: then the list is empty. Raises
         `BrokerError` if it stops.

@@ -52,7 +52,7 @@ class _Kept:
 
 
 def digest(message: Msg) -> str:
-    """Return a name of a request, the same at each worker; client libraries use a reply subject once."""
+    """Return a request's digest: the same at each worker, and unique, as reply subjects are used once."""
     named = b"\0".join((message.subject.encode(), message.reply.encode(), message.data))
     return blake2b(named, digest_size=16).hexdigest()
 

@@ -66,7 +66,7 @@ class Owner(NamedTuple):
 
 
 def choose_by_hash(members: Sequence[Member], key: SessionKey) -> Member:
-    """Return the worker with the highest hash of its name and a session."""
+    """Return the worker that gets a session without KV: the one with the highest hash of both names."""
 
     def score(member: Member) -> bytes:
         return blake2b(f"{member.worker} {key}".encode(), digest_size=8).digest()
@@ -85,7 +85,7 @@ class Owners:
         self._boots: OrderedDict[SessionKey, str] = OrderedDict()  # `Member.boot` of where a session was last
 
     def is_me(self, member: Member) -> bool:
-        """Whether a record is this worker's."""
+        """Whether `member` is this worker."""
         return member.boot == self._members.me.boot
 
     def takers(self) -> list[Member]:

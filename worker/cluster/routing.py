@@ -51,7 +51,7 @@ _RATIO: Final = 1.5
 
 
 class RoutingReply(Enum):
-    """What a worker says to a delivery that is passed on to it."""
+    """A worker's answer to a delivery that another one passes on to it."""
 
     TAKEN = "taken"
     #: The worker stops, or drains while it is at work on the session: ask again soon.
@@ -86,7 +86,7 @@ _LATER: Final = _Answer(RoutingReply.LATER)
 
 
 class Routing:
-    """Passes deliveries on, answers other workers, and takes over. Event loop only."""
+    """Brings deliveries to their sessions' workers, and takes over from ended ones. Event loop only."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Routing:
         self._leaving = Event()
 
     async def open(self) -> None:
-        """Serve: hear other workers' requests, and take the sessions with requests that belong here."""
+        """Answer other workers from now on, and take the unanswered sessions that belong here."""
         await self._hear("at_work", self._listed)
         await self._hear("returned", self._returned)
         await self._hear("erase", self._erased)
@@ -298,7 +298,7 @@ class Routing:
                 self._intake.note_unbegun({seq: requests[seq] for seq in returned})
 
     async def hand_over(self, key: SessionKey) -> None:
-        """Return a session's deliveries, and wake the session at its worker.
+        """Return a session's deliveries to the server (nak), and wake the session at its worker.
 
         The server may have none to deliver there: it can lose a result and keep the request's ack.
         """

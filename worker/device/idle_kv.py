@@ -57,7 +57,7 @@ class IdleKv:
         return bool(self._promised)
 
     def get(self, key: SessionKey) -> ResidentKv | None:
-        """Return an idle session's KV without removing it."""
+        """Return an idle session's KV without removing it; None if there is none."""
         return self._resident.get(key)
 
     def put(self, key: SessionKey, resident: ResidentKv) -> None:
@@ -65,7 +65,7 @@ class IdleKv:
         self._resident[key] = resident
 
     def pop(self, key: SessionKey) -> ResidentKv | None:
-        """Remove a session's KV and return it."""
+        """Remove a session's KV and return it; None if there is none."""
         return self._resident.pop(key, None)
 
     def clear(self) -> None:

@@ -70,7 +70,7 @@ class Audit:
         has_spare: Callable[[int, Policy], bool],
         one_in: int = ONE_IN,
     ) -> None:
-        """`is_idle` says that no request runs or waits, `has_spare` that the device has room for some KV."""
+        """`is_idle()`: no request runs or waits. `has_spare(n, policy)`: there is room for `n` tokens."""
         self._engine = engine
         self._is_idle = is_idle
         self._has_spare = has_spare

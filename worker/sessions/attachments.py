@@ -161,7 +161,7 @@ class StoredCheckpoint(NamedTuple):
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint, and the results after it that were read to confirm it: one page of them or more."""
+    """A checkpoint, and the results after it, up to the one that links to it or some more."""
 
     checkpoint: Checkpoint
     results: list[StoredMessage]

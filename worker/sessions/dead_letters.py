@@ -81,7 +81,7 @@ class RequestAttempts:
     ) -> Outcome:
         """Return the outcome of `answer(pending)`, or of `give_up` if it has crashed too many workers.
 
-        First waits until the request may use the device. Raises what `answer` raises, and `StoppingError`.
+        Waits while another request runs alone; the last attempt allowed runs alone. Raises as `answer` does.
         """
         request, services, key = pending.request, self._services, self._log.key
         is_open = isinstance(request, Open)  # runs nothing on the device, and may wait for its parent
@@ -163,7 +163,7 @@ class RequestAttempts:
         Raises only `InterruptionError`.
         """
         request, record = pending.request, self._log.record
-        history = record.before(pending)
+        history = record.history_before(pending)
         if isinstance(request, Generate) and record.diverged is None:
             try:
                 if await self._log.is_streamed(pending):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from turnkeep_client.messages import Append, Close, Failed, Generate
 from turnkeep_client.session_log import changes_session
 
-from .history import changed, prefilled_by
+from .history import apply_change, prefilled_by
 from .record import Record
 from .results import is_close
 
@@ -45,7 +45,7 @@ class EarlierTokens:
         return self._record.out_seq
 
     def add_result(self, entry: StoredMessage, parts: ResultParts) -> None:
-        """Apply the next result, and collect such tokens; a close that forgets drops all before it."""
+        """Apply the next result, and collect tokens that it replaced; a close with `forget` drops all."""
         before = self._record.history.tokens
         self._record.add_result(entry, parts)
         if (last := self._record.take_last()) is None or last[1].repeat_of is not None:
@@ -58,6 +58,6 @@ class EarlierTokens:
             self.known.append(before)
         elif isinstance(request, Append | Generate) and not changes_session(result):
             if (prefilled := prefilled_by(parts.value)) is not None:
-                self.known.append(changed(before, prefilled))
+                self.known.append(apply_change(before, prefilled))
             elif not isinstance(result, Failed) or result.code in _AFTER_PREFILL:
                 self.unknown.append((after, request))

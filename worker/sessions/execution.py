@@ -103,7 +103,7 @@ class Execution:
             case Generate() as request:
                 return await self._generate(request, given_up)
             case Open(cache=cache) as request:
-                after = self._fold.open(history, self._limits.chosen(cache), request.tags)
+                after = self._fold.open(history, self._limits.chosen_policy(cache), request.tags)
                 self._limits.check_policy(after.policy)
                 self._limits.note(after.policy, self._key.tenant)
                 return Outcome(opened_result(request, pending, after), after)
@@ -114,7 +114,7 @@ class Execution:
         raise AssertionError(pending.type)
 
     def fork(self, request: Open, of: ForkPoint) -> Outcome:
-        """Fork the parent whose history was given, at the position in `of`. Raises `RefusedError`."""
+        """Return the outcome of a fork; `history` is the whole parent's. Raises `RefusedError`."""
         parent = self._history
         if of.expect_position not in (None, parent.position):
             raise RefusedError(
@@ -326,7 +326,7 @@ class Execution:
             *(self._key, prompt.tokens + answer.tokens, prompt.policy, pending.priority, answer, sampling),
             read_image=partial(self._images.read_for, prompt.tokens),
         )
-        async with stream.kept():
+        async with stream.keep_available():
             turn = await self._engine.run(asked, lambda: pending.stopped, stream.publish, pending.phases)
         if turn is not None and not num_known:
             telemetry.queue_time.observe(pending.waited_s(turn.started_s))

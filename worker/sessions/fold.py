@@ -45,7 +45,7 @@ from .history import (
     RefusedError,
     TokenHistory,
     answer_message,
-    changed,
+    apply_change,
     digests_of,
     policy_of,
 )
@@ -160,10 +160,10 @@ class Fold:
     ) -> ExtendedHistory:
         """Tokenise a request's input and add it to a history; for a generate, also add the answer header.
 
-        `grids` are those of the request's images, by digest; empty for a model that sees none. If `answer`
+        `grids` has the numbers of patches of the request's images, by digest, if the model sees. If `answer`
         is given, it is added as a message instead of the header. If the session's tokens were made for
         another tokenizer (`is_foreign`), the whole conversation is rendered and tokenised anew, and `grids`
-        are those of all its images. Raises `RefusedError` for tokens outside the vocabulary and for messages
+        has those of all its images. Raises `RefusedError` for tokens outside the vocabulary and for messages
         that the chat template refuses.
         """
         self._check_model(history)
@@ -312,7 +312,7 @@ class Fold:
     ) -> TokenHistory:
         """Add the input tokens of an answered request, taken from its result or `packed`."""
         try:
-            tokens = changed(history.tokens, change, packed)
+            tokens = apply_change(history.tokens, change, packed)
         except ValueError as error:
             raise DivergedError(f"the input of a result cannot be read: {error}") from None
         num_given = result.prefix_tokens if isinstance(result, Generated) else 0

@@ -67,7 +67,7 @@ class TokenHistory:
         return self.tokens.digest()
 
 
-def changed(tokens: Tokens, change: Change, packed: str | None = None) -> Tokens:
+def apply_change(tokens: Tokens, change: Change, packed: str | None = None) -> Tokens:
     """Return `tokens` after a request's `change`; `packed` has its encoded input if the change does not.
 
     Raises `ValueError` if the input cannot be decoded.

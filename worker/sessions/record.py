@@ -56,7 +56,7 @@ _CHECKPOINT_EVERY: Final = 256
 
 
 class ResultParts(NamedTuple):
-    """What belongs to a result, read from further messages if it is long; None if missing or gone."""
+    """The values that belong to a result; each is None if there is none, or the log has lost it."""
 
     #: The history that a fork starts with, or the encoded tokens of an input.
     value: TokenHistory | str | None = None
@@ -102,7 +102,7 @@ class Record:
         self._num_since_checkpoint = 0  # results since the last checkpoint
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Start from a checkpoint, instead of the beginning of the log."""
+        """Fill an empty record from a checkpoint; then only later results need to be added."""
         self.history, self.answered_ids = checkpoint.history, checkpoint.answered
         if not self.history.exists:  # the default policy may have changed since
             self.history = replace(self.history, policy=self._fold.policy)
@@ -141,13 +141,13 @@ class Record:
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
-    def before(self, pending: PendingRequest) -> TokenHistory:
+    def history_before(self, pending: PendingRequest) -> TokenHistory:
         """Return the history that a request is added to; an empty one if the session begins with it."""
         history = self.history
         return history if history.exists or history.closed else self._fold.begin(pending.began)
 
     def take_last(self) -> tuple[PendingRequest | None, Result] | None:
-        """Return the last result read, with its request or None if that is gone; None if called before."""
+        """Return the last result read, and its request or None if that is gone; None when called again."""
         last, self._last = self._last, None
         return last
 
@@ -226,7 +226,9 @@ class Record:
         self.diverged = f"{why}: go on in a new session"
         self.is_unreadable = not self.folded
 
-    def committed(self, pending: PendingRequest, result: Result, out_seq: int, history: TokenHistory) -> None:
+    def note_committed(
+        self, pending: PendingRequest, result: Result, out_seq: int, history: TokenHistory
+    ) -> None:
         """Update the record: the request's result is in the log, and `history` is the session after it."""
         if pending in self.pending:
             self.pending.remove(pending)
@@ -267,7 +269,7 @@ class Record:
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(seq, entry.seq))
         if pending is not None:
-            self.history = self.before(pending)
+            self.history = self.history_before(pending)
         if changes:
             # A close of a session that does not exist belongs to a forgotten session, whose entries are gone:
             # its digest proves nothing here. Neither does the digest of a repeat, or of a request that was

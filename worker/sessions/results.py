@@ -103,8 +103,8 @@ def withdrawn_result(
 ) -> Result:
     """Build the result of a request that was cancelled or expired before it changed the session.
 
-    `position` is the session's position: if the log cannot be read, `history` may be incomplete. A generate's
-    result has the cost of its `turn`, which was ended in the prompt.
+    `position` is the session's position: if the log cannot be read, `history` may be incomplete. Returns
+    `Failed`; for a cancelled generate `Generated` with the cost of its `turn`, which ended in the prompt.
     """
     if pending.expired and not pending.cancelled:
         return failed(pending, position, "expired", "its deadline passed; nothing was added")

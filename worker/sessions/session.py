@@ -28,7 +28,7 @@ from .history import RefusedError
 from .images import SessionImages
 from .results import Outcome, count_result, failed, is_close, withdrawn_result
 from .session_log import FencedLog
-from .streaming import unpublished
+from .streaming import unpublished_text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -113,7 +113,10 @@ class ServedSession:
         return self.log.record.folded and not self.log.is_stale and self.log.record.diverged is None
 
     def ring(self, delivery: Delivery) -> None:
-        """Note that the log has a request at the delivery's sequence, and start the session's task."""
+        """Note that the log has a request at the delivery's sequence, and start the session's task.
+
+        A close with `cancel` cancels the requests before it at once.
+        """
         self.log.ring(delivery)
         self._end_before(delivery)
         self._wake(self)
@@ -178,7 +181,7 @@ class ServedSession:
         if (last := self.log.take_last()) is not None:
             # Its worker may have died before it ended the stream.
             pending, result = last
-            await self._end_tokens(pending, unpublished(result, await self.log.published(pending)))
+            await self._end_tokens(pending, unpublished_text(result, await self.log.published(pending)))
         if self.log.record.pending:
             await self._answer(self.log.record.pending[0], asides)
             await self.log.survived()
@@ -219,7 +222,7 @@ class ServedSession:
         self.log.drop_record()
 
     def stop_active(self) -> None:
-        """End the running request as soon as possible."""
+        """End the running request, if there is one, as soon as possible."""
         self.services.engine.cancel(self.key)
         self.services.device_lock.recheck()
 
@@ -286,7 +289,7 @@ class ServedSession:
 
         Raises only `InterruptionError`; other errors become a `failed` result.
         """
-        history, position = self.log.record.before(pending), self.log.record.position
+        history, position = self.log.record.history_before(pending), self.log.record.position
         try:
             return await self._try(pending, history)
         except RefusedError as error:

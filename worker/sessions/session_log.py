@@ -386,7 +386,7 @@ class FencedLog:
                 # Not built earlier, as the result of another request may just have been stored.
                 outcome = Outcome(withdrawn_result(pending, record.history, record.position), record.history)
             outcome, out_seq = await self._store(pending, outcome)
-            record.committed(pending, outcome.result, out_seq, outcome.history)
+            record.note_committed(pending, outcome.result, out_seq, outcome.history)
             pending.done.set()
             if not is_withdrawal and not isinstance(outcome.result, Failed):
                 record.proven_seq = pending.seq

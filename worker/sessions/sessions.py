@@ -80,7 +80,7 @@ class Sessions:
 
     @contextlib.contextmanager
     def in_use(self, key: SessionKey) -> Iterator[ServedSession]:
-        """Yield a session, read or not, and keep it in memory until the block ends."""
+        """Yield a session, which may not be read yet, or not exist; keep it in memory in the block."""
         session = self._get(key)
         session.num_users += 1
         try:

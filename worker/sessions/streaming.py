@@ -80,7 +80,7 @@ class AnswerStream:
             self._said.append(chunk)
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def keep_available(self) -> AsyncIterator[None]:
         """Publish old chunks again while the block runs, also if an answer that pauses has no new ones.
 
         Raises `FencedError`.
@@ -127,7 +127,7 @@ class AnswerStream:
             self._first_seq = self._first_seq if chunk.i else seq
 
 
-def unpublished(result: Result, published: PublishedChunks) -> Chunk | None:
+def unpublished_text(result: Result, published: PublishedChunks) -> Chunk | None:
     """Return the end of an answer's text that was not published, although all of its tokens were.
 
     The chunk may be empty. Returns None if tokens are missing in `published`, or for another kind of result.

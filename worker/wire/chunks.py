@@ -263,9 +263,9 @@ class AnswerChunks:
     async def remove(self, key: SessionKey, before: int) -> None:
         """Remove and overwrite the messages of answers to the requests below the sequence `before`.
 
-        Also those that name no request: no worker has written them. The requests must have left the log: then
-        a worker that still answers one cannot publish a chunk in place of a removed one. Raises nats-py's
-        errors.
+        Removes also those that name no request: no worker has written them. The requests must have left the
+        log: then a worker that still answers one cannot publish a chunk in place of a removed one. Raises
+        nats-py's errors.
         """
         stream, subject = self._subjects.token_stream, self._subjects.tokens(key, "*")
         while gone := [

@@ -90,8 +90,8 @@ class Erasures:
     async def note(self, key: SessionKey, tokens: Tokens, shared: int, done: Iterable[str]) -> None:
         """Store a note that a session is forgotten, before its tokens leave the log.
 
-        It concerns all processes but those in `done`, and all tokens but the first `shared`; without any,
-        stores none.
+        It concerns all processes but those in `done`, and all tokens but the first `shared`. Stores none if
+        these are all.
         """
         if len(tokens) > shared:
             note = ErasureNote(
@@ -100,7 +100,7 @@ class Erasures:
             await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
 
     async def catch_up(self, let_go: LetGo) -> None:
-        """Carry out the notes that are there; return once the log was read, however long that takes."""
+        """Carry out all notes, however long that takes to read them; for `let_go` see `run`."""
         while True:
             try:
                 return await self._look(let_go)
