@@ -81,7 +81,7 @@ class Record:
         #: Whether another worker has stored a result after the first reading: then this record is stale.
         self.overtaken = False
         self.has_more = False  # whether the log has more requests after `in_seq`
-        #: Sequence of the first result that counts: read first, the checkpoint's, or a close that forgets.
+        #: Sequence of the first result that counts: the first one read, or a checkpoint's, or a close's.
         self.first_out = 0
         self.in_seq = 0  # requests up to this sequence were read, or have a result
         self.out_seq = 0
