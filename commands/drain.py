@@ -50,7 +50,7 @@ async def _drain(settings: Settings, name: str, *, on: bool) -> None:
 
     here, subjects = located(settings), Subjects(settings.prefix)
     async with Workers.at(url_of(here), subjects, **client_options(here)) as workers:
-        there = await workers.there()
+        there = await workers.by_name()
         if name not in there:
             names = f"; there are: {', '.join(sorted(there))}" if there else ""
             raise TurnkeepError(f"no worker {name} serves the prefix {subjects.prefix!r}{names}")

@@ -46,6 +46,7 @@ from .parts import Groundwork, Parts
 from .process.concurrency import in_thread, shielded, step_in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
+from .process.settings import RELOADED, changed_names
 from .reports import Needs, State
 from .store_start import open_store
 
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
 
     from turnkeep_client.subjects import SessionKey
     from worker.models.model_files import Progress
-    from worker.wire.streams import Streams
+    from worker.wire.streams import StreamNames
 
     from .observe.otlp import Traces
     from .process.constants import Constants
@@ -70,9 +71,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 VERSION = importlib.metadata.version("turnkeep")
-
-#: The settings that a reload may change.
-_RELOADED = frozenset({"max_disk", "min_free_disk"})
 
 #: Limit of threads for work that would block the event loop, tokenising above all.
 _MAX_THREADS = 6
@@ -132,18 +130,11 @@ class App:
         self._stop.set()
 
     def reload(self, settings: Settings) -> None:
-        """Apply the settings that may change while the worker runs: the disk limits. Event loop only."""
-        changed = {
-            field.name
-            for field in dataclasses.fields(settings)
-            if getattr(settings, field.name) != getattr(self._settings, field.name)
-        }
-        if changed - _RELOADED:
-            log.warning("these settings need a restart", settings=sorted(changed - _RELOADED))
-        news = {name: getattr(settings, name) for name in _RELOADED}
-        self._settings = dataclasses.replace(self._settings, **news)
+        """Apply the settings that may change while the worker runs (`RELOADED`). Event loop only."""
+        before, news = self._settings, {name: getattr(settings, name) for name in RELOADED}
+        self._settings = dataclasses.replace(before, **news)
         self._set_disk_limits()
-        log.info("read the settings again", changed=sorted(changed & _RELOADED))
+        log.info("read the settings again", changed=sorted(changed_names(before, self._settings)))
 
     def _set_disk_limits(self) -> None:
         if self._store is not None:
@@ -226,7 +217,7 @@ class App:
         if not self._members.others:
             await streams.take_back(js, self._subjects)
 
-    async def _serve(self, nc: Client, js: JetStreamContext, names: Streams) -> None:
+    async def _serve(self, nc: Client, js: JetStreamContext, names: StreamNames) -> None:
         """Serve requests until `stop` is called. Raises `WorkerError` if a part of the worker ends earlier.
 
         The task groups end from the innermost outwards, in the order in which the parts must stop.
@@ -320,7 +311,7 @@ class App:
             is_busy = partial(_is_busy, parts.engine)
             background.start_soon(self._run_part, "keep-awake", partial(keep_awake, is_busy))
 
-    def _groundwork(self, nc: Client, js: JetStreamContext, names: Streams) -> Groundwork:
+    def _groundwork(self, nc: Client, js: JetStreamContext, names: StreamNames) -> Groundwork:
         return Groundwork(
             version=VERSION,
             settings=self._settings,
@@ -397,7 +388,7 @@ class App:
         )
 
     def described(self) -> Needs:
-        """Return what the worker serves. Call once it is `ready`."""
+        """Return what the worker serves, for a report. Call once it is `ready`."""
         loaded = self._model.loaded
         return Needs(
             folder=str(loaded.folder.absolute()),
@@ -417,7 +408,7 @@ class App:
             reasons.append("loading the model")
         if self._nc is None or not self._nc.is_connected:
             reasons.append("no connection to NATS")
-        elif not self._members.is_held:
+        elif not self._members.has_record:
             reasons.append("this worker is not recorded on the prefix")
         if self._stop.is_set():
             reasons.append("stopping")

@@ -1,6 +1,8 @@
 """Builds the metrics message, which the worker publishes every few seconds and sends on request.
 
-Each part has its own counters; `observe/telemetry.py` has those of the worker as a whole.
+A figure is first a field in `turnkeep_client.metrics`, which also says how Prometheus gets it. Counters that
+are fields of `Totals` there are in the message without a line here. Each part has its own counters;
+`observe/telemetry.py` has those of the worker as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def collect(parts: Parts) -> Metrics:
-    """Build the message from the parts' current counters. Event loop only."""
+    """Build the message of a running worker from the parts' current counters. Event loop only."""
     ground, engine, intake = parts.ground, parts.engine, parts.intake
     model, store = ground.model, ground.store
     return Metrics(
@@ -65,7 +67,7 @@ def _own_bytes() -> int:
     return 0
 
 
-def unloaded(**known: Any) -> Metrics:
+def unloaded_metrics(**known: Any) -> Metrics:
     """Build the message for a model that no worker serves now: the given fields, and zero for the rest."""
     known |= Telemetry().figures() | {"device": UNLOADED, "uptime_s": 0.0}
     needed = {field.name: field.type for field in structs.fields(Metrics) if field.required}

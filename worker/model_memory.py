@@ -28,15 +28,16 @@ _TURN_S: Final = 60.0
 
 
 class IdleModel(NamedTuple):
-    """A loaded model that may be unloaded: when it was last used, by the event loop's clock, and its size."""
+    """A loaded model that may be unloaded."""
 
+    #: When it was last used, by the event loop's clock.
     used_s: float
     size_bytes: int
     name: str
 
 
-def leaving(lacking_bytes: int, idle: Iterable[IdleModel]) -> list[str]:
-    """Choose the least recently used models until they free `lacking_bytes`; none if all free less."""
+def choose_to_unload(lacking_bytes: int, idle: Iterable[IdleModel]) -> list[str]:
+    """Return the least recently used models that together free `lacking_bytes`; none if all free less."""
     chosen: list[str] = []
     for one in sorted(idle):
         if lacking_bytes <= 0:
@@ -54,7 +55,7 @@ class MemoryBudget:
     """The memory for models, of which each loaded one has reserved a part. Event loop only."""
 
     def __init__(self) -> None:
-        """Begin without memory, which is all that a single model needs: it reserves none."""
+        """Begin with 0 bytes; that suffices for a single model, whose size is 0 here."""
         self.size_bytes = 0
         #: The models that have reserved memory.
         self.loaded: list[ModelProcess] = []
@@ -87,7 +88,7 @@ class MemoryBudget:
         choice = [
             IdleModel(one.activator.used_s, one.size_bytes, one.name or "") for one in idle if one in staying
         ]
-        chosen = leaving(lacking_bytes, choice)
+        chosen = choose_to_unload(lacking_bytes, choice)
         for one in staying:
             if one.name in chosen:
                 one.let_go()

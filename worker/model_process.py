@@ -12,7 +12,7 @@ from msgspec import structs
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics
 
-from .metrics_message import unloaded
+from .metrics_message import unloaded_metrics
 from .process.constants import CONSTANTS
 from .reports import Needs, Refusal, State
 
@@ -46,7 +46,8 @@ class ModelProcess:
     def __init__(self, name: str | None, settings: Settings) -> None:
         """Take the name of one of several models; None if there is only one, which stays loaded."""
         self.name = name
-        self.settings = settings
+        #: The settings that its next worker gets; and as they were first read.
+        self.settings = self.given = settings
         #: The draft model that was asked for; another model may have no use for it.
         self.draft_model = settings.draft_model
         self.stays_s = math.inf if name is None else settings.unload_after_s or math.inf
@@ -89,7 +90,7 @@ class ModelProcess:
     def metrics(self) -> Metrics:
         """Return the metrics message of the model while it has no worker."""
         needs = structs.asdict(self.needs or UNKNOWN)
-        return unloaded(
+        return unloaded_metrics(
             **{name: one for name, one in needs.items() if name in Metrics.__struct_fields__},
             worker=self.settings.worker,
             version=VERSION,

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from worker.engine.engine import Engine
     from worker.models.model import LoadedModel
     from worker.wire.erasures import Copies
-    from worker.wire.streams import Streams
+    from worker.wire.streams import StreamNames
 
     from .model_start import ModelStart
     from .observe.otlp import Traces
@@ -66,14 +66,14 @@ _MAX_READINGS: Final = 4
 class Groundwork:
     """What a worker has before its parts are built: its connection, model, store, and record of itself."""
 
-    #: Of Turnkeep.
+    #: The version of Turnkeep.
     version: str
     settings: Settings
     constants: Constants
     subjects: Subjects
     nc: Client
     js: JetStreamContext
-    streams: Streams
+    streams: StreamNames
     members: Members
     model: ModelStart
     #: The name and the digests of the model, for results.

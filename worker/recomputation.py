@@ -50,9 +50,11 @@ _SESSION: Final = SessionKey("", "_recomputed")
 
 @dataclass(slots=True)
 class Recomputation:
-    """How many blocks were computed again, and the files of the wrong ones, each with the reason."""
+    """The result of computing blocks again."""
 
+    #: How many were compared.
     num_blocks: int = 0
+    #: The files of wrong blocks, each with the reason.
     wrong: list[tuple[str, str]] = field(default_factory=list)
 
 
@@ -110,7 +112,7 @@ async def compare(
 
 
 class ComputedBlocks:
-    """Computes blocks on a device that runs nothing else; it keeps the KV of the last one and before."""
+    """Computes blocks on a device that runs nothing else, and keeps the KV up to the last one."""
 
     def __init__(self) -> None:
         self._device: Device
@@ -127,7 +129,10 @@ class ComputedBlocks:
         device.cut_snapshots(lambda: sys.maxsize)
 
     async def block(self, tokens: Tokens, span: Span) -> tuple[Tensor, ...]:
-        """Compute the KV of the last block of `tokens`; return none if it cannot be computed."""
+        """Compute the KV of the last block of `tokens`, whose place is `span`; empty if the device cannot.
+
+        Raises `WorkerError` if the device thread has ended.
+        """
         num_kept = 0 if self._tokens is None else min(self._tokens.num_common(tokens), span.start)
         if num_kept < self._earliest:
             num_kept = 0

@@ -15,25 +15,20 @@ from .process.settings import Settings
 
 
 class Order(msgspec.Struct, frozen=True):
-    """The first line for a process: what it does.
-
-    `model` names one of several models in log lines. If it `weighs`, it only measures the model. Otherwise it
-    reports log lines if `tells_log`, and the steps of its start if `tells_steps`.
-    """
+    """The first line for a process: what it does."""
 
     settings: Settings
+    #: The name of one of several models, for log lines.
     model: str | None = None
+    #: Whether the process only measures the model, and reports its `Needs`; otherwise it serves the model.
     weighs: bool = False
+    #: Whether a process that serves reports its log lines, and the steps of its start.
     tells_log: bool = False
     tells_steps: bool = False
 
 
 class Needs(msgspec.Struct, frozen=True, tag="needs"):
-    """What a model is and needs: the report of a process that weighs, and of a worker once it serves.
-
-    `least_bytes` of device memory suffice to load the model; `usual_bytes` also hold the KV of a long
-    session. `memory_bytes` is the memory that this machine has for models.
-    """
+    """What a model is and needs: the report of a process that weighs, and of a worker once it serves."""
 
     folder: str
     model: str
@@ -44,16 +39,19 @@ class Needs(msgspec.Struct, frozen=True, tag="needs"):
     makes: tuple[Made, ...]
     weight_bytes: int
     model_changed_s: float
+    #: The device memory to load the model, and to load it with the KV of a long session.
     least_bytes: int = 0
     usual_bytes: int = 0
+    #: The memory that this machine has for models.
     memory_bytes: int = 0
     draft_folder: str | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True, tag="refused"):
-    """An error that ends the process, and that a user can fix; `is_setting` if a setting is wrong."""
+    """An error that ends the process, and that a user can fix."""
 
     reason: str
+    #: Whether a setting is wrong.
     is_setting: bool
 
 
@@ -65,13 +63,13 @@ class ReportLine(msgspec.Struct, frozen=True, tag="line"):
 
 
 class State(msgspec.Struct, frozen=True, tag="state"):
-    """What the worker reports each second: why it must be restarted, and why it cannot answer now, if so.
+    """What the worker reports every half second."""
 
-    `is_alone` if no other worker serves the prefix.
-    """
-
+    #: Faults that only a restart fixes.
     hangs: tuple[str, ...]
+    #: The reasons why it cannot answer now.
     unready: tuple[str, ...]
+    #: Whether no other worker serves the prefix.
     is_alone: bool
 
 

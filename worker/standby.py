@@ -41,7 +41,7 @@ class Standby:
         self._starting = anyio.Lock()
 
     async def hire(self) -> Process:
-        """Return the process that waits for an order, started if there is none; it goes on waiting."""
+        """Return the process that waits for an order, and start one if there is none; it keeps waiting."""
         async with self._starting:
             if self._process is None or self._process.returncode is not None:
                 spare_bytes = _SPARE_BYTES if computes_on_linux_cpu() else 0

@@ -33,7 +33,7 @@ from .process.concurrency import background, shielded, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 from .process.formatting import size
-from .process.settings import SettingsError, word
+from .process.settings import RELOADED, SettingsError, changed_names, word
 from .reports import Needs, Order, Refusal, ReportLine, State
 from .standby import Standby, reports, send_order
 from .wire.activator import Activator
@@ -107,12 +107,17 @@ class Supervisor:
         self._stop.set()
 
     async def reload(self, settings: Settings, models: Mapping[str, Settings]) -> None:
-        """Give the workers, also those to come, their settings, which were read again."""
+        """Give the workers, also those to come, the disk limits of settings that were read again.
+
+        Logs which other settings have changed: they need a restart.
+        """
         for model in self._models:
             told = settings if model.name is None else models.get(model.name)
             if told is None:
                 continue
-            model.settings = replace(model.settings, max_disk=told.max_disk, min_free_disk=told.min_free_disk)
+            if lasting := changed_names(model.given, told) - RELOADED:
+                log.warning("these settings need a restart", **model.log_fields, settings=sorted(lasting))
+            model.settings = replace(model.settings, **{name: getattr(told, name) for name in RELOADED})
             if model.process is not None:
                 await send_order(model.process, model.settings)
 

@@ -104,7 +104,7 @@ def measure(
     max_context: int,
     limit_bytes: int | None,
 ) -> ModelSizes:
-    """Measure the sizes of a lazily loaded model; run a forward pass only if it has sliding windows.
+    """Measure the sizes of a lazily loaded model; read its weights only if it has sliding windows.
 
     `block` and `max_context` are tokens. Raises `ValueError`, with the reason, if the model cannot have
     sessions under this policy.

@@ -19,6 +19,7 @@ from crafted import LETTERS
 from openai import AsyncOpenAI
 from parts import free_port, until
 
+from gateway import removal
 from turnkeep_client.errors import NoAnswerError
 from turnkeep_client.messages import (
     Close,
@@ -178,17 +179,19 @@ async def test_after_a_gateway_stopped_a_client_that_repeats_its_request_gets_th
 
 @pytest.mark.serves("endless_model")
 async def test_a_restarted_gateway_removes_an_idle_session_whose_running_answer_no_client_asked_for_again(
-    worker: Any, gateway: Any
+    worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    settle, settled = removal.settle, []
+    monkeypatch.setattr(removal, "settle", lambda *args: settled.append(args[2].name) or settle(*args))
     stopped = await gateway()
     one = await stopped_in_mid_answer(stopped, question("My secret.", 300))
     served = await gateway(idle_s=0.8)
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         await http.post(CHAT, json=question("Other.", 4))
     name = one.session.split()[0]
-    assert served.index.sessions[name].position is None
     await forgotten(worker.client, name)
     await until(lambda: not served.index.sessions)
+    assert name in settled, "its end was not known at the start"
 
 
 @pytest.mark.serves("endless_model")

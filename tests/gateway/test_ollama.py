@@ -14,7 +14,7 @@ from gateway.dialects.ollama import answers
 from gateway.http import answer_response
 from gateway.models import GatewayModel
 from turnkeep_client.generation import Generation
-from worker.metrics_message import unloaded
+from worker.metrics_message import unloaded_metrics
 
 HELLO = [{"role": "user", "content": "Hello."}]
 
@@ -68,7 +68,7 @@ async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: htt
 
 def test_ollama_and_lm_studio_lists_show_an_unloaded_model_as_not_loaded_and_reasoning_as_thinking() -> None:
     more = {"worker": "w", "version": "1", "model": "m", "context_tokens": 2048, "reasoning": True}
-    model = GatewayModel("m", unloaded(**more))
+    model = GatewayModel("m", unloaded_metrics(**more))
     (studio,) = answers.page_v0([model])["data"]
     assert (studio["state"], studio["max_context_length"]) == ("not-loaded", 2048)
     assert "loaded_context_length" not in studio

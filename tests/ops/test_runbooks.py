@@ -15,7 +15,7 @@ from tests.commands.command_runs import command, turnkeep, where
 from tests.ops.test_sessions import venomous
 from tests.parts import WorkerProcess
 from turnkeep_client.errors import RequestFailedError
-from worker.sessions.dead_letters import Doubt
+from worker.sessions.dead_letters import RequestAttempts
 
 pytestmark = pytest.mark.packaging
 
@@ -72,7 +72,7 @@ async def test_the_commands_of_the_runbooks_run_as_written(
 async def test_the_commands_of_the_log_page_run_as_written(
     local_worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(Doubt, "attempt", venomous)
+    monkeypatch.setattr(RequestAttempts, "attempt", venomous)
     worker = await local_worker(max_attempts=1)
     for name in ("garden", "kitchen", "diary", "diary"):
         await worker.client.session(name).generate(text="What is red?", max_tokens=8)

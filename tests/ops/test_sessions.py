@@ -22,7 +22,7 @@ from tests.parts import LocalWorker
 from turnkeep_client.client import connect
 from turnkeep_client.errors import RequestFailedError, TurnkeepError
 from turnkeep_client.messages import Append, Appended, Model, Parent, encode, failure
-from worker.sessions.dead_letters import Doubt
+from worker.sessions.dead_letters import RequestAttempts
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
@@ -418,10 +418,10 @@ def row(name: str, parent: str) -> SessionRow:
     return SessionRow(session=name, parent=Parent(session=parent, position=3), **fields, **more)
 
 
-attempt = Doubt.attempt
+attempt = RequestAttempts.attempt
 
 
-async def venomous(self: Doubt, pending: Any, answer: Any) -> Any:
+async def venomous(self: RequestAttempts, pending: Any, answer: Any) -> Any:
     if isinstance(pending.request, Append) and "VENOM" in (pending.request.text or ""):
         raise LookupError("bitten \x1b[2J")
     return await attempt(self, pending, answer)
@@ -432,7 +432,7 @@ async def bitten(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> LocalWorker:
     """A worker that has given up a request at position 3, but would now execute it without a fault."""
-    monkeypatch.setattr(Doubt, "attempt", venomous)
+    monkeypatch.setattr(RequestAttempts, "attempt", venomous)
     bitten = await local_worker(max_attempts=1)
     await bitten.client.session("s").append(tokens=[5] * 3)
     with pytest.raises(RequestFailedError, match="LookupError: bitten"):

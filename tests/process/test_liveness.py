@@ -178,10 +178,10 @@ async def test_a_worker_that_slept_past_the_life_of_its_membership_record_does_n
 ):
     only = await members("one", "a")
     await only.join()
-    assert only.is_held
+    assert only.has_record
     fall_asleep(monkeypatch, 60.0)
-    assert not only.is_held, "another worker may have joined meanwhile"
-    await until(lambda: only.is_held)
+    assert not only.has_record, "another worker may have joined meanwhile"
+    await until(lambda: only.has_record)
 
 
 @pytest.mark.parametrize("ending", ["killed", "stopped"])
@@ -193,7 +193,7 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     else:
         await second.leave()
     async with asyncio.timeout(1.0):
-        gone = await first.gone()
+        gone = await first.next_ended()
     assert (gone.boot, gone.serves, first.others) == (second.me.boot, False, {})
     await asyncio.sleep(1.0)
     assert not ended(first), "once, though its record is there for two seconds"
@@ -208,7 +208,7 @@ async def test_a_worker_that_is_back_under_its_name_before_its_end_is_noticed_is
     await dead._nc.close()
     await back.join()
     async with asyncio.timeout(1.0):
-        gone = await first.gone()
+        gone = await first.next_ended()
     assert (gone.boot, first.others["b"].boot) == (dead.me.boot, back.me.boot)
     await asyncio.sleep(1.0)
     assert (ended(first), first.others["b"].boot) == ([], back.me.boot)
@@ -225,7 +225,7 @@ async def test_all_other_workers_notice_within_a_second_that_neighbours_died_tog
     await asyncio.gather(*(made[name]._nc.close() for name in killed))
     left = [one for name, one in made.items() if name not in killed]
     async with asyncio.timeout(1.0):
-        missed = [{(await one.gone()).worker for _ in killed} for one in left]
+        missed = [{(await one.next_ended()).worker for _ in killed} for one in left]
     assert missed == [{*killed}] * len(left)
     assert not any(ended(one) for one in left)
 
@@ -279,11 +279,11 @@ async def test_a_worker_renews_its_membership_record_after_a_lost_ack_or_after_t
     kill(one)
     one._seq -= 1  # the server took it, and the worker never heard of it
     assert await one._renew() is None
-    assert one.is_held
+    assert one.has_record
     await one._js.delete_msg(one.stream, one._seq)  # it ran out
     assert await one._renew() is None
     assert (await one._holder()) == (one.me, one._seq)
-    assert one.is_held
+    assert one.has_record
 
 
 async def test_a_paused_worker_that_lost_its_name_gets_an_error_that_names_the_new_owner(members):

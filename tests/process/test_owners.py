@@ -21,10 +21,10 @@ from turnkeep_client.direct import DirectGets
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.cluster.liveness import Members
-from worker.cluster.owners import Owners, chosen
+from worker.cluster.owners import Owners, choose_by_hash
 from worker.cluster.routing import Routing
 from worker.process.settings import SettingsError
-from worker.wire.records import Member, address, recorded
+from worker.wire.records import Member, address, read_members
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -81,7 +81,7 @@ class Look:
 
     async def owner(self, session: str) -> str:
         """Return the worker that is at work on a session; empty if none is."""
-        for one in await recorded(self._gets, self._subjects):
+        for one in await read_members(self._gets, self._subjects):
             asked = await self.nc.request(address(self._subjects, one, "at_work"), timeout=5)
             if ["default", session] in json.loads(asked.data):
                 return one.worker
@@ -207,10 +207,10 @@ def member(name: str, **fields: Any) -> Member:
 def test_the_end_of_a_worker_moves_only_its_own_sessions_and_spreads_them_over_all_the_others() -> None:
     workers = [member(name) for name in "abcd"]
     keys = [SessionKey("t", f"s{number}") for number in range(400)]
-    before = {key: chosen(workers, key) for key in keys}
+    before = {key: choose_by_hash(workers, key) for key in keys}
     shares = Counter(one.worker for one in before.values())
     assert min(shares.values()) > 60, shares
-    after = {key: chosen(workers[1:], key) for key in keys}
+    after = {key: choose_by_hash(workers[1:], key) for key in keys}
     assert {before[key].worker for key in keys if before[key] != after[key]} == {"a"}
     assert {after[key].worker for key in keys if before[key].worker == "a"} == {*"bcd"}
 
@@ -252,7 +252,7 @@ async def test_all_workers_choose_the_same_worker_for_a_session(at: str) -> None
 
     assert await owner("ran") == ("b", False)
     assert await owner("new") == ("c", False)
-    root = chosen([*all_of_them.values()], SessionKey("t", "ended")).worker
+    root = choose_by_hash([*all_of_them.values()], SessionKey("t", "ended")).worker
     assert {await owner(name) for name in ("ended", "fork", "branch")} == {(root, True)}
     assert (await owner("loop"))[1], "a forged log cannot keep a worker in a loop"
 

@@ -18,7 +18,7 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.images import digest_of, image
 from turnkeep_client.messages import Generate
 from turnkeep_client.subjects import SessionKey
-from worker.sessions.dead_letters import Doubt
+from worker.sessions.dead_letters import RequestAttempts
 
 
 async def test_the_documented_permissions_let_a_client_use_its_sessions_but_not_forge_messages(
@@ -122,7 +122,7 @@ async def test_each_command_succeeds_with_only_the_permissions_that_docs_log_lis
     url = await foreign_server(
         jetstream={"store_dir": str(tmp_path / "js"), "max_file_store": 2**60}, authorization={"users": users}
     )
-    monkeypatch.setattr(Doubt, "attempt", venomous)
+    monkeypatch.setattr(RequestAttempts, "attempt", venomous)
     worker = await local_worker(nats=url.replace("//", "//worker:w@"), prefix="turnkeep", max_attempts=1)
     await worker.client.session("s").generate(text="x" * 99, max_tokens=4)
     for dead in ("turn-7", "turn-9"):

@@ -15,6 +15,7 @@ import httpx2
 import nats
 import psutil
 import pytest
+import structlog
 from parts import WorkerProcess, free_port, make_tiny_model, until
 
 from turnkeep_client.messages import (
@@ -27,7 +28,7 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.subjects import Subjects
 from worker import model_memory, standby, supervisor
-from worker.model_memory import IdleModel, leaving
+from worker.model_memory import IdleModel, choose_to_unload
 from worker.model_process import UNKNOWN
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
@@ -240,9 +241,13 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
 
 async def test_reloaded_settings_apply_to_the_next_worker_process_too() -> None:
     alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
-    await alone.reload(Settings(), {"a": Settings(max_disk=5)})
+    with structlog.testing.capture_logs() as logs:
+        await alone.reload(Settings(), {"a": Settings(max_disk=5)})
     (model,) = alone._models
     assert (model.settings.max_disk, model.settings.other_model) == (5, "refuse"), "others need a restart"
+    assert [(one["event"], one["model"], one["settings"]) for one in logs] == [
+        ("these settings need a restart", "a", ["other_model"])
+    ]
 
 
 @pytest.mark.packaging
@@ -258,10 +263,10 @@ async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any)
 
 def test_the_longest_unused_models_are_unloaded_and_none_if_all_together_free_too_little() -> None:
     old, new = IdleModel(1.0, 10, "old"), IdleModel(2.0, 20, "new")
-    assert leaving(0, [new, old]) == []
-    assert leaving(5, [new, old]) == ["old"]
-    assert leaving(11, [new, old]) == ["old", "new"]
-    assert leaving(31, [new, old]) == []
+    assert choose_to_unload(0, [new, old]) == []
+    assert choose_to_unload(5, [new, old]) == ["old"]
+    assert choose_to_unload(11, [new, old]) == ["old", "new"]
+    assert choose_to_unload(31, [new, old]) == []
 
 
 class Busy:

@@ -27,7 +27,7 @@ from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments
 from worker.sessions.attachments import _Body
 from worker.sessions.session import ServedSession
-from worker.wire.written import answers
+from worker.wire.written import answered_seq
 
 WINDOW = Policy(2, 40)
 
@@ -332,7 +332,7 @@ async def test_a_result_that_the_log_lost_is_noticed_even_if_a_checkpoint_was_ma
 ) -> None:
     await converse(world, range(22))
     request = resumed_at(await opened(world))
-    (seq,) = [one.seq for one in world.log.entries if one.kind == "out" and answers(one) == request]
+    (seq,) = [one.seq for one in world.log.entries if one.kind == "out" and answered_seq(one) == request]
     world.log.entries[seq - 1] = replace(world.log.entries[seq - 1], kind="gone", body=b"")
     session = await opened(world)
     assert resumed_at(session) == 0

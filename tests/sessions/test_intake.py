@@ -238,7 +238,7 @@ class Cluster:
     def _worker(self, name: str, load: int) -> Any:
         others = {one.worker: one for one in self.members.values() if one.worker != name}
         me = self.members[name]
-        members = SimpleNamespace(me=me, others=others, is_held=True, knows=lambda _: True)
+        members = SimpleNamespace(me=me, others=others, has_record=True, knows=lambda _: True)
         intake = SimpleNamespace(
             at_work=self.at_work[name],
             num_sessions=load,

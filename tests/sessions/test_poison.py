@@ -16,7 +16,7 @@ from tests.simulation.loop import _process as current
 from tests.simulation.world import Server
 from worker.cluster.liveness import Members
 from worker.sessions import sessions
-from worker.sessions.dead_letters import Doubt
+from worker.sessions.dead_letters import RequestAttempts
 from worker.sessions.fold import Fold
 from worker.sessions.pending import PendingRequest
 
@@ -78,16 +78,16 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_request_that_raises_an_unknown_error_three_times_fails_and_becomes_a_dead_letter(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    attempt, bitten = Doubt.attempt, 0
+    attempt, bitten = RequestAttempts.attempt, 0
 
-    async def venomous(doubt: Doubt, pending: PendingRequest, answer: Any) -> Any:
+    async def venomous(attempts: RequestAttempts, pending: PendingRequest, answer: Any) -> Any:
         nonlocal bitten
         if pending.id == "venom":
             bitten += 1
             raise LookupError("bitten")
-        return await attempt(doubt, pending, answer)
+        return await attempt(attempts, pending, answer)
 
-    monkeypatch.setattr(Doubt, "attempt", venomous)
+    monkeypatch.setattr(RequestAttempts, "attempt", venomous)
     one = await wire()
     letters = await one.nc.subscribe(one.subject("s", "dead"))
     poison = await one.publish("s", append("venom"))
@@ -201,7 +201,7 @@ async def test_a_request_with_an_already_used_id_is_answered_even_if_workers_cra
         await asyncio.sleep(1000)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Doubt, "attempt", stuck)
+        patched.setattr(RequestAttempts, "attempt", stuck)
         seq = await w.publish("s", append("a", text=text))
         await begun.wait()
         w.worker.process.kill()

@@ -136,8 +136,8 @@ async def test_an_erasure_note_is_carried_out_even_if_it_has_the_sequence_of_a_l
 
     forgotten("another", "another")
     if when == "between two reads":
-        read = Journal.erasures
-        monkeypatch.setattr(Journal, "erasures", reads)
+        read = Journal.erasure_notes
+        monkeypatch.setattr(Journal, "erasure_notes", reads)
         monkeypatch.setattr(consistent_reads, "_BATCH", 1)
         await look(lambda _: set())
     else:

@@ -25,7 +25,7 @@ from tests.simulation.world import Server
 from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encode_answer, failure
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
-from worker.sessions.dead_letters import Doubt
+from worker.sessions.dead_letters import RequestAttempts
 from worker.sessions.session import ServedSession
 from worker.wire import chunks, consistent_reads, erasures, journal, overwriting, retention
 from worker.wire.chunks import AnswerChunks
@@ -441,14 +441,14 @@ async def test_info_on_a_closed_session_with_a_waiting_open_shows_position_0(
     w = await quiet_wire()
     await w.send("s", append("a", "hello"))
     await w.send("s", CLOSE)
-    there, go_on, attempt = asyncio.Event(), asyncio.Event(), Doubt.attempt
+    there, go_on, attempt = asyncio.Event(), asyncio.Event(), RequestAttempts.attempt
 
-    async def waits(doubt: Doubt, *given: Any) -> Any:
+    async def waits(attempts: RequestAttempts, *given: Any) -> Any:
         there.set()
         await go_on.wait()
-        return await attempt(doubt, *given)
+        return await attempt(attempts, *given)
 
-    monkeypatch.setattr(Doubt, "attempt", waits)
+    monkeypatch.setattr(RequestAttempts, "attempt", waits)
     waiting = await w.publish("s", {"type": "open", "id": "o"})
     await there.wait()
     info = await w.control("s", {"type": "info"})
@@ -607,7 +607,7 @@ async def test_closed_sessions_are_removed_from_a_nearly_full_log_until_it_is_be
         async def end(self) -> tuple[int, int]:
             return 95 - 5 * len(at_once), 6
 
-        async def closed(self, _: int) -> tuple[list[StoredMessage], int]:
+        async def close_notes(self, _: int) -> tuple[list[StoredMessage], int]:
             return [StoredMessage(n, datetime.now(UTC), b"", {}) for n in range(1, 7)], 0
 
     async def follow(_: Retention, __: StoredMessage, **how: bool) -> bool:
@@ -638,7 +638,7 @@ async def test_notes_of_closes_are_carried_out_again_after_the_server_has_restar
         async def end(self) -> tuple[int, int]:
             return 0, 6
 
-        async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
+        async def close_notes(self, after: int) -> tuple[list[StoredMessage], int]:
             subject, bodies = {"Nats-Subject": "turnkeep.t.s.closed"}, {3: b"", 5: b"forget"}
             notes = [StoredMessage(n, datetime.now(UTC), body, subject) for n, body in bodies.items()]
             return [note for note in notes if note.seq > after], 0
@@ -730,12 +730,12 @@ async def test_an_erasure_note_is_tried_again_until_it_is_carried_out_and_stays_
         await app._parts.erasures.note(SessionKey("default", name), tokens, 0, ())
     await asyncio.sleep(2)
     assert tried == ["first", "again", "again"]
-    notes, _ = await app._parts.retention._journal.erasures(0)
+    notes, _ = await app._parts.retention._journal.erasure_notes(0)
     assert (await app._disk.erased_up_to(app._parts.erasures._log)).seq == notes[-1].seq
     assert len(notes) == 2
     monkeypatch.setattr(Journal, "age_s", lambda *_: 91 * 86400.0)
     await app._parts.erasures._clean()
-    assert [note.seq for note in (await app._parts.retention._journal.erasures(0))[0]] == [notes[-1].seq]
+    assert [note.seq for note in (await app._parts.retention._journal.erasure_notes(0))[0]] == [notes[-1].seq]
 
 
 @pytest.mark.parametrize(("boot", "num_erased"), [("an empty directory's", 0), (erasures.TIER, 1)])

@@ -319,7 +319,7 @@ async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_d
         world.ring(seq, body, first_seq=seq if lives > 1 else poison)
         try:
             await world.session.log.catch_up()
-            await world.session._doubt.attempt(world.session.pending[0], world.session._result)
+            await world.session._attempts.attempt(world.session.pending[0], world.session._result)
         except KeyboardInterrupt:
             assert lives < 6
             continue
@@ -538,7 +538,7 @@ async def test_a_fork_that_waits_for_its_parent_counts_no_attempt_and_holds_no_d
     async def parent(*_: Any) -> Any:
         there.set()
         await go_on.wait()
-        return world.fold.opened(world.session.history, FULL, {})
+        return world.fold.open(world.session.history, FULL, {})
 
     monkeypatch.setattr(world.session, "_parent", parent)
     seq = world.log.add("in", encode(Open(id="o", from_=ForkPoint(session="p"))))

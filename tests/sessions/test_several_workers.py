@@ -18,7 +18,7 @@ from raw_wire import LONG, Start, Wire, append, generate
 from tests.parts import until
 from turnkeep_client.log import BUILD_HEADER, words
 from turnkeep_client.subjects import SessionKey
-from worker.cluster.owners import Owners, chosen
+from worker.cluster.owners import Owners, choose_by_hash
 from worker.cluster.routing import Routing
 from worker.process.setting_kinds import TenantLimits
 from worker.wire import intake
@@ -175,7 +175,9 @@ async def test_a_session_in_use_stays_with_its_worker_when_another_worker_joins(
     """Although no result names its worker yet, and hashing would choose the other one from now on."""
     monkeypatch.setattr(intake, "_FETCH", 1)  # so that both get some
     both = [Member(name, "host", 1, name, boot=name) for name in ("first", "second")]
-    name = next(one for one in SESSIONS if chosen(both, SessionKey("default", one)).worker == "second")
+    name = next(
+        one for one in SESSIONS if choose_by_hash(both, SessionKey("default", one)).worker == "second"
+    )
     first = await wire(worker="first", ack_wait_s=60.0)
     await first.publish(name, generate("a", **LONG))
     await until(lambda: first.worker.app._parts.intake.num_sessions)

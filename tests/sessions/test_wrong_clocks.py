@@ -28,7 +28,7 @@ async def close(w: Wire, *names: str, forget: bool = False) -> None:
 
 
 async def num_closed(w: Wire) -> int:
-    return len((await w.worker.app._parts.journal.closed(0))[0])
+    return len((await w.worker.app._parts.journal.close_notes(0))[0])
 
 
 async def test_a_clock_that_is_ahead_makes_no_session_leave_the_log_early(
@@ -58,7 +58,7 @@ async def test_a_clock_that_is_ahead_makes_no_erasure_note_leave_the_log(
     w = await quiet_wire(closed_ttl_s=DAY_S)
     await close(w, "one", "two", forget=True)
     journal = w.worker.app._parts.journal
-    notes, _ = await journal.erasures(0)
+    notes, _ = await journal.erasure_notes(0)
     fall_asleep(monkeypatch, 100 * DAY_S)
     await w.worker.app._parts.erasures._clean()
-    assert len(notes) == len((await journal.erasures(0))[0]) == 2
+    assert len(notes) == len((await journal.erasure_notes(0))[0]) == 2

@@ -39,7 +39,7 @@ from turnkeep_client.messages import (
 )
 from worker.sessions.fold import Fold
 from worker.sessions.history import TokenHistory as State
-from worker.sessions.history import spoken
+from worker.sessions.history import answer_message
 
 from .actors import PICTURES, SUBJECTS
 from .device import POISON, VISION, next_token, pictures, tokenizer
@@ -230,7 +230,7 @@ def _check_result(
     if isinstance(result, UnknownResult):
         log.is_beyond = True
     if log.is_beyond and isinstance(result, Closed) and result.repeat_of is None:
-        log.state, log.closed, log.forgotten = FOLD.closed(log.state), message, _EMPTY
+        log.state, log.closed, log.forgotten = FOLD.close(log.state), message, _EMPTY
         log.is_beyond = False  # a session that cannot be continued was removed; it may begin anew
         _free_ids(log, result)
         return
@@ -269,7 +269,7 @@ def _check_result(
         return
     is_close = isinstance(result, Closed) and result.repeat_of is None
     if is_copy and is_close and not log.state.exists:  # the copy of a forgotten session begins with its close
-        log.state, log.closed = FOLD.closed(log.state), message
+        log.state, log.closed = FOLD.close(log.state), message
         return
     if result.repeat_of is None:
         yield from _apply(log, seq, request, message, result, found, history)
@@ -381,7 +381,7 @@ def _apply(
         case _, Generated(tokens=()):
             return
         case Open(from_=None), Opened():
-            log.state, log.closed = FOLD.opened(log.state, FULL, result.tags), None
+            log.state, log.closed = FOLD.open(log.state, FULL, result.tags), None
         case Open(), Opened():
             yield from _check_fork(log, request, message, result, found)
             log.closed = None
@@ -404,12 +404,12 @@ def _apply(
                 if token not in ways:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
-            said = spoken(result.text, result.reasoning, result.tool_calls)
-            log.state = FOLD.answered(state, request, result.tokens, said)
+            said = answer_message(result.text, result.reasoning, result.tool_calls)
+            log.state = FOLD.add_answer(state, request, result.tokens, said)
         case _, Rewound():
-            log.state = FOLD.rewound(log.state, result.position)
+            log.state = FOLD.rewind(log.state, result.position)
         case Close(), Closed():
-            log.state, log.closed = FOLD.closed(log.state), message
+            log.state, log.closed = FOLD.close(log.state), message
             log.forgotten = before if request.forget else _EMPTY
         case _:
             yield f"{request} at {seq} got {result}"
@@ -489,7 +489,7 @@ def _check_fork(
     expected = None if is_copy else request.from_.expect_position
     for state in states:
         if _is_open(state) and state.position >= result.position and expected in (None, state.position):
-            log.state = FOLD.forked(state, of, result.tags)
+            log.state = FOLD.fork(state, of, result.tags)
             if log.state.digest() == digest:
                 return
     if parent is not None and parent.is_beyond:

@@ -30,7 +30,7 @@ from worker import parts
 from worker.app import App
 from worker.cluster.liveness import Members
 from worker.engine.port import EnginePort, StoppingError, TurnResult
-from worker.metrics_message import unloaded
+from worker.metrics_message import unloaded_metrics
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.models.vision.image_processor import ImageProcessor
@@ -338,7 +338,7 @@ def _metrics(built: Parts) -> Metrics:
     named = {"worker": built.ground.settings.worker, "version": "0", "model": "hashes"}
     telemetry = built.ground.telemetry
     return msgspec.structs.replace(
-        unloaded(**named),
+        unloaded_metrics(**named),
         device="hashes",
         requests={kind: dict(outcomes) for kind, outcomes in telemetry.requests.items()},
         ignored=dict(telemetry.ignored),

@@ -12,7 +12,7 @@ from nats.js.errors import APIError
 
 from turnkeep_client.direct import DirectGets
 from worker.wire.connection import BrokerError, connect
-from worker.wire.records import address, recorded
+from worker.wire.records import address, read_members
 from worker.wire.streams import reason
 
 if TYPE_CHECKING:
@@ -52,22 +52,22 @@ class Workers:
         finally:
             await nc.close()
 
-    async def there(self) -> dict[str, Member]:
-        """Return the recorded workers by name; a killed worker's record stays for 2 s."""
-        return {one.worker: one for one in await recorded(self._gets, self._subjects)}
+    async def by_name(self) -> dict[str, Member]:
+        """Read the records of all workers, by name; a killed worker's record stays for 2 s."""
+        return {one.worker: one for one in await read_members(self._gets, self._subjects)}
 
     async def load(self, name: str) -> int:
         """Return the number of sessions at work at a worker. Raises `BrokerError` if it has ended."""
         until_s = current_time() + _MISSING_S
         while current_time() < until_s:
             with suppress(nats.errors.Error, APIError, OSError):
-                if (found := (await self.there()).get(name)) is not None:
+                if (found := (await self.by_name()).get(name)) is not None:
                     return found.load
             await sleep(_LOOK_S)
         raise BrokerError(f"the worker {name} has ended, or it or NATS cannot be reached")
 
     async def drain(self, member: Member, *, on: bool) -> list[str]:
-        """Ask a worker to start or stop draining; return the workers that take its sessions.
+        """Ask a worker to start or stop draining; return the names of workers that take its sessions.
 
         A worker refuses to start if no other one can take its sessions: then the list is empty. Raises
         `BrokerError` if it stops.

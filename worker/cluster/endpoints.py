@@ -91,7 +91,7 @@ class Endpoints:
             (self._subjects.every("ctl"), self._spawning(calls["ctl"], self._control_reply, _STOPS)),
             (self._subjects.every("ask"), self._spawning(calls["ask"], self._ask, _ASK_STOPS)),
         ):
-            await self._overheard.hear(subject, spawn)
+            await self._overheard.keep_requests(subject, spawn)
             self._subscriptions.append(await self._nc.subscribe(subject, QUEUE, cb=self._unless_late(spawn)))
         await confirm_subscriptions(self._nc)
 

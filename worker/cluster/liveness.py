@@ -32,9 +32,9 @@ from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.nats_client import server_id
 from worker.process.clock import time
 from worker.process.concurrency import task_group
-from worker.wire.connection import PATIENCE_S, BrokerError, answered
+from worker.wire.connection import PATIENCE_S, BrokerError, ask_patiently
 from worker.wire.fence import OVERTAKEN
-from worker.wire.records import Member, address, ensure_records, record_subject, recorded, records_stream
+from worker.wire.records import Member, address, ensure_records, read_members, record_subject, records_stream
 from worker.wire.streams import reason
 
 if TYPE_CHECKING:
@@ -112,11 +112,11 @@ class Members:
         return address(self._subjects, member, verb)
 
     def common_address(self, verb: str) -> str:
-        """Return the subject on which all workers hear `verb`; no stream stores this subject."""
+        """Return the subject on which all workers receive `verb`; no stream stores this subject."""
         return f"$KV.{self._subjects.workers_bucket}.peers.{verb}"
 
     @property
-    def is_held(self) -> bool:
+    def has_record(self) -> bool:
         """Whether this worker's record exists: the worker has joined, and has renewed the record in time."""
         # The record expires by the wall clock. The other clock stands still while a machine sleeps.
         age_s = max(current_time() - self._renewed_s[0], time() - self._renewed_s[1])
@@ -139,7 +139,7 @@ class Members:
         await self._nc.subscribe(self.address(self.me, "bye"), cb=self._bye)
         await self._nc.subscribe(self.common_address("gone"), cb=self._told)
         try:
-            while not await answered(self._take_name):
+            while not await ask_patiently(self._take_name):
                 pass  # another worker was faster: `_free` raises, or waits for its end
             self._is_joined, self._server = True, server_id(self._nc)
             deadline_s = current_time() + PATIENCE_S
@@ -278,8 +278,8 @@ class Members:
             self._gone.append(member)
             self._has_gone.set()
 
-    async def gone(self) -> Member:
-        """Wait for the next worker that ends; it no longer `serves` if it stopped in order."""
+    async def next_ended(self) -> Member:
+        """Wait for the next worker that ends, and return it; it no longer `serves` if it stopped in order."""
         while not self._gone:
             self._has_gone = Event()
             await self._has_gone.wait()
@@ -322,7 +322,7 @@ class Members:
                     return
 
     async def watch(self) -> None:
-        """Find workers that have joined or ended, until cancelled."""
+        """Keep `others` up to date with workers that join or end, until cancelled; see `next_ended`."""
         while True:
             await sleep(_CONFIRM_S if any(self._misses.values()) else _WATCH_S)
             try:
@@ -397,7 +397,7 @@ class Members:
 
     async def _look(self) -> list[Member]:
         """Read the records of the other workers. Raises nats-py's errors."""
-        found = await recorded(self._gets, self._subjects)
+        found = await read_members(self._gets, self._subjects)
         return [one for one in found if one.worker != self.me.worker]
 
     async def _renew(self) -> Member | None:

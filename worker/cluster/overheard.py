@@ -52,7 +52,7 @@ class _Kept:
 
 
 def digest(message: Msg) -> str:
-    """Return a name of a request, the same at each worker; client libraries use a reply subject once."""
+    """Return a request's digest: the same at each worker, and unique, as reply subjects are used once."""
     named = b"\0".join((message.subject.encode(), message.reply.encode(), message.data))
     return blake2b(named, digest_size=16).hexdigest()
 
@@ -73,8 +73,8 @@ class OverheardRequests:
         """Subscribe to what other workers say about requests."""
         await self._nc.subscribe(self._members.common_address("requests"), cb=self._noted)
 
-    async def hear(self, subject: str, answer: Callable[[Msg], Awaitable[None]]) -> None:
-        """Keep all requests on `subject`; `answer` answers one if no other worker does."""
+    async def keep_requests(self, subject: str, answer: Callable[[Msg], Awaitable[None]]) -> None:
+        """From now on keep each request on `subject`; `run` gives it to `answer` if no worker replies."""
 
         async def keep(message: Msg) -> None:
             if self._has_others and message.reply and len(self._kept) < _MAX_KEPT:
@@ -84,7 +84,7 @@ class OverheardRequests:
 
     def is_late(self) -> bool:
         """Whether this worker was paused, or cannot renew its record: others answer what came meanwhile."""
-        return self._has_others and not self._members.is_held
+        return self._has_others and not self._members.has_record
 
     def forget(self) -> None:
         """Drop all kept requests. Call it after the connection to NATS was lost.
@@ -125,7 +125,7 @@ class OverheardRequests:
                 self._kept[note.request].boot = note.boot
 
     async def run(self) -> None:
-        """Answer what no other worker does, until cancelled."""
+        """Answer the kept requests whose worker has ended, or that none has begun, until cancelled."""
         while True:
             await sleep(_PERIOD_S)
             running = {one.boot for one in (self._members.me, *self._members.others.values())}

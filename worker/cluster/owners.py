@@ -58,14 +58,15 @@ _MAX_FORK_DEPTH: Final = 64
 
 
 class Owner(NamedTuple):
-    """The worker that a session belongs to. `is_free` says that hashing chose it: no worker has the KV."""
+    """The worker that a session belongs to."""
 
     member: Member
+    #: Whether hashing chose it, as no worker has the session's KV.
     is_free: bool = False
 
 
-def chosen(members: Sequence[Member], key: SessionKey) -> Member:
-    """Return the worker with the highest hash of its name and a session."""
+def choose_by_hash(members: Sequence[Member], key: SessionKey) -> Member:
+    """Return the worker that gets a session without KV: the one with the highest hash of both names."""
 
     def score(member: Member) -> bytes:
         return blake2b(f"{member.worker} {key}".encode(), digest_size=8).digest()
@@ -84,7 +85,7 @@ class Owners:
         self._boots: OrderedDict[SessionKey, str] = OrderedDict()  # `Member.boot` of where a session was last
 
     def is_me(self, member: Member) -> bool:
-        """Whether a record is this worker's."""
+        """Whether `member` is this worker."""
         return member.boot == self._members.me.boot
 
     def takers(self) -> list[Member]:
@@ -115,7 +116,7 @@ class Owners:
         me = self._members.me
         if not self._members.others:
             return True
-        if not self._members.is_held:  # it was paused, and may be counted as ended
+        if not self._members.has_record:  # it was paused, and may be counted as ended
             self.forget()
         return not me.drains and (key in self._intake.at_work or self._boots.get(key) == me.boot)
 
@@ -128,10 +129,10 @@ class Owners:
             return Owner(self._members.me)
         boot, members = self._boots.get(key), self._asked()
         known = next((one for one in members if one.boot == boot), None)
-        return Owner(known) if known else await self.logged(key, members)
+        return Owner(known) if known else await self.owner_in_log(key, members)
 
-    async def logged(self, key: SessionKey, members: Sequence[Member]) -> Owner:
-        """Return the one of these workers that a session belongs to by the log alone."""
+    async def owner_in_log(self, key: SessionKey, members: Sequence[Member]) -> Owner:
+        """Return the worker among `members` that a session belongs to, by the log and else by hashing."""
         for _ in range(_MAX_FORK_DEPTH):
             last = await self._journal.last(key, "out")
             name = words(last.headers.get(BUILD_HEADER, "")).get("worker", "") if last else ""
@@ -142,7 +143,7 @@ class Owners:
             if parent is None:
                 break
             key = parent
-        return Owner(chosen(members, key), is_free=True)
+        return Owner(choose_by_hash(members, key), is_free=True)
 
     async def _parent(self, key: SessionKey) -> SessionKey | None:
         """Return the session that this one was forked from; None if it is no fork."""
@@ -166,7 +167,7 @@ class Owners:
         if not self._members.others:
             return False
         if not (boots := await self._busy(key)):
-            owner = await self.logged(key, self.takers())
+            owner = await self.owner_in_log(key, self.takers())
             boots = [] if self.is_me(owner.member) or owner.is_free else [owner.member.boot]
         if boots:
             self.remember(key, boots[0])
@@ -196,14 +197,14 @@ class Owners:
                 self.remember(key, boot)
 
     async def num_busy(self, key: SessionKey) -> int:
-        """Count the other workers that have requests of a session, also busy ones that answer late."""
+        """Count the other workers that have requests of a session; waits up to 5 s for their answers."""
         return len(await self._busy(key))
 
     async def _busy(self, key: SessionKey) -> list[str]:
         return [boot for boot, keys in (await self.at_work_elsewhere(_SURE_S)).items() if key in keys]
 
     async def erase(self, key: SessionKey) -> dict[str, bool]:
-        """Have all other workers drop a session's KV; return, by process, whether none is left."""
+        """Have all other workers drop a session's KV; return by `Member.boot` whether surely none is left."""
         names = msgspec.json.encode([key.tenant, key.session])
         others = list(self._members.others.values())
         return {one.boot: await self.ask(one, "erase", names, _ERASE_S) == b"true" for one in others}

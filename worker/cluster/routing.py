@@ -51,10 +51,10 @@ _RATIO: Final = 1.5
 
 
 class RoutingReply(Enum):
-    """What a worker says to a delivery that is passed on to it."""
+    """A worker's answer to a delivery that another one passes on to it."""
 
     TAKEN = "taken"
-    #: It stops, or it drains and is at work on the session: ask again soon.
+    #: The worker stops, or drains while it is at work on the session: ask again soon.
     LATER = "later"
     #: The session belongs to the worker that is named beside the verdict, which takes it.
     ELSEWHERE = "elsewhere"
@@ -86,7 +86,7 @@ _LATER: Final = _Answer(RoutingReply.LATER)
 
 
 class Routing:
-    """Passes deliveries on, answers other workers, and takes over. Event loop only."""
+    """Brings deliveries to their sessions' workers, and takes over from ended ones. Event loop only."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Routing:
         self._leaving = Event()
 
     async def open(self) -> None:
-        """Serve: hear other workers' requests, and take the sessions with requests that belong here."""
+        """Answer other workers from now on, and take the unanswered sessions that belong here."""
         await self._hear("at_work", self._listed)
         await self._hear("returned", self._returned)
         await self._hear("erase", self._erased)
@@ -253,7 +253,7 @@ class Routing:
         if is_sent:
             return _TAKEN if takes else _LATER
         if not takes:
-            owner = await self._owners.logged(key, self._owners.takers())
+            owner = await self._owners.owner_in_log(key, self._owners.takers())
         owner = owner or await self._owners.owner(key)
         if owner.member.boot == sender and takes:  # the sender would not pass on what is its own
             return _TAKEN
@@ -298,7 +298,7 @@ class Routing:
                 self._intake.note_unbegun({seq: requests[seq] for seq in returned})
 
     async def hand_over(self, key: SessionKey) -> None:
-        """Return a session's deliveries, and wake the session at its worker.
+        """Return a session's deliveries to the server (nak), and wake the session at its worker.
 
         The server may have none to deliver there: it can lose a result and keep the request's ack.
         """
@@ -307,7 +307,7 @@ class Routing:
             await self.wake(_lost(key, entry))
 
     async def wake(self, delivery: Delivery) -> None:
-        """Wake the session of an undelivered request: at its worker, or here if it belongs to no other."""
+        """Wake the session of an undelivered request, at its worker or here. Tries once."""
         member = (await self._owners.owner(delivery.key)).member
         if self._owners.is_me(member):
             self._intake.take(delivery, self._ring)
@@ -365,7 +365,7 @@ class Routing:
     async def _take_over(self) -> None:
         """Take over from each worker that ends."""
         while True:
-            await self._take_unanswered(has_stopped=not (await self._members.gone()).serves)
+            await self._take_unanswered(has_stopped=not (await self._members.next_ended()).serves)
 
     async def _take_unanswered(self, *, has_stopped: bool = False) -> None:
         """Take the sessions of this worker with requests that no running worker has.
@@ -389,7 +389,7 @@ class Routing:
             entry = await self._journal.last(key, "in")
             if entry is None or self._intake.expects(key, entry.seq) or self._leaving.is_set():
                 continue
-            owner = await self._owners.logged(key, self._owners.takers())
+            owner = await self._owners.owner_in_log(key, self._owners.takers())
             if self._owners.is_me(owner.member):
                 num_taken[key.tenant] += 1
                 taken.append((key, entry, owner))

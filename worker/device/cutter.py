@@ -88,7 +88,7 @@ class Cutter:
         return max(left_bytes // kv.snapshot(block, at=turn.request.target), 1)
 
     def is_behind(self, turn: DeviceTurn, num_tokens: int) -> bool:
-        """Say whether a paged session's prompt should wait for room in the writer's queue.
+        """Cut what has room; return whether a paged session's prompt should wait for room in the queue.
 
         It waits as long as the room changes, and then for at most 30 s.
         Without the wait, KV that later pieces need could leave the device before it is queued for the disk.

@@ -2,8 +2,9 @@
 
 Device thread only.
 
-If memory is short, drops the KV of sessions, least recently used first, and tells the event loop. Also counts
-the memory promised to restores. Knows nothing of turns or steps.
+Idle KV has no time limit: it stays until the session's next turn, or until the event loop or a lack of memory
+has it dropped, least recently used first; the event loop is told. Also counts the memory promised to
+restores. Knows nothing of turns or steps.
 """
 
 from __future__ import annotations
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRequest:
-    """A restore's request for memory; `reply` gets True once it is granted, False if it never can be."""
+    """A restore's request for memory for the KV of `num_tokens` tokens."""
 
     key: SessionKey
     num_tokens: int
+    #: Called with True once the memory is granted, with False if it never can be.
     reply: Callable[[bool], None]
     policy: Policy
 
@@ -55,15 +57,15 @@ class IdleKv:
         return bool(self._promised)
 
     def get(self, key: SessionKey) -> ResidentKv | None:
-        """Return an idle session's KV without removing it."""
+        """Return an idle session's KV without removing it; None if there is none."""
         return self._resident.get(key)
 
     def put(self, key: SessionKey, resident: ResidentKv) -> None:
-        """Keep a session's KV after its turn has ended."""
+        """Keep a session's KV after its turn has ended, as the most recently used."""
         self._resident[key] = resident
 
     def pop(self, key: SessionKey) -> ResidentKv | None:
-        """Remove a session's KV and return it."""
+        """Remove a session's KV and return it; None if there is none."""
         return self._resident.pop(key, None)
 
     def clear(self) -> None:

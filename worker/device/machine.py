@@ -34,29 +34,30 @@ _TOO_MUCH: Final = ("ErrorImpactingInteractivity", "ErrorTimeout", "ErrorHang", 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The constants of one kind of device.
+    """The constants of one kind of device."""
 
-    MLX may keep `freed_bytes` of freed buffers for reuse; without a limit a few long prompts pin gigabytes.
-    Attention to plain KV stores no scores if keys and values have the same head size, one of
-    `fused_head_dims`. Temporary arrays of `kept_layers` layers are in memory at once. A step runs at most
-    `prompt_blocks` blocks of prompts. If there are at least `pooled_rows` rows of similar length, they share
-    a pool of KV; if there are at least `merged_rows` rows that cannot share a pass, their KV is merged, and
-    their next step can start before the last one is read. Plain caches grow by `growth_tokens` tokens. A step
-    of prompts takes at most `longest_s` seconds, and a draft has at most `max_draft` tokens. Weights, KV,
-    temporary and freed buffers get `memory_share` of a GPU's memory. A worker `warms_up` before it is ready
-    if the first step of a kind compiles its kernels.
-    """
-
+    #: Freed buffers that MLX may keep for reuse; without a limit a few long prompts pin gigabytes.
     freed_bytes: int
+    #: Attention to plain KV stores no scores if keys and values have the same head size, one of these.
     fused_head_dims: frozenset[int]
+    #: The number of layers whose temporary arrays are in memory at once.
     kept_layers: int
+    #: The most blocks of prompts in a step.
     prompt_blocks: int
+    #: From this many rows of similar length on, rows share a pool of KV.
     pooled_rows: int
+    #: From this many rows on, the KV of rows that cannot share a pass is merged, and their next step can
+    #: start before the last one is read.
     merged_rows: int
+    #: Plain caches grow by this many tokens at a time.
     growth_tokens: int = 256
+    #: The most seconds of a step of prompts.
     longest_s: float = math.inf
+    #: The most tokens of a draft.
     max_draft: int = 8
+    #: The share of a GPU's memory for weights, KV, temporary and freed buffers.
     memory_share: float = 0.8
+    #: Whether a worker runs steps before it is ready, as the first step of a kind compiles its kernels.
     warms_up: bool = False
 
 

@@ -42,16 +42,15 @@ _NAMES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The sizes of a model that determine the memory of its passes.
-
-    `value_dim` is the size of a head's values if it differs from that of its keys (`head_dim`), else 0.
-    """
+    """The sizes of a model that determine the memory of its passes."""
 
     num_heads: int
+    #: The size of a head's keys.
     head_dim: int
     hidden: int
     intermediate: int
     vocabulary: int
+    #: The size of a head's values if it differs, else 0.
     value_dim: int = 0
 
     def fuses(self, head_dims: Collection[int]) -> bool:
@@ -111,30 +110,28 @@ def num_scores(policy: Policy, num_cached: int, num_tokens: int) -> int:
     return 2 * (max(PART, num_tokens) if policy.recall else policy.num_held(num_cached))
 
 
-def grown(num_tokens: int) -> int:
-    """Round a number of tokens up to the number for which a cache allocates memory."""
+def capacity(num_tokens: int) -> int:
+    """Return for how many tokens a cache of `num_tokens` tokens allocates memory: a multiple of 256."""
     return -(-num_tokens // GROWTH_TOKENS) * GROWTH_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Estimates the memory of sessions and steps of one model on one device.
-
-    `limit_bytes` limits all memory that MLX holds.
-
-    While attention dequantises a layer's KV, each token takes `unpacked_bytes`. While queries are compared
-    with sketches (2-bit copies of keys), each token takes `asked_bytes`. Temporary arrays of `kept_layers`
-    layers are in memory at once.
-    """
+    """Estimates the memory of sessions and steps of one model on one device."""
 
     shape: Shape
+    #: Limits all memory that MLX holds.
     limit_bytes: int
     weight_bytes: int
     kv: KvSize
     num_layers: int
+    #: Whether attention stores no scores.
     fused: bool
+    #: Bytes of each token while attention dequantises a layer's KV.
     unpacked_bytes: int = 0
+    #: Bytes of each token while queries are compared with sketches (2-bit copies of keys).
     asked_bytes: int = 0
+    #: The number of layers whose temporary arrays are in memory at once.
     kept_layers: int = 1
 
     def under(self, policy: Policy) -> Estimator:
@@ -160,10 +157,10 @@ class Estimator:
         return in_layer * min(self.kept_layers, self.num_layers) + logits + _SMALL_BYTES
 
     def recall_bytes(self, policy: Policy, num_tokens: int) -> int:
-        """Estimate what a piece of a prompt takes besides, which reads `num_tokens` tokens' KV from SSD.
+        """Estimate the further bytes of a prompt's piece that reads `num_tokens` tokens' KV from SSD.
 
-        Counts parts of a layer's KV (two being read, one dequantised), and the comparison of queries with all
-        sketches; to grow sketches copies one layer's, of at least two.
+        Counts parts of a layer's KV (two being read, one dequantised), the comparison of queries with all
+        sketches (2-bit copies of keys), and all sketches once more: a layer's are copied when they grow.
         """
         if not policy.recall:
             return 0
@@ -176,7 +173,7 @@ class Estimator:
         To grow, a cache is trimmed to its length and concatenated with room for `most_new` tokens at most.
         """
         copied = 2 * self.kv.held(max(lengths, default=0)) // self.num_layers
-        room = self.kv.held(grown(most_new), ahead=most_new) - self.kv.fixed_bytes
+        room = self.kv.held(capacity(most_new), ahead=most_new) - self.kv.fixed_bytes
         return len(lengths) * room + copied
 
     def restore_bytes(self, num_tokens: int, block: int) -> int:

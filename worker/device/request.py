@@ -35,24 +35,22 @@ _MOST_TOKENS: Final = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TurnRequest:
-    """A turn that the device is to run: an append, or a generate, which has an `answer`.
-
-    `context` has all tokens of the session up to where sampling starts. Tokens that the answer already has
-    were published before a crash; they are the end of the context. Higher priorities run first. With
-    `embedding`, the context ends with an unused token: the turn computes the vector of the token before it,
-    and stores no KV. `read_image` is called for images of the context whose rows and KV are unknown. With
-    `audited`, the context ends with this block and an unused token: the block is computed again, and its KV
-    is handed over, whether it is stored or not.
-    """
+    """A turn that the device is to run: an append, or a generate, which has an `answer`."""
 
     key: SessionKey
+    #: All tokens of the session up to where sampling starts, and what the answer has already.
     context: Tokens
     policy: Policy = FULL
+    #: Higher ones run first.
     priority: int = 0
+    #: Tokens that it already has were published before a crash.
     answer: Answer | None = None
     sampling: RowSampling = field(default_factory=RowSampling)
+    #: Gets the vector of the token before the context's last one, which is unused; the turn stores no KV.
     embedding: Embedding | None = None
+    #: Reads images of the context whose rows and KV are unknown.
     read_image: ReadImage | None = None
+    #: A block to compute again, whose KV is handed over; the context's last token, after it, is unused.
     audited: Span | None = None
     num_prompt: int = field(init=False)
 
@@ -109,7 +107,7 @@ class TurnRequest:
         return (self.context + self.answer.tokens[num_forced:])[:end]
 
     def sampler(self) -> RowSampler:
-        """Return how the answer's next tokens are drawn, after those that it has already."""
+        """Make the sampler for the answer's next tokens, after those that it has already."""
         return RowSampler(
             self.sampling,
             answered=self.answer.tokens if self.answer is not None else (),

@@ -25,7 +25,7 @@ from .paging import Paging
 from .prefill_budget import PrefillBudget
 from .scheduler import Scheduler
 from .served_model import ServedModel
-from .starting_kv import Acquisition, TurnSharing
+from .starting_kv import StartingKv, TurnSharing
 from .step_chooser import StepChooser
 from .step_figures import StepFigures
 from .turn import (
@@ -89,8 +89,8 @@ class Runner:
         most_tokens = block_tokens * device.prompt_blocks
         self._prefill_budget = PrefillBudget(options.stall_s, most_tokens, device.longest_s)
         self._sharing = TurnSharing()
-        self._acquisition = Acquisition(self.served, self.idle_kv, self._sharing)
-        parts = (self._batch, self.cutter, self._acquisition)
+        self._starting_kv = StartingKv(self.served, self.idle_kv, self._sharing)
+        parts = (self._batch, self.cutter, self._starting_kv)
         self._chooser = StepChooser(self._scheduler, self._prefill_budget, self.idle_kv, *parts, self._emit)
         self._paging = Paging(self._scheduler, self._batch, self.cutter, block_tokens, self._emit)
         self._vision = Vision(self.served.vision_model, self.idle_kv, self._emit)
@@ -331,7 +331,7 @@ class Runner:
 
     def _submit(self, turn: DeviceTurn) -> None:
         """Start a turn, unless it must wait for another turn to prefill their common prefix."""
-        if self._acquisition.add(turn):
+        if self._starting_kv.add(turn):
             self._start(turn)
 
     def _start_ready(self) -> None:
@@ -342,7 +342,7 @@ class Runner:
 
     def _start(self, turn: DeviceTurn) -> None:
         """Give a turn its KV, and queue it for prefill once it has the rows of its images."""
-        self._acquisition.acquire(turn)
+        self._starting_kv.acquire(turn)
         if self._vision.gives_rows(turn):
             self._schedule(turn)
 

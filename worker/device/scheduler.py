@@ -31,9 +31,11 @@ AGE_STEPS: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step: the turns `decode` get a token; `prefill` pairs turns with numbers of prompt tokens."""
+    """The turns that run in a step of the device; false if there are none."""
 
+    #: The turns that get a token of their answer.
     decode: tuple[DeviceTurn, ...]
+    #: The turns that prefill, each with its number of prompt tokens.
     prefill: tuple[tuple[DeviceTurn, int], ...]
 
     def __bool__(self) -> bool:

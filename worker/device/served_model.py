@@ -128,20 +128,21 @@ def _no_window(model: Any, batch: Batch) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceOptions:
-    """How the device serves its model.
-
-    `limit_bytes` limits the memory that MLX allocates, `max_draft` the tokens of a draft; None means the
-    device's default. `load_draft` loads the draft model. `trials` is the file that stores the results of
-    tests of the model, run when it is first loaded.
-    """
+    """How the device serves its model."""
 
     block_tokens: int
+    #: The most answers in a batch.
     max_batch: int
+    #: The most seconds of a step with prompts while answers run.
     stall_s: float
+    #: The most answers of one tenant in a batch; None: `max_batch`.
     max_tenant_rows: int | None = None
+    #: The most memory that MLX allocates, and the most tokens of a draft; None: the device's default.
     limit_bytes: int | None = None
     max_draft: int | None = 0
+    #: Loads the draft model.
     load_draft: Callable[[], LoadedModel] | None = None
+    #: The file with the results of the test runs at the model's first load.
     trials: Path | None = None
 
 

@@ -48,9 +48,9 @@ class TurnSharing:
         return [one.turn for one in self._following]
 
     def add(self, turn: DeviceTurn) -> bool:
-        """Add a turn whose `target` is set; return True if it must wait for another turn.
+        """Add a turn; return True if it must wait for another turn that prefills the same beginning.
 
-        The turn waits until the other one has prefilled the common prefix, without the other prompt's last
+        It waits until the other one has prefilled the common prefix, without the other prompt's last
         token, which may have to wait for a batch row. No turn waits for a turn of lower priority, which other
         turns may delay.
         """
@@ -97,8 +97,8 @@ class TurnSharing:
         return [one.turn for one in ready]
 
 
-class Acquisition:
-    """Gives turns the caches that they start from. The runner calls it."""
+class StartingKv:
+    """Gives turns the caches that they start from."""
 
     def __init__(self, served: ServedModel, idle_kv: IdleKv, sharing: TurnSharing) -> None:
         self._served = served

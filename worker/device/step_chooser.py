@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .idle_kv import IdleKv
     from .prefill_budget import PrefillBudget
     from .scheduler import Scheduler
-    from .starting_kv import Acquisition
+    from .starting_kv import StartingKv
     from .turn import DeviceTurn
 
 #: How long a prompt that does not fit waits for memory that no session holds, and how often it checks. The
@@ -40,16 +40,15 @@ _MOST_FACTOR: Final = 4.0
 
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """A step that fits into memory, with its bytes for temporary arrays and for growing and copying KV.
-
-    An empty step means that nothing fits now: choose again after `pause_s` seconds. `hopeless` is a prompt
-    that can never continue, with the bytes that its next piece needs.
-    """
+    """A step that fits into memory; an empty one if nothing fits now."""
 
     step: Step
+    #: The estimated bytes of temporary arrays, and of KV that grows or is copied.
     scratch_bytes: int = 0
     growth_bytes: int = 0
+    #: After how many seconds to choose again.
     pause_s: float = 0.0
+    #: A prompt that can never continue, and the bytes that its next piece needs.
     hopeless: tuple[DeviceTurn, int] | None = None
 
 
@@ -63,7 +62,7 @@ class StepChooser:
         idle_kv: IdleKv,
         batch: Batch,
         cutter: Cutter,
-        acquisition: Acquisition,
+        starting_kv: StartingKv,
         starve: Callable[[Starvation], None],
     ) -> None:
         """`starve` is called if only dropping snapshots that wait for the disk can still free memory."""
@@ -72,7 +71,7 @@ class StepChooser:
         self._idle_kv = idle_kv
         self._batch = batch
         self._cutter = cutter
-        self._acquisition = acquisition
+        self._starting_kv = starting_kv
         self._starve = starve
         self._patient_until_s: float | None = None
         self._factor = 1.0  # the factor by which steps exceed their estimates
@@ -181,14 +180,14 @@ class StepChooser:
         KV loses its KV and is later prefilled from the start. This is rare, because each turn reserves its
         estimated bytes in the ledger.
         """
-        if self._acquisition.drop_resident():
+        if self._starting_kv.drop_resident():
             return True
         holding = [turn for turn in self._scheduler.prefilling if turn.num_cached and turn is not to]
         if not holding:
             return False
         turn = min(holding, key=lambda turn: turn.num_cached)
         self._cutter.cut(turn)  # before the KV is dropped
-        self._acquisition.begin_anew(turn)
+        self._starting_kv.begin_anew(turn)
         return True
 
 

@@ -57,37 +57,33 @@ class ResidentKv:
 class TurnPlan:
     """Where a turn's KV comes from, and which of it has no snapshot; `engine.kv_lookup` makes it.
 
-    KV of the context's first tokens comes from one of three places: the session's own KV on the device covers
-    the first `num_kept` tokens; restored arrays cover the first `num_restored`; or KV is copied from the
-    session `source`, which has, or will soon have, more of it. `spans` are the blocks without a snapshot;
-    `edges` are the positions where the stored pieces of the last, partial block start and end (see
-    `blocks.tail_start`). `chain` names the blocks in the store; `restores` are the phases of the turn's
-    restores and fetches, for traces.
+    KV of the context's first tokens is the session's own, restored from SSD, or copied from another session.
     """
 
+    #: How many of the first tokens the session's own KV on the device covers, and how many restored arrays.
     num_kept: int = 0
     num_restored: int = 0
+    #: The session to copy KV from, which has, or will soon have, more of it.
     source: SessionKey | None = None
+    #: The blocks without a snapshot.
     spans: tuple[Span, ...] = ()
+    #: Where the stored pieces of the last, partial block start and end; see `blocks.tail_start`.
     edges: tuple[int, ...] = ()
+    #: Names the blocks in the store.
     chain: Chain | None = None
+    #: The phases of the turn's restores and fetches, for traces.
     restores: tuple[Phase, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class DeviceTurn:
-    """One run of a request on the device: what is asked, the plan for its KV, and its state there.
-
-    Turns of one priority run in the order of `place_s` (see `request.place`), the lowest first. The turn ends
-    at `num_granted` tokens, the limit of its memory, even if its answer is not complete. `restored` are
-    evaluated arrays by name, which the turn has until its caches are built of them.
-    """
+    """One run of a request on the device: what is asked, the plan for its KV, and its state there."""
 
     request: TurnRequest
     plan: TurnPlan = field(default_factory=TurnPlan)
-    place_s: float = 0.0
-    restored: dict[str, mx.array] | None = None
-    num_granted: int = sys.maxsize
+    place_s: float = 0.0  # its order among turns of one priority, the lowest first; see `request.place`
+    restored: dict[str, mx.array] | None = None  # evaluated arrays, until its caches are built of them
+    num_granted: int = sys.maxsize  # the turn ends at this many tokens, the limit of its memory
 
     num_kept: int = field(init=False, default=0)  # as planned, if the session's KV still has these tokens
     source: SessionKey | None = field(init=False)  # as planned, until the turn does not wait for it any more
@@ -150,17 +146,17 @@ class DeviceTurn:
 
 @dataclass(frozen=True, slots=True)
 class TurnCost:
-    """What an ended turn has done: its session has, or would have, KV of `num_cached` tokens.
+    """What a turn has done."""
 
-    `num_prefilled` tokens of the prompt took `prefill_s` seconds. `cuts` are the times of its last snapshots;
-    `num_uncut` more found no room in the writer's queue.
-    """
-
+    #: Tokens of its session that have KV, or had it before the turn failed; and how many had it at its start.
     num_cached: int
     num_reused: int = 0
+    #: Prompt tokens that it has prefilled, in `prefill_s` seconds.
     num_prefilled: int = 0
     prefill_s: float = 0.0
+    #: The times of its last snapshots.
     cuts: tuple[Phase, ...] = ()
+    #: How many more snapshots found no room in the writer's queue.
     num_uncut: int = 0
 
 
@@ -224,26 +220,24 @@ class ImageRequest:
 
 @dataclass(frozen=True, slots=True)
 class KvRead:
-    """KV from SSD for a turn: `past`, read layer by layer, and the chunks `spans` with their tensors.
+    """KV from SSD for a turn, or what is there of it."""
 
-    `past` is None if some of its KV is missing on disk; requested chunks may be missing, too.
-    """
-
+    #: Earlier KV, which is read layer by layer; None if none was requested, or the disk lacks some of it.
     past: StoredPast | None = None
+    #: The chunks that were read, and their tensors; requested ones may be missing.
     spans: tuple[Span, ...] = ()
     tensors: dict[str, mx.array] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class FinishedTurn:
-    """The turn has ended. Its session's KV, of the first `cost.num_cached` tokens, stays on the device.
-
-    It takes `live_bytes`. This KV can be truncated to any number of tokens that is at least `earliest`.
-    """
+    """The turn has ended. Its session's KV, of the first `cost.num_cached` tokens, stays on the device."""
 
     turn: DeviceTurn
     cost: TurnCost
+    #: The bytes of this KV.
     live_bytes: int
+    #: It can be truncated to any number of tokens that is at least this.
     earliest: int = 0
 
 
@@ -304,23 +298,22 @@ class NoRoomError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """The outcome of one step, and the device's memory after it.
-
-    `num_decoded` tokens were drawn for the `num_rows` answers that were running. `estimated_bytes` is the
-    estimate for the step besides weights and KV, `measured_bytes` the measurement; `highest_bytes` are both
-    of the step with the highest measurement since the start. Since then, `num_drafted` counts draft tokens,
-    `num_accepted` accepted draft tokens, and `saved_s` the seconds that drafts have saved.
-    """
+    """The outcome of one step, and the device's memory after it."""
 
     events: tuple[Event, ...] = ()
+    #: How many answers were running, and how many tokens were drawn for them.
     num_rows: int = 0
     num_decoded: int = 0
     step_s: float = 0.0
+    #: MLX's memory after the step, and the most since the start.
     active_bytes: int = 0
     peak_bytes: int = 0
+    #: What the step was estimated to take besides weights and KV, and what was measured.
     estimated_bytes: int = 0
     measured_bytes: int = 0
+    #: Both, of the step with the highest measurement since the start.
     highest_bytes: tuple[int, int] = (0, 0)
+    #: Since the start: draft tokens, accepted ones, and the seconds that drafts have saved.
     num_drafted: int = 0
     num_accepted: int = 0
     saved_s: float = 0.0

@@ -59,7 +59,7 @@ class Vision:
     def __init__(
         self, vision_model: VisionModel | str, idle_kv: IdleKv, emit: Callable[[Event], None]
     ) -> None:
-        """`vision_model` may say in a line why there is none; `emit` sends an event to the event loop."""
+        """A text as `vision_model` says why there is none; `emit` sends an event to the event loop."""
         self._vision_model = vision_model
         self._idle_kv = idle_kv
         self._emit = emit

@@ -28,27 +28,25 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A turn's claim on device memory.
-
-    The claim exists from the turn's arrival to the turn's end, also while the turn waits.
-
-    `wanted` is the number of requested bytes, 0 once they are granted. `age` orders the turns that have run
-    or were overtaken by others: a lower number is older. Only younger turns are paused for older ones. A
-    paused turn keeps its age.
-    """
+    """A turn's claim on device memory, from its arrival to its end, also while it waits."""
 
     key: SessionKey
     priority: int
+    #: The turn's rank among new ones; see `request.place`.
     place_s: float
+    #: The requested bytes; 0 once they are granted.
     wanted: int = 0
+    #: Orders turns that have run or were overtaken: a lower number is older. Only younger turns are paused
+    #: for older ones, and keep their age meanwhile.
     age: int | None = None
     is_pausing: bool = False
 
 
 class Ledger:
-    """Counts the device bytes that turns have reserved and that idle sessions hold.
+    """Counts the device bytes that turns have reserved and that idle sessions' KV takes.
 
-    Idle sessions are dropped to make room for a reservation, the least recently used ones first.
+    Idle KV has no time limit: it is dropped only to make room, the least recently used first. `reserve`
+    chooses it; `IdleKv.make_room` drops more if the device measures less room than the ledger has.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -123,7 +121,7 @@ class Ledger:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """One decision of `Admission`: granted claims, idle sessions whose KV is dropped, and paused claims."""
+    """What the caller must do now: start granted claims, drop idle sessions' KV, pause running claims."""
 
     granted: list[Claim] = field(default_factory=list)
     dropped: list[SessionKey] = field(default_factory=list)
@@ -161,7 +159,7 @@ class Admission:
         return new + sum(not self._ledger.reserved(claim) for claim in self._aged)
 
     def begin(self, claim: Claim, size_bytes: int) -> Decision:
-        """Request `size_bytes` for a new turn or for a paused one; a paused turn's old reservation ends."""
+        """Request `size_bytes` for a new turn, or for a paused one, whose reservation ends; decide."""
         self._give_back(claim)
         claim.wanted = size_bytes
         if claim.age is not None:
@@ -171,14 +169,14 @@ class Admission:
         return self.decide()
 
     def grow(self, claim: Claim, size_bytes: int) -> Decision:
-        """Request that the reservation of a running turn grow to `size_bytes`."""
+        """Request that a running turn's reservation grow to `size_bytes`, and decide."""
         if not claim.wanted:
             self._aged.append(claim)
         claim.wanted = size_bytes
         return self.decide()
 
     def release(self, claim: Claim) -> Decision:
-        """End the reservation and any request of a turn that has ended or was withdrawn."""
+        """End the reservation and any request of a turn that has ended or was withdrawn, and decide."""
         self._give_back(claim)
         return self.decide()
 

@@ -59,7 +59,7 @@ class _Restored(NamedTuple):
 
 
 class Audit:
-    """The restored blocks that are to be computed again. Event loop only."""
+    """Computes some restored blocks again, and removes wrong ones. Event loop only."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Audit:
         has_spare: Callable[[int, Policy], bool],
         one_in: int = ONE_IN,
     ) -> None:
-        """`is_idle` says that no request runs or waits, `has_spare` that the device has room for some KV."""
+        """`is_idle()`: no request runs or waits. `has_spare(n, policy)`: there is room for `n` tokens."""
         self._engine = engine
         self._is_idle = is_idle
         self._has_spare = has_spare
@@ -83,7 +83,7 @@ class Audit:
         self._changed = asyncio.Event()
 
     def note(self, request: TurnRequest, num_tokens: int) -> None:
-        """Note by chance some of the full blocks among the `num_tokens` tokens that a turn has restored."""
+        """Choose by chance blocks to audit among the `num_tokens` tokens that a turn has restored."""
         chain = self._store.kv.chain(request.tenant, request.policy, request.context)
         for end in range(chain.block, num_tokens + 1, chain.block):
             span = Span(end - chain.block, end)
@@ -98,7 +98,7 @@ class Audit:
             self._engine.cancel(self._running)
 
     def take(self, tensors: tuple[Tensor, ...]) -> None:
-        """Take the KV that the device has computed, before the run ends."""
+        """Take the KV that the device has computed for the running audit."""
         self._computed = tensors
 
     async def run(self) -> None:

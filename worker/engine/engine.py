@@ -43,9 +43,9 @@ from worker.process.concurrency import task_group
 
 from .audit import Audit
 from .grants import Grants
-from .kv_lookup import Finder
+from .kv_lookup import KvFinder
 from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
-from .run import Run, on_device, resolve
+from .run import Run, phases_of, resolve
 from .unsaved_kv import UnsavedKv
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Engine(EnginePort):
         self._grants = Grants(device, ledger, kv, piece_tokens, max_tenant_bytes)
         self._runs = self._grants.runs
         self._turns: dict[DeviceTurn, Run] = {}  # turns on the device, in order of submission, and their runs
-        self._finder = Finder(device, store, ledger)
+        self._finder = KvFinder(device, store, ledger)
         self._saving, self._audit = None, None
         if store is not None:
             self._audit = Audit(self, store, telemetry, self._is_idle, self._has_spare)
@@ -188,7 +188,7 @@ class Engine(EnginePort):
     async def embed(
         self, key: SessionKey, tokens: Tokens, *, priority: int = 0, logits_of: tuple[int, ...] = ()
     ) -> bytes:
-        """Run a prompt, return its embedding or some logits, and drop its KV; see `EnginePort.embed`."""
+        """Run a prompt, return its vector or some logits, and drop its KV; see `EnginePort.embed`."""
         embedding = Embedding(logits_of)
         request = TurnRequest(key, tokens + _UNUSED, priority=priority, embedding=embedding)
         try:
@@ -199,9 +199,9 @@ class Engine(EnginePort):
 
     @property
     def chores(self) -> dict[str, Callable[[], Awaitable[None]]]:
-        """What runs beside the turns until it is cancelled, by name: nothing without a store.
+        """Functions to run beside the turns until they are cancelled, by name: none without a store.
 
-        It saves what the disk lacks of idle sessions, and computes some of the restored KV again.
+        They save what the disk lacks of idle sessions, and compute some of the restored KV again.
         """
         parts = {"saving": self._saving, "audit": self._audit}
         return {name: part.run for name, part in parts.items() if part is not None}
@@ -289,7 +289,7 @@ class Engine(EnginePort):
     def _handle_event(self, event: Event) -> None:
         match event:
             case PrefilledPiece(turn, num_cached):
-                self._turns[turn].prefilled(num_cached)
+                self._turns[turn].note_prefilled(num_cached)
             case SampledToken():
                 self._sampled(event)
             case KvRequest(turn) | ImageRequest(
@@ -315,7 +315,7 @@ class Engine(EnginePort):
         run, request = self._turns[event.turn], event.turn.request
         self._telemetry.totals.generated_tokens += 1
         self._telemetry.tenants.count_tokens("generated", request.tenant)
-        run.drew(event.chunk.i)
+        run.note_drawn(event.chunk.i)
         self._grants.grow(run, request.num_prompt + event.chunk.i + 1)
         run.events.put_nowait(event)
 
@@ -369,7 +369,7 @@ class Engine(EnginePort):
             if self._stopping:
                 raise StoppingError
             self._grants.ask(run)
-        if is_admitted := await self._grants.granted(run):
+        if is_admitted := await self._grants.wait(run):
             run.phases.append(Phase("queue", asked_s, monotonic()))
         return is_admitted
 
@@ -377,7 +377,7 @@ class Engine(EnginePort):
         """Run a turn whose memory is granted; return False if another turn must continue its request."""
         begun_s = monotonic()
         run.begin(0)
-        async with self._finder.found(run, self._turns) as (turn, snapshots):
+        async with self._finder.prepare(run, self._turns) as (turn, snapshots):
             restores, num_found = turn.plan.restores, max(turn.plan.num_kept, turn.plan.num_restored)
             run.begin(num_found)
             found_s = restores[0].start_s if restores else monotonic()
@@ -389,7 +389,7 @@ class Engine(EnginePort):
                     self._audit.note(run.request, num_restored)
             if self._stopping:
                 raise StoppingError
-            if run.waits_no_more():
+            if run.must_stop_waiting():
                 if not run.is_stopped:
                     self._grants.ask(run)
                 return run.is_stopped
@@ -427,7 +427,7 @@ class Engine(EnginePort):
                     self._saving.save_logged()
             end = events[-1]
             if not isinstance(end, SampledToken):
-                run.phases += on_device(turn.request, end.cost, submitted_s, drawn_s)
+                run.phases += phases_of(turn.request, end.cost, submitted_s, drawn_s)
                 return end
 
     def _forget_unlogged(self, run: Run) -> None:

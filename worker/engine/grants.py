@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from worker.device.memory import GROWTH_TOKENS, grown
+from worker.device.memory import GROWTH_TOKENS, capacity
 
 from .admission import Admission, Claim
 from .run import Run, resolve
@@ -50,17 +50,17 @@ class Grants:
         self._apply(self.admission.decide())
 
     def ask(self, run: Run) -> None:
-        """Request memory for a run's next turn, in place of the run's reservation; `granted` waits for it.
+        """Request memory for a run's next turn, in place of the run's reservation; `wait` waits for it.
 
         What fits is granted at once. To make room, idle sessions' KV may be dropped and younger turns paused.
         """
-        num_likely = grown(len(run.request.context) + LIKELY_TOKENS)
+        num_likely = capacity(len(run.request.context) + LIKELY_TOKENS)
         run.is_halted = False
         run.num_granted, run.num_asked = 0, min(num_likely, run.num_most)
         run.admitted = asyncio.get_running_loop().create_future()
         self._apply(self.admission.begin(run, self._price(run)))
 
-    async def granted(self, run: Run) -> bool:
+    async def wait(self, run: Run) -> bool:
         """Wait for the memory that `ask` has requested; return False if the run is cancelled meanwhile."""
         try:
             return run.admitted is not None and await run.admitted
@@ -72,7 +72,7 @@ class Grants:
         # A rewound session keeps its memory until its turn ends: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._ledger.kv_on_device.tokens(run.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
-        allocated = self._kv.under(run.request.policy).held(grown(num_tokens), ahead=self._piece_tokens)
+        allocated = self._kv.under(run.request.policy).held(capacity(num_tokens), ahead=self._piece_tokens)
         return max(
             min(allocated, self._ledger.max_bytes), self._kv.under(run.request.policy).held(num_tokens)
         )

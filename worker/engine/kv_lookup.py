@@ -71,7 +71,7 @@ class TurnSnapshots:
         self._store.kv.release(self._prefix)
 
     async def read(self, needs: KvRequest) -> KvRead:
-        """Read from SSD the KV that the running turn requests."""
+        """Read from SSD the KV that the running turn requests, or what is there of it; see `KvRead`."""
         past, spans = None, tuple[Span, ...]()
         tensors: dict[str, mx.array] = {}
         if needs.num_past:
@@ -85,8 +85,8 @@ class TurnSnapshots:
         return KvRead(past, spans, tensors)
 
 
-class Finder:
-    """Finds reusable KV for the turns of one device."""
+class KvFinder:
+    """Finds reusable KV for the turns of one device, and makes the turns."""
 
     def __init__(self, device: Device, store: Store | None, ledger: Ledger) -> None:
         self._device = device
@@ -97,13 +97,13 @@ class Finder:
         self.rates = RestoreTimes()
 
     @asynccontextmanager
-    async def found(
+    async def prepare(
         self, run: Run, submitted: Collection[DeviceTurn]
     ) -> AsyncIterator[tuple[DeviceTurn, TurnSnapshots | None]]:
         """Find the longest reusable KV for a run's next turn, restore it if it is on SSD, and make the turn.
 
-        `submitted` are the turns on the device. Until the context ends, the turn's snapshots are protected
-        from eviction, and memory for a restore is reserved. Without a store there are none.
+        `submitted` are the turns on the device. Yields the turn, and its snapshots, None without a store.
+        Until the block ends, these are protected from eviction, and memory for a restore is reserved.
         """
         request, snapshots = run.request, None
         try:
@@ -143,7 +143,7 @@ class Finder:
         chain = store.kv.chain(request.tenant, request.policy, request.context)
         if num_usable > least:
             if not self._device.kv(request.policy).is_plain:  # for example after a rewind
-                await store.kv.settle(chain, usable, least, SETTLE_S, run.waits_no_more)
+                await store.kv.settle(chain, usable, least, SETTLE_S, run.must_stop_waiting)
             phases += await self._fetch(store, chain, usable, num_found)
             num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
         snapshots = TurnSnapshots(store, chain, request.context)

@@ -1,7 +1,8 @@
 """Records which sessions have KV on the device: the KV's tokens, its bytes, and the order of last use.
 
-Event loop only. The device thread holds the caches; if it drops some since it lacks memory, a `DroppedKv`
-event follows.
+Event loop only. Decides nothing: KV has no time limit, and stays until its session is forgotten, or memory is
+short. Then `admission.Ledger` chooses what to drop, or the device thread, which has the caches, drops some
+(`IdleKv`), and a `DroppedKv` event follows.
 """
 
 from __future__ import annotations

@@ -39,17 +39,17 @@ class StoppingError(InterruptionError):
 
 @dataclass(frozen=True, slots=True)
 class TurnResult:
-    """The cost of a turn. `num_cached` prompt tokens already had KV; `num_prefilled` were prefilled.
+    """The cost of a turn."""
 
-    `complete` is false if the turn was cancelled before its whole context had KV. `live_bytes` is the
-    session's KV on the device. `started_s` and `first_token_s` are readings of the monotonic clock.
-    """
-
+    #: False if the turn was cancelled before its whole context had KV.
     complete: bool
+    #: How many prompt tokens had KV already, and how many were prefilled.
     num_cached: int
     num_prefilled: int
+    #: The bytes of the session's KV on the device.
     live_bytes: int
     prefill_s: float
+    #: By the monotonic clock.
     started_s: float
     first_token_s: float
 

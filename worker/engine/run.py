@@ -38,22 +38,17 @@ def resolve(waiting: asyncio.Future[bool] | None, *, granted: bool) -> None:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Run(Claim):
-    """A request's turn on the device, or several turns if it is paused and continued.
+    """A request's turn on the device, or several turns if it is paused and continued."""
 
-    `request` is what is left to do. The session may grow to `num_most` tokens, has memory for `num_granted`,
-    and requests it for `num_asked`. The future `admitted` is the request for that memory, `room` the request
-    for a restore's memory; the result True grants it.
-    """
-
-    request: TurnRequest
-    num_most: int
+    request: TurnRequest  # what is left to do
+    num_most: int  # tokens to which the session may grow
     num_logged: int  # tokens that the log has: the context, and of the answer what is published
     cancelled: Callable[[], bool]
     phases: list[Phase]
-    num_asked: int = 0
-    num_granted: int = 0
-    admitted: asyncio.Future[bool] | None = None
-    room: asyncio.Future[bool] | None = None
+    num_asked: int = 0  # tokens for which it requests memory
+    num_granted: int = 0  # tokens for which it has memory
+    admitted: asyncio.Future[bool] | None = None  # the request for that memory: True grants it
+    room: asyncio.Future[bool] | None = None  # the request for a restore's memory, in the same way
     turn: DeviceTurn | None = None  # the turn on the device
     events: asyncio.Queue[TurnEvent] = field(default_factory=asyncio.Queue)  # not handled yet
     needs: asyncio.Queue[KvRequest | ImageRequest] = field(default_factory=asyncio.Queue)  # not read yet
@@ -94,16 +89,16 @@ class Run(Claim):
         if num_found > self.num_found:
             self.num_found, self.num_gaps = num_found, 0
 
-    def prefilled(self, num_cached: int) -> None:
-        """Note that the first `num_cached` tokens of the context have KV."""
+    def note_prefilled(self, num_cached: int) -> None:
+        """Note that the first `num_cached` tokens of the context have KV by now."""
         self.num_cached = num_cached
 
-    def drew(self, index: int) -> None:
+    def note_drawn(self, index: int) -> None:
         """Note that the device has drawn the answer's token number `index`, from 0."""
         self.num_generated, self.num_lost = index + 1, 0
 
-    def waits_no_more(self) -> bool:
-        """Say whether the run must stop waiting, since it must end or pause."""
+    def must_stop_waiting(self) -> bool:
+        """Whether the run must end or pause, and so wait for nothing any more."""
         return self.is_halted or self.is_stopped
 
     def count(self, request: TurnRequest, cost: TurnCost, live_bytes: int) -> None:
@@ -117,7 +112,7 @@ class Run(Claim):
         self.is_complete = cost.num_cached >= request.target
 
     def may_start_again(self, error: Exception) -> bool:
-        """Count a failed turn's error, and say whether the turn may start again.
+        """Count a failed turn's error; return whether the turn may start again.
 
         If stored KV was missing, the turn may start again three times until it begins with more KV than ever.
         After failed evaluations it may start again three times without a token drawn in between, but only
@@ -145,7 +140,7 @@ class Run(Claim):
         )
 
 
-def on_device(request: TurnRequest, cost: TurnCost, submitted_s: float, drawn_s: float | None) -> list[Phase]:
+def phases_of(request: TurnRequest, cost: TurnCost, submitted_s: float, drawn_s: float | None) -> list[Phase]:
     """List an ended turn's phases on the device, for traces; its first token was drawn at `drawn_s`."""
     now_s = monotonic()
     phases = [Phase("prefill", submitted_s, drawn_s or now_s, cost.num_prefilled)]

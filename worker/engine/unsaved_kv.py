@@ -74,9 +74,9 @@ class UnsavedKv:
         store.listen(self._lost)
 
     def save(self, cut: SnapshotCut, run: Run | None) -> None:
-        """Queue a snapshot in the store once the log has its tokens.
+        """Queue a snapshot in the store once the log has its tokens; drop it if the session was forgotten.
 
-        `run` is the run of its turn, None for an idle session.
+        `run` is the run of its turn, None for an idle session. Errors are only logged.
         """
         if run.is_forgotten if run is not None else cut.turn is not self._copied:
             return  # the session may have been erased

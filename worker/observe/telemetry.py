@@ -44,7 +44,7 @@ class Distribution:
         self._sum += value * times
 
     def histogram(self) -> Histogram:
-        """Return the counts so far, as a field of the metrics message."""
+        """Return the counts so far, for a field of the metrics message."""
         return Histogram(self._bounds, tuple(self._counts), self._sum, sum(self._counts))
 
 
@@ -110,11 +110,12 @@ class TenantCounters:
 
 
 class Telemetry:
-    """A worker's counters; `requests` counts committed results by request type and outcome."""
+    """A worker's counters and histograms."""
 
     def __init__(self, most_tenants: int = 0) -> None:
         self.tenants = TenantCounters(most_tenants)
         self.started_s = time.monotonic()
+        #: Stored results by type of request, then by outcome: `ok` or an error's code.
         self.requests: defaultdict[str, Counter[str]] = defaultdict(Counter)
         #: Requests answered on `ctl` and `ask`.
         self.calls: defaultdict[str, RequestTimes] = defaultdict(RequestTimes)

@@ -28,19 +28,18 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnTimes:
-    """The times and token counts for one turn's spans.
-
-    The turn began `waited_s` before `end_s`, a reading of the monotonic clock. `parent` are the headers that
-    name the publisher's span, `error` is the result's code. The first of the `phases` is the time that the
-    turn waited.
-    """
+    """The times and token counts for one turn's spans."""
 
     name: str
+    #: The headers that name the publisher's span.
     parent: Mapping[str, str]
     attributes: Mapping[str, Any]
+    #: The first one is the time that the turn waited.
     phases: list[Phase]
+    #: The seconds from the request's arrival in the log to `end_s`, a reading of the monotonic clock.
     waited_s: float
     end_s: float
+    #: The code of a failed result.
     error: str | None = None
 
 

@@ -32,7 +32,7 @@ async def start(words: Sequence[str], *, stdout: int | None = None) -> Process:
 
 @asynccontextmanager
 async def ending(process: Process, patience_s: float) -> AsyncIterator[Process]:
-    """After the block terminate a child process, and kill it after `patience_s`."""
+    """Yield a child process; terminate it after the block, and kill it if it runs `patience_s` longer."""
     async with process:
         try:
             yield process

@@ -108,13 +108,13 @@ class SharedLock:
                 self.recheck()
 
     def recheck(self) -> None:
-        """Wake all waiting callers, in the order of their arrival, to check whether they can go on."""
+        """Wake all callers that wait in `enter`, in the order of arrival, to check `stopped()` again."""
         changed, self._changed = self._changed, Event()
         changed.set()
 
 
 class Rotation:
-    """Places for tasks: one tenant's waiting tasks, however many, delay another's by few. Event loop only."""
+    """Places for tasks, which tenants get in turn, however many tasks of one wait. Event loop only."""
 
     def __init__(self, most: int) -> None:
         #: Number of places that no task has.

@@ -190,7 +190,7 @@ def _lock(path: Path, fd: int) -> None:
 
 
 def owner(path: Path) -> str | None:
-    """Return, as text, the name and pid of the worker that uses a data directory; None if none runs."""
+    """Return a text with the name and pid of the worker that uses a data directory; None if none runs."""
     held = _holder(path)
     return held.name if held else None
 
@@ -218,7 +218,7 @@ def noted_nats(path: Path) -> str | int | None:
 
 
 def starting_pid(path: Path) -> int | None:
-    """Return the pid of a worker that locked a data directory less than `_STARTING_S` ago; else None."""
+    """Return the pid of a worker that locked a data directory less than 120 s ago; else None."""
     held = _holder(path)
     return held.pid if held and time.time() - held.locked_s < _STARTING_S else None
 

@@ -49,7 +49,7 @@ class SpareMemory:
             self._thread.start()
 
     def release(self) -> None:
-        """Free the memory for reuse, once all of it has been written to. Call once, on any thread."""
+        """Wait until all of the memory was written to, then free it for reuse. Call once, on any thread."""
         if self._thread is None or self._libc is None:
             return
         self._thread.join()

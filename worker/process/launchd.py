@@ -20,7 +20,7 @@ _MAX_LOG_BYTES: Final = 2**24
 
 
 def final_code(code: int) -> int:
-    """Return the exit code of a process that no restart can help; the log has the reason.
+    """Return the exit code of a process that no restart can help: 0 if launchd started it, else `code`.
 
     A child of the service keeps its code, which the service reads: only launchd itself is process 1.
     """

@@ -25,14 +25,14 @@ TIB: Final = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How to parse and format the values of a setting. `wants` completes the sentence "it must be ...".
+    """How to parse and format the values of a setting."""
 
-    `shape` is the placeholder in the command line's help: the choices, or a word such as SIZE.
-    """
-
+    #: Completes the sentence "it must be ...".
     wants: str
+    #: The placeholder in the command line's help: the choices, or a word such as SIZE.
     shape: str
-    parse: Callable[[object], Any]  # raises ValueError
+    #: Raises `ValueError` for a value that is not valid.
+    parse: Callable[[object], Any]
     show: Callable[[Any], str] = str
 
 
@@ -50,11 +50,15 @@ class Endpoint(NamedTuple):
 
 
 class TenantLimits(NamedTuple):
-    """Limits of each tenant at a worker, None for none, and how many tenants the metrics name."""
+    """Limits of each tenant at a worker; None is no limit."""
 
+    #: Answers decoded at the same time.
     rows: int | None = None
+    #: Bytes of KV of running turns.
     memory: int | None = None
+    #: Sessions at work.
     sessions: int = 256
+    #: How many tenants the metrics name.
     metrics: int = 0
 
 
@@ -90,7 +94,7 @@ def parse_duration(value: object) -> float:
 
 
 def text(value: object) -> str:
-    """Strip white space around a text. Raises ValueError if nothing is left, or if it is no `str`."""
+    """Return a text without white space around it. Raises ValueError if it is empty, or no `str`."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError(value)
     return value.strip()

@@ -36,7 +36,7 @@ class SettingsError(TurnkeepError):
 
 
 def word(name: str) -> str:
-    """Replace characters that are not allowed in prefixes and ids by `-`."""
+    """Return a name with `-` for each character that is not allowed in prefixes and ids."""
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)
 
 
@@ -285,6 +285,15 @@ SHARED: Final = frozenset(
     }
     | {field.name for field in dataclasses.fields(Settings) if field.name.startswith("nats")}
 )
+
+#: Settings that a running worker takes over when they are read again.
+RELOADED: Final = frozenset({"max_disk", "min_free_disk"})
+
+
+def changed_names(before: Settings, after: Settings) -> set[str]:
+    """Return the names of the settings whose values differ."""
+    names = (field.name for field in dataclasses.fields(Settings))
+    return {name for name in names if getattr(before, name) != getattr(after, name)}
 
 
 @dataclass(frozen=True, slots=True)

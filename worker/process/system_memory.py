@@ -78,15 +78,15 @@ _PAGE_SIZE: Final = re.compile(r"page size of (\d+) bytes")
 
 
 def droppable_bytes() -> int:
-    """Return the bytes of memory that are free or hold copies of files; 0 if macOS does not say."""
+    """Return the bytes of memory that are free or hold copies of files; 0 if not on macOS, or unknown."""
     try:
         told = subprocess.run([_VM_STAT], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    return parsed(told)
+    return parse_vm_stat(told)
 
 
-def parsed(told: str) -> int:
+def parse_vm_stat(told: str) -> int:
     """Return the bytes of free, purgeable and file-backed pages by the output of `vm_stat`; 0 if unknown."""
     page = _PAGE_SIZE.search(told)
     return int(page[1]) * sum(map(int, _DROPPABLE.findall(told))) if page else 0

@@ -39,7 +39,7 @@ class AnsweredIds:
         return self._sorted.nbytes + 256 * len(self._recent)
 
     def add(self, request_id: str, answered: AnsweredAt) -> None:
-        """Add an id with its result. `find` returns an id's oldest result until `drop` removes it."""
+        """Add an id with its result, once. `find` returns an id's oldest result until `drop` removes it."""
         if self.find(request_id) == answered:
             return
         key = _hash(request_id)
@@ -63,7 +63,7 @@ class AnsweredIds:
         return found
 
     def behind(self, seq: int, until: float = inf) -> AnsweredIds:
-        """Return only the ids whose first requests have a higher sequence, up to `until`."""
+        """Return a copy with only the ids whose first requests have sequences above `seq`, up to `until`."""
         found = AnsweredIds()
         seqs = self._sorted[:, 1]
         found._sorted = self._sorted[(seqs > seq) & (seqs <= until)]

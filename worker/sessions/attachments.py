@@ -25,10 +25,10 @@ from turnkeep_client.messages import Model, Parent, SessionCache  # noqa: TC001 
 from worker.process.concurrency import in_thread
 from worker.text.conversation import PackedConversation  # noqa: TC001  # msgspec looks it up
 from worker.text.templates import Conversation
-from worker.wire.written import answers
+from worker.wire.written import answered_seq
 
 from .answered_ids import AnsweredIds
-from .history import TokenHistory, in_words, recorded
+from .history import TokenHistory, cache_field, policy_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,51 +51,49 @@ _MAX_PAUSE_S: Final = 5.0
 
 
 class _Head(Struct, frozen=True, array_like=True):
-    """The beginning of a checkpoint. It is stored as a change of the one to which `before` links, if any."""
+    """The beginning of a stored checkpoint."""
 
     version: int
+    #: Links to the checkpoint of which this one has only the changes; empty if this one is whole.
     before: str
 
 
 class _Body(_Head, frozen=True, array_like=True):
-    """The content of a checkpoint.
-
-    `tokens` are packed ids, without the first `kept` ones, which the checkpoint before has; `spans` are those
-    of their images. `ids` are of requests behind that checkpoint.
-    """
+    """The content of a stored checkpoint; it lacks what the checkpoint before it has."""
 
     in_seq: int
     exists: bool
     closed: bool
     conversation: PackedConversation
+    #: How many of the first tokens the checkpoint before it has.
     kept: int
+    #: The packed ids of the other tokens.
     tokens: bytes
+    #: The answered ids of requests behind the checkpoint before it.
     ids: bytes
     cache: SessionCache | None
     parent: Parent | None
     tags: tuple[str, ...]
     model: Model | None
+    #: The images among `tokens`.
     spans: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The state of a session after the request at `in_seq`.
-
-    To read it from the log, `num_parts` parts of conversations are read.
-    """
+    """The state of a session after the request at `in_seq`."""
 
     in_seq: int
     history: TokenHistory
     answered: AnsweredIds
+    #: How many parts of the conversation a reader of the log must read for it.
     num_parts: int = 0
 
     def pack(self, before: StoredCheckpoint | None = None) -> tuple[bytes, int]:
-        """Encode the checkpoint as a change of a stored one; also return its `num_parts`.
+        """Encode the checkpoint, as changes of the stored one `before` if given; also return its `num_parts`.
 
-        Encodes it whole if much of what would be read is not in the session any more. That is so after a
-        close, whose removal takes the stored one out of the log. Takes some milliseconds, so call it on a
-        thread.
+        Encodes it whole if the session no longer has most of the parts that a reader would read, or is
+        closed: then `before` leaves the log. Takes some milliseconds, so call it on a thread.
         """
         history, tokens = self.history, self.history.tokens
         empty = replace(history, conversation=history.conversation.emptied(), tokens=as_tokens())
@@ -115,7 +113,7 @@ class Checkpoint:
             kept,
             pack(tokens.ids(kept)),
             self.answered.behind(before.checkpoint.in_seq if before else 0, self.in_seq).pack(),
-            in_words(history.policy) if history.exists else None,
+            cache_field(history.policy) if history.exists else None,
             history.parent,
             history.tags,
             history.model,
@@ -126,9 +124,10 @@ class Checkpoint:
 
     @classmethod
     def unpack(cls, packed: Sequence[bytes], tokenizer: Tokenizer) -> Checkpoint | None:
-        """Decode a checkpoint, given all that it changes, in order, and itself.
+        """Decode the last checkpoint of a chain.
 
-        Returns None if the bytes do not have the format of this version.
+        `packed` has the whole checkpoint first, then each change of the one before it, oldest first. Returns
+        None if any of them has another version or is damaged, or if they contradict each other.
         """
         conversation, tokens, answered = Conversation(tokenizer), as_tokens(), AnsweredIds()
         try:
@@ -142,7 +141,7 @@ class Checkpoint:
                 tokens,
                 exists=body.exists,
                 closed=body.closed,
-                policy=recorded(body.cache),
+                policy=policy_of(body.cache),
                 parent=body.parent,
                 tags=body.tags,
                 model=body.model,
@@ -162,7 +161,7 @@ class StoredCheckpoint(NamedTuple):
 
 
 class FoundCheckpoint(NamedTuple):
-    """The result of `find`: a checkpoint, and the session's later results, read to find and confirm it."""
+    """A checkpoint, and the results after it, up to the one that links to it or some more."""
 
     checkpoint: Checkpoint
     results: list[StoredMessage]
@@ -181,11 +180,14 @@ class SessionAttachments:
 
     @property
     def link(self) -> Link | None:
-        """The link to the last stored checkpoint; every later result has it in a header."""
+        """The link to the last stored checkpoint, for a header of every later result; None without one."""
         return self._last.link if self._last else None
 
     def add(self, checkpoint: Checkpoint) -> None:
-        """Start to store a checkpoint, unless one is being stored already; a failure is not retried."""
+        """Start a task that stores a checkpoint; a failure is not retried.
+
+        Does nothing while another one is being stored, and after `end` or `finish`.
+        """
         if not self._ended and (
             self._storing is None or self._storing.status is not TaskHandle.Status.PENDING
         ):
@@ -232,7 +234,7 @@ class SessionAttachments:
         return link
 
     async def read(self, link: Link | None) -> bytes | None:
-        """Read a stored value; None if it has left the log, or does not match the digest in `link`."""
+        """Read a stored value; None without a link, or if a part left the log or has another digest."""
         parts: list[bytes] = []
         async for message in backwards(link, self._journal.get):
             if message is None:
@@ -241,12 +243,15 @@ class SessionAttachments:
         return b"".join(reversed(parts)) if parts else None
 
     def base(self, packed: bytes) -> TokenHistory | None:
-        """Decode the history that a fork starts with; None if the bytes are not a checkpoint."""
+        """Decode the history that a fork starts with; None if it is damaged or of another version."""
         found = Checkpoint.unpack([packed], self._services.formats.tokenizer)
         return found.history if found else None
 
     async def find(self) -> FoundCheckpoint | None:
-        """Read the checkpoint that the last result links to; None if that fails or the log contradicts it."""
+        """Read the checkpoint that the last result links to; None if that fails or the log contradicts it.
+
+        The next checkpoint is stored as changes of the one found.
+        """
         named = await self._journal.last(self.key, "out")
         text = named.headers.get(CHECKPOINT_HEADER) if named else None
         if named is None or text is None:
@@ -294,7 +299,7 @@ class SessionAttachments:
         must have the checkpoint's digest; a crash can leave the checkpoint of a removed session in the log.
         Both must be first results: later ones of a request do not count.
         """
-        journal, naming = self._journal, answers(named)
+        journal, naming = self._journal, answered_seq(named)
         if naming <= checkpoint.in_seq:
             return None
         history: str | None = None
@@ -304,7 +309,7 @@ class SessionAttachments:
             after = results[-1].seq if results else checkpoint.in_seq
             page, more = await journal.page(self.key, "out", after)
             for entry in page:
-                seq = answers(entry)
+                seq = answered_seq(entry)
                 if seq == checkpoint.in_seq and history is None:
                     history = entry.headers.get(HISTORY_HEADER, "")
                 elif seq == naming and not confirmed:
@@ -318,5 +323,5 @@ class SessionAttachments:
 
 
 def part_bytes(max_message_bytes: int) -> int:
-    """Return the size of the parts of a value, so that each fits into one message."""
+    """Return the bytes of each part of a value, so that a message of `max_message_bytes` can have one."""
     return min(_PART_BYTES, max_message_bytes // 2)

@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 async def cancel(session: ServedSession, request_id: str) -> Cancelled | Failed:
-    """Cancel a request that has no result yet; return once its result is in the log.
+    """Cancel a request that has no result yet; return `Cancelled` once its result is in the log.
 
-    The log may grow, or be read anew, during each await: then look at it again. A request that is only
-    waiting gets its result here, one that may have begun from the session's task. Raises `FencedError`.
+    Returns `Failed` if the log has no such request, or if it was answered before it could be cancelled. A
+    request that is only waiting gets its result here, one that may have begun from the session's task. Each
+    await may change the log: then it is looked at again. Raises `FencedError`.
     """
     was: Literal["running", "waiting"] | None = None  # what the request was when it was cancelled here
     while True:

@@ -25,7 +25,7 @@ from turnkeep_client.messages import (
 from worker.wire.fence import FencedError
 
 from .cancelling import cancel
-from .history import RefusedError, in_words
+from .history import RefusedError, cache_field
 from .images import SessionImages
 from .pending import pending_at
 from .results import rewritten_from
@@ -61,7 +61,7 @@ class Control:
         embedder: Embedder,
         metrics: Callable[[], Metrics],
     ) -> None:
-        """`info` replies contain the worker's current `metrics()`."""
+        """`metrics` returns the worker's current metrics. Without a `store`, replies name no snapshots."""
         self._services = services
         self._engine = services.engine
         self._fold = services.fold
@@ -73,7 +73,7 @@ class Control:
         self._metrics = metrics
 
     async def answer(self, subject: str, body: bytes) -> ControlReply:
-        """Answer one control request. An invalid request is answered with `failed`."""
+        """Return the reply to a control request; `Failed` if it is invalid or cannot be carried out."""
         try:
             key, _, _ = self._subjects.parse(subject)
             request = decode_control(body)
@@ -120,7 +120,7 @@ class Control:
         try:
             asked = Generate(id="count", **structs.asdict(request))
             grids = await SessionImages(key, self._services).grids(history, asked, stores=False)
-            extended = await self._fold.extended(key.tenant, history, asked, grids)
+            extended = await self._fold.extend_on_thread(key.tenant, history, asked, grids)
         except (RefusedError, ValueError) as error:
             return failure(None, "invalid_request", str(error))
         position = extended.history.position
@@ -152,7 +152,7 @@ class Control:
             resident=live_bytes > 0,
             kv_live_bytes=live_bytes,
             policy=policy.name,
-            cache=in_words(policy) or UNSET,
+            cache=cache_field(policy) or UNSET,
             capacity_tokens=policy.most_tokens or UNSET,
             visible_tokens=policy.num_visible(history.position) if policy.window else UNSET,
             visible_from=policy.visible_from(history.position) if policy.window else UNSET,

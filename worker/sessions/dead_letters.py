@@ -42,31 +42,32 @@ _MAX_WHY: Final = 500
 
 
 class AttemptNote(Struct, frozen=True, omit_defaults=True):
-    """The number of attempts at the request at sequence `seq` that may have crashed a worker.
+    """Stored in the log: how many attempts at a request may have crashed a worker."""
 
-    `tokens` is the number of answer tokens that were published before the last attempt. `by` identifies the
-    worker process that makes the last attempt (`Member.boot`).
-    """
-
+    #: The request's sequence.
     seq: int = 0
     attempts: int = 0
+    #: How many tokens of its answer were published before the last attempt.
     tokens: int = 0
+    #: The worker process that makes the last attempt (`Member.boot`).
     by: str = ""
 
     def then(self, seq: int, num_tokens: int, *, is_first: bool = False) -> AttemptNote:
         """Return the note of the next attempt at the request at `seq`; `num_tokens` are published already.
 
-        `is_first` says that no other worker got the request before this one.
+        Adds one to the attempts, unless the last attempt has published further tokens. `is_first` says that
+        no other worker got the request before this one.
         """
         # Without a note, an earlier worker may have made the first attempt.
         last = self if self.seq == seq else AttemptNote(seq, 0 if is_first else 1)
         return AttemptNote(seq, last.attempts + (num_tokens <= last.tokens), num_tokens)
 
 
-class Doubt:
+class RequestAttempts:
     """Attempts the requests of one session, or gives them up. Event loop only.
 
-    While the log has no doubt in the session, no note is read; one is stored only if an attempt is stopped.
+    Notes are read only for a session that may have crashed a worker (`FencedLog.is_doubted`). For others, one
+    is stored only if the worker stops during an attempt.
     """
 
     def __init__(self, session_log: FencedLog, services: Services) -> None:
@@ -78,7 +79,10 @@ class Doubt:
     async def attempt(
         self, pending: PendingRequest, answer: Callable[[PendingRequest], Awaitable[Outcome]]
     ) -> Outcome:
-        """Return what `answer(pending)` returns, or give up if the request has crashed too many workers."""
+        """Return the outcome of `answer(pending)`, or of `give_up` if it has crashed too many workers.
+
+        Waits while another request runs alone; the last attempt allowed runs alone. Raises as `answer` does.
+        """
         request, services, key = pending.request, self._services, self._log.key
         is_open = isinstance(request, Open)  # runs nothing on the device, and may wait for its parent
         if is_open or (request is not None and await self._log.find_answered(request.id) is not None):
@@ -130,9 +134,9 @@ class Doubt:
     async def give_up(
         self, pending: PendingRequest, num_attempts: int, reason: str, *, keeps: bool = True
     ) -> Outcome:
-        """Give up a request: store a dead letter for the operator, and return a failure.
+        """Give up a request: store a dead letter for the operator, and return a failure as its outcome.
 
-        With `keeps`, the published part of an answer becomes its result.
+        With `keeps`, returns what was published of its answer instead, if clients may have seen some.
         """
         log.error("giving up a request", seq=pending.seq, attempts=num_attempts, reason=reason)
         record = self._log.record
@@ -159,7 +163,7 @@ class Doubt:
         Raises only `InterruptionError`.
         """
         request, record = pending.request, self._log.record
-        history = record.before(pending)
+        history = record.history_before(pending)
         if isinstance(request, Generate) and record.diverged is None:
             try:
                 if await self._log.is_streamed(pending):
@@ -177,8 +181,8 @@ async def excuse(services: Services, firsts: Mapping[SessionKey, int]) -> None:
     """Store, for each session in `firsts`, that no worker has begun the request at the given sequence.
 
     Call this for requests that a stopping worker returns to the server: without a note, the next worker
-    would count their second delivery as an attempt. Does nothing for a request that has left the log, if
-    the session's note is of this request, or counts attempts at a request that has not left the log.
+    would count their second delivery as an attempt. Does nothing for a session whose request has left the
+    log, or whose note is about this request, or counts attempts at one that the log still has.
     """
 
     async def excuse_one(key: SessionKey, seq: int) -> None:

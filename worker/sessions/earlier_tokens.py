@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from turnkeep_client.messages import Append, Close, Failed, Generate
 from turnkeep_client.session_log import changes_session
 
-from .history import changed, prefilled_by
+from .history import apply_change, prefilled_by
 from .record import Record
 from .results import is_close
 
@@ -27,12 +27,13 @@ _AFTER_PREFILL: Final = {"expired", "memory_exceeded"}
 
 
 class EarlierTokens:
-    """The tokens before each rewind and the like, and those that requests prefilled which changed nothing.
+    """Tokens that a session had and lost, as by a rewind, or prefilled for requests that changed nothing.
 
     Give it all results from the beginning of the log, in order.
     """
 
     def __init__(self, fold: Fold) -> None:
+        #: The token sequences found so far, oldest first.
         self.known: list[Tokens] = []
         #: Requests that may have prefilled tokens which the log lacks, with the histories before them.
         self.unknown: list[tuple[TokenHistory, Append | Generate]] = []
@@ -44,7 +45,7 @@ class EarlierTokens:
         return self._record.out_seq
 
     def add_result(self, entry: StoredMessage, parts: ResultParts) -> None:
-        """Add the next result; see `Record.add_result`."""
+        """Apply the next result, and collect tokens that it replaced; a close with `forget` drops all."""
         before = self._record.history.tokens
         self._record.add_result(entry, parts)
         if (last := self._record.take_last()) is None or last[1].repeat_of is not None:
@@ -57,6 +58,6 @@ class EarlierTokens:
             self.known.append(before)
         elif isinstance(request, Append | Generate) and not changes_session(result):
             if (prefilled := prefilled_by(parts.value)) is not None:
-                self.known.append(changed(before, prefilled))
+                self.known.append(apply_change(before, prefilled))
             elif not isinstance(result, Failed) or result.code in _AFTER_PREFILL:
                 self.unknown.append((after, request))

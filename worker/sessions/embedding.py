@@ -65,7 +65,10 @@ class Embedder:
     async def answer(
         self, tenant: str, request: EmbedRequest | RerankRequest
     ) -> Embedded | Reranked | Failed:
-        """Return the vectors of all inputs, or the scores of all documents; or a failure."""
+        """Return the vectors of all inputs, or the scores of all documents.
+
+        Returns `Failed` if an input is invalid, the memory does not suffice, the device fails, or it stops.
+        """
         if isinstance(request, EmbedRequest):
             return await self._embed(tenant, request)
         return await self._rerank(tenant, request)

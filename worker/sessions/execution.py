@@ -37,9 +37,16 @@ from worker.text.answer import Answer
 from worker.text.text_stream import TextStream
 from worker.wire.fence import FencedError
 
-from .history import RefusedError, digests_of, seen, spoken
+from .history import RefusedError, answer_message, digests_of, policy_fields
 from .images import SessionImages
-from .results import Outcome, appended, begun_elsewhere, generated, opened, withdrawn
+from .results import (
+    Outcome,
+    appended_result,
+    foreign_result,
+    generated_result,
+    opened_result,
+    withdrawn_result,
+)
 from .streaming import AnswerStream
 
 if TYPE_CHECKING:
@@ -84,10 +91,10 @@ class Execution:
         self._images = SessionImages(key, services)
 
     async def carry_out(self, given_up: str = "") -> Outcome:
-        """Carry out a request that is no fork and no close.
+        """Carry out a request that is no fork and no close; return its outcome, not committed yet.
 
-        `given_up` says why a generate only gets what was published of its answer. Raises `RefusedError`,
-        `FencedError`, and what `EnginePort.run` raises.
+        With `given_up`, a reason, a generate runs no more: its result is what was published of its answer.
+        Raises `RefusedError`, `FencedError`, and what `EnginePort.run` raises.
         """
         pending, history = self._pending, self._history
         match pending.request:
@@ -96,18 +103,18 @@ class Execution:
             case Generate() as request:
                 return await self._generate(request, given_up)
             case Open(cache=cache) as request:
-                after = self._fold.opened(history, self._limits.chosen(cache), request.tags)
+                after = self._fold.open(history, self._limits.chosen_policy(cache), request.tags)
                 self._limits.check_policy(after.policy)
                 self._limits.note(after.policy, self._key.tenant)
-                return Outcome(opened(request, pending, after), after)
+                return Outcome(opened_result(request, pending, after), after)
             case Rewind(position=position) as request:
-                after = self._fold.rewound(history, position)
-                rewound = Rewound(id=request.id, seq=pending.seq, position=position, **seen(after))
+                after = self._fold.rewind(history, position)
+                rewound = Rewound(id=request.id, seq=pending.seq, position=position, **policy_fields(after))
                 return Outcome(rewound, after)
         raise AssertionError(pending.type)
 
     def fork(self, request: Open, of: ForkPoint) -> Outcome:
-        """Open a fork of the session whose whole history was given, at the position in `of`; may refuse."""
+        """Return the outcome of a fork; `history` is the whole parent's. Raises `RefusedError`."""
         parent = self._history
         if of.expect_position not in (None, parent.position):
             raise RefusedError(
@@ -121,14 +128,18 @@ class Execution:
                 f"cannot fork {of.session} at {position}: it is at position {parent.position}",
             )
         self._fold.check_cut(parent, position)
-        after = self._fold.forked(parent, Parent(session=of.session, position=position), request.tags)
+        after = self._fold.fork(parent, Parent(session=of.session, position=position), request.tags)
         self._limits.check_policy(after.policy)
-        return Outcome(opened(request, self._pending, after), after)
+        return Outcome(opened_result(request, self._pending, after), after)
 
     async def close(
         self, request: Close, had: Sequence[Tokens], shared: Callable[[Tokens], Awaitable[int]]
     ) -> Outcome:
-        """Close a session; with `forget` also erase the KV of all tokens that it `had`; see `erase_all`."""
+        """Close a session, after a note in the log that it is closing; return the outcome.
+
+        With `forget`, first erase the KV of all tokens that it `had`, here and at the other workers, except
+        what is `shared` (see `erase_all`), and store notes for workers that do not run.
+        """
         services, key, history = self._services, self._key, self._history
         removed = await services.retention.note_close(key, self._pending.seq, forget=request.forget)
         closed = Closed(
@@ -136,14 +147,14 @@ class Execution:
         )
         if not request.forget:
             self._engine.forget(key)
-            return Outcome(closed, self._fold.closed(history))
+            return Outcome(closed, self._fold.close(history))
         # Erase before the result is stored: after a crash in between, the next attempt erases the rest.
         num_snapshots, settled, shares = await erase_all(self._engine, key, had, shared)
         have = {**await services.erase_elsewhere(key), **dict.fromkeys(services.erases, settled)}
         for tokens, num_shared in zip(had, shares, strict=True):
             await services.erasures.note(key, tokens, num_shared, [name for name in have if have[name]])
         closed = structs.replace(closed, forgotten=num_snapshots, settled=all(have.values()))
-        return Outcome(closed, self._fold.closed(history))
+        return Outcome(closed, self._fold.close(history))
 
     async def _append(self, request: Append) -> Outcome:
         pending, history = self._pending, self._history
@@ -156,8 +167,8 @@ class Execution:
             pending.change = extended.change
             turn = await self._prefill(extended.history)
             if turn is None or not turn.complete:
-                return Outcome(withdrawn(pending, history, history.position), history)
-        return Outcome(appended(pending, turn, history, extended, live_bytes), extended.history)
+                return Outcome(withdrawn_result(pending, history, history.position), history)
+        return Outcome(appended_result(pending, turn, history, extended, live_bytes), extended.history)
 
     async def _generate(self, request: Generate, given_up: str) -> Outcome:
         pending, history = self._pending, self._history
@@ -188,10 +199,10 @@ class Execution:
             held = answer.cancel("model_changed" if is_begun_by_other else why)
             await stream.seal()
         if not answer.tokens and answer.finish_reason != "length":
-            return Outcome(withdrawn(pending, history, history.position, turn), history, held)
-        message = spoken(answer.text, answer.reasoning, answer.calls)
-        after = self._fold.answered(extended.history, request, answer.tokens, message)
-        result = generated(pending, answer, turn, history, extended, after)
+            return Outcome(withdrawn_result(pending, history, history.position, turn), history, held)
+        message = answer_message(answer.text, answer.reasoning, answer.calls)
+        after = self._fold.add_answer(extended.history, request, answer.tokens, message)
+        result = generated_result(pending, answer, turn, history, extended, after)
         result = structs.replace(result, warnings=warnings, resumed_tokens=num_resumed)
         if turn is None:
             live_bytes = self._engine.live_bytes(self._key, after.tokens, after.policy)
@@ -266,17 +277,17 @@ class Execution:
         )
         chunk = joined(published.chunks)
         calls = _whole_calls(chunk.tool_calls)
-        message = spoken(chunk.text, chunk.reasoning, calls)
+        message = answer_message(chunk.text, chunk.reasoning, calls)
         grids = await self._images.grids(self._history, request)
-        extended = await self._fold.extended(self._key.tenant, self._history, request, grids, message)
-        return Outcome(begun_elsewhere(pending, chunk, calls, self._history, extended), extended.history)
+        extended = await self._fold.extend_on_thread(self._key.tenant, self._history, request, grids, message)
+        return Outcome(foreign_result(pending, chunk, calls, self._history, extended), extended.history)
 
     async def _extend(self, request: Append | Generate) -> ExtendedHistory:
         """Add a request's input to the history, on a thread if it may be long. Raises `RefusedError`."""
         grids = await self._images.grids(self._history, request)
         num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
         if request.messages or num_given > _LITTLE or self._history.conversation.has_messages:
-            return await self._fold.extended(self._key.tenant, self._history, request, grids)
+            return await self._fold.extend_on_thread(self._key.tenant, self._history, request, grids)
         return self._fold.extend(self._history, request, grids)
 
     async def _prefill(self, prompt: TokenHistory) -> TurnResult | None:
@@ -315,7 +326,7 @@ class Execution:
             *(self._key, prompt.tokens + answer.tokens, prompt.policy, pending.priority, answer, sampling),
             read_image=partial(self._images.read_for, prompt.tokens),
         )
-        async with stream.kept():
+        async with stream.keep_available():
             turn = await self._engine.run(asked, lambda: pending.stopped, stream.publish, pending.phases)
         if turn is not None and not num_known:
             telemetry.queue_time.observe(pending.waited_s(turn.started_s))
@@ -330,8 +341,8 @@ async def erase_all(
     """Erase the KV of all tokens that a session `had`, except what others share.
 
     Of each of these sequences the first `shared(tokens)` stay, and those that the next one begins with: they
-    go with that. If one cannot be settled, only the last one is still tried. Returns how many snapshots were
-    removed, whether all is settled, and of how many tokens of each sequence the KV stays.
+    go with that. After a failure, only the last sequence is still tried. Returns the number of snapshots
+    removed, whether certainly no copy is left, and for each sequence how many of its first tokens keep KV.
     """
     shares: list[int] = []
     done: list[ErasureResult] = []

@@ -1,4 +1,4 @@
-"""Computes how requests and results change a session's history. No I/O, no device; pure but for `extended`.
+"""Computes how requests and results change a session's history. No I/O, no device; pure but for threads.
 
 A session is the fold of its log: its answered requests are applied in the order of their sequences, each with
 its result. Results contain the tokens, so replaying them renders and tokenises no text. New requests are
@@ -44,10 +44,10 @@ from .history import (
     ExtendedHistory,
     RefusedError,
     TokenHistory,
-    changed,
+    answer_message,
+    apply_change,
     digests_of,
-    recorded,
-    spoken,
+    policy_of,
 )
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from turnkeep_client.messages import Message as ChatMessage
     from worker.text.templates import Message, Tokenizer
 
-    #: By digest of an image: what its tokens depend on.
+    #: By an image's digest, its grid: the numbers of its patches, on which its tokens depend.
     Grids: TypeAlias = Mapping[str, Sequence[int]]
     Edit: TypeAlias = Callable[["TokenHistory"], tuple[Conversation, Addition]]
 
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 class Fold:
     """Applies requests to histories with one model's tokenizer. Thread-safe but for `tokenising`.
 
-    Tokenising a long text takes long, so the event loop awaits `extended`, which calls `extend` on a thread.
+    Tokenising a long text takes long, so the event loop awaits `extend_on_thread`.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Fold:
                     f" {span.start} or {span.end}",
                 )
 
-    async def extended(
+    async def extend_on_thread(
         self,
         tenant: str,
         history: TokenHistory,
@@ -148,7 +148,7 @@ class Fold:
         grids: Grids,
         answer: Message | None = None,
     ) -> ExtendedHistory:
-        """Call `extend` on a thread, once the tenant's turn has come. Event loop only."""
+        """Call `extend` on a thread, and return its result. Tenants take turns. Event loop only."""
         return await self.tokenising.in_thread(tenant, self.extend, history, request, grids, answer)
 
     def extend(
@@ -160,7 +160,7 @@ class Fold:
     ) -> ExtendedHistory:
         """Tokenise a request's input and add it to a history; for a generate, also add the answer header.
 
-        `grids` has those of the request's images, by digest; a model that does not see has none. If `answer`
+        `grids` has the numbers of patches of the request's images, by digest, if the model sees. If `answer`
         is given, it is added as a message instead of the header. If the session's tokens were made for
         another tokenizer (`is_foreign`), the whole conversation is rendered and tokenised anew, and `grids`
         has those of all its images. Raises `RefusedError` for tokens outside the vocabulary and for messages
@@ -211,33 +211,33 @@ class Fold:
         except ImageError as error:
             raise TemplateError(str(error)) from None
 
-    def answered(
+    def add_answer(
         self, extended: TokenHistory, request: Generate, tokens: Sequence[int], message: Message
     ) -> TokenHistory:
-        """Add an answer's tokens to the history, and its `message` to the conversation."""
+        """Return the history with an answer: its tokens, and its `message` in the conversation."""
         keeps = request.reasoning.keep
         conversation = extended.conversation.answered(extended.tokens, tokens, message, keeps_reasoning=keeps)
         return replace(extended, conversation=conversation, tokens=extended.tokens + tokens, exists=True)
 
-    def opened(self, history: TokenHistory, policy: Policy, tags: tuple[str, ...] = ()) -> TokenHistory:
+    def open(self, history: TokenHistory, policy: Policy, tags: tuple[str, ...] = ()) -> TokenHistory:
         """Return the history of a new session; `history` is empty, or of a closed session with this name."""
         return replace(self.begin(history.conversation.started), exists=True, policy=policy, tags=tags)
 
-    def forked(self, whole: TokenHistory, parent: Parent, tags: tuple[str, ...] = ()) -> TokenHistory:
+    def fork(self, whole: TokenHistory, parent: Parent, tags: tuple[str, ...] = ()) -> TokenHistory:
         """Return the history of a fork, given its parent's `whole` history.
 
         The fork starts as the parent after a rewind to `parent.position`, which may be inside an answer or
         a prompt.
         """
-        begun = self.rewound(whole, parent.position)
+        begun = self.rewind(whole, parent.position)
         return replace(begun, tokens=begun.tokens.apart(), parent=parent, tags=tags)
 
-    def closed(self, history: TokenHistory) -> TokenHistory:
-        """Mark a session as closed. Its history keeps the tokens, since their number is the position."""
+    def close(self, history: TokenHistory) -> TokenHistory:
+        """Return the history of a closed session. It keeps the tokens, whose number is the position."""
         return replace(history, closed=True)
 
-    def rewound(self, history: TokenHistory, position: int) -> TokenHistory:
-        """Drop the tokens from `position` on."""
+    def rewind(self, history: TokenHistory, position: int) -> TokenHistory:
+        """Return the history without the tokens from `position` on, and without their messages."""
         conversation = history.conversation.rewind(history.tokens, position)
         return replace(history, conversation=conversation, tokens=history.tokens[:position])
 
@@ -262,7 +262,7 @@ class Fold:
             case _, Generated(tokens=(), finish_reason="cancelled"):
                 return history  # cancelled before its first token: not even its input was added
             case Close(), Closed() if not history.exists:
-                return self.closed(history)  # a forgotten session: its earlier entries have left the log
+                return self.close(history)  # a forgotten session: its earlier entries have left the log
         after = self._replayed(history, request, result, base, packed)
         if after.position != result.position:
             raise DivergedError(
@@ -281,7 +281,7 @@ class Fold:
         """Apply a result that changes the session; see `replay`."""
         match request, result:
             case Open(from_=None), Opened():
-                return self.opened(history, _recorded(result), result.tags)
+                return self.open(history, _policy_of(result), result.tags)
             case Open(), Opened(parent=Parent() as parent) if base is not None:
                 return replace(base, parent=parent, tags=result.tags, exists=True, model=result.model)
             case Open(), Opened():
@@ -290,13 +290,13 @@ class Fold:
                 return self._replay_input(_begun(history, result), request, result, change, packed)
             case Generate(), Generated(tokens=tokens, change=change) if change is not None:
                 extended = self._replay_input(_begun(history, result), request, result, change, packed)
-                message = spoken(result.text, result.reasoning, result.tool_calls)
+                message = answer_message(result.text, result.reasoning, result.tool_calls)
                 held = change.holds_answer
-                return extended if held else self.answered(extended, request, tokens, message)
+                return extended if held else self.add_answer(extended, request, tokens, message)
             case Rewind(position=position), Rewound() if position <= history.position:
-                return self.rewound(history, position)
+                return self.rewind(history, position)
             case Close(), Closed():
-                return self.closed(history)
+                return self.close(history)
             case _:
                 raise DivergedError(
                     f"the result of an {type(request).__name__} is no such result: {type(result).__name__}"
@@ -312,7 +312,7 @@ class Fold:
     ) -> TokenHistory:
         """Add the input tokens of an answered request, taken from its result or `packed`."""
         try:
-            tokens = changed(history.tokens, change, packed)
+            tokens = apply_change(history.tokens, change, packed)
         except ValueError as error:
             raise DivergedError(f"the input of a result cannot be read: {error}") from None
         num_given = result.prefix_tokens if isinstance(result, Generated) else 0
@@ -321,7 +321,7 @@ class Fold:
         grids = {image.digest: image.grid for image in change.images}
         answer = None
         if change.holds_answer and isinstance(result, Generated):
-            answer = spoken(result.text, result.reasoning, result.tool_calls)
+            answer = answer_message(result.text, result.reasoning, result.tool_calls)
         after = replace(history, tokens=tokens, model=result.model)
         return self._after_input(
             history, request, ExtendedHistory(after, change.kept, num_given, change.raw), grids, answer
@@ -522,11 +522,11 @@ def _is_foreign(history: TokenHistory, model: Model | None) -> bool:
 
 def _begun(history: TokenHistory, result: Appended | Generated) -> TokenHistory:
     """Return the history before a result; a session that does not exist yet gets the result's policy."""
-    return history if history.exists else replace(history, policy=_recorded(result))
+    return history if history.exists else replace(history, policy=_policy_of(result))
 
 
-def _recorded(result: Opened | Appended | Generated) -> Policy:
+def _policy_of(result: Opened | Appended | Generated) -> Policy:
     try:
-        return recorded(result.cache)
+        return policy_of(result.cache)
     except ValueError as error:
         raise DivergedError(str(error)) from None

@@ -42,19 +42,19 @@ class DivergedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TokenHistory:
-    """A session's tokens and the state of its conversation.
-
-    `policy` says which of the tokens the model sees; it is the default policy until the session exists. Only
-    forks have a `parent`. `tags` come from the session's `open`. `model` is the model of the last turn.
-    """
+    """A session's tokens and the state of its conversation."""
 
     conversation: Conversation
     tokens: Tokens
     exists: bool = False
     closed: bool = False
+    #: Which of the tokens the model sees; the default policy until the session exists.
     policy: Policy = FULL
+    #: None if the session is no fork.
     parent: Parent | None = None
+    #: From the session's `open`.
     tags: tuple[str, ...] = ()
+    #: The model of the last turn; None before the first one.
     model: Model | None = None
 
     @property
@@ -67,10 +67,10 @@ class TokenHistory:
         return self.tokens.digest()
 
 
-def changed(tokens: Tokens, change: Change, packed: str | None = None) -> Tokens:
-    """Return a session's tokens after a request's input; `packed` has it if the change does not.
+def apply_change(tokens: Tokens, change: Change, packed: str | None = None) -> Tokens:
+    """Return `tokens` after a request's `change`; `packed` has its encoded input if the change does not.
 
-    Raises `ValueError`.
+    Raises `ValueError` if the input cannot be decoded.
     """
     kept, added = tokens[: change.kept], from_compact(change.input if packed is None else packed)
     return kept.extended(added.ids(), map(_span, change.images))
@@ -82,15 +82,15 @@ def _span(image: PlacedImage) -> ImageSpan:
 
 
 def prefilled_by(parts: TokenHistory | str | None) -> Change | None:
-    """Decode the tokens of a request that changed nothing, but may have KV; None if they are unknown."""
+    """Decode what a request prefilled that changed nothing, from its result's parts; None if they lack it."""
     with suppress(msgspec.DecodeError):
         return msgspec.json.decode(parts, type=Change) if isinstance(parts, str) else None
     return None
 
 
-def seen(history: TokenHistory) -> dict[str, Any]:
+def policy_fields(history: TokenHistory) -> dict[str, Any]:
     """Return the fields of a result that describe the session's cache policy; none for the policy `full`."""
-    cache = in_words(history.policy) if history.exists else None
+    cache = cache_field(history.policy) if history.exists else None
     if cache is None:
         return {}
     return {"cache": cache, "visible_from": history.policy.visible_from(history.position)}
@@ -101,7 +101,7 @@ def digests_of(model: Model) -> str:
     return f"{model.weights} {model.tokenizer}".strip()
 
 
-def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
+def answer_message(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
     """Return an answer as an assistant message for the chat template."""
     message: Message = {"role": "assistant", "content": text}
     if reasoning:
@@ -113,17 +113,16 @@ def spoken(text: str, reasoning: str, calls: Sequence[Called]) -> Message:
 
 @dataclass(frozen=True)
 class ExtendedHistory:
-    """A history with a request's input added; its first `kept` tokens are unchanged.
-
-    The last `num_given` tokens are the request's `prefix`, with which the answer begins. If the session was
-    tokenised anew, for another tokenizer, its last raw part (text outside of chat
-    messages) ends after `num_raw` tokens. `warnings` name the content that the model gets in another form.
-    """
+    """A history with a request's input added."""
 
     history: TokenHistory
+    #: How many of its first tokens are unchanged.
     kept: int
+    #: How many of its last tokens are the request's `prefix`, with which the answer begins.
     num_given: int = 0
+    #: After a session was tokenised anew: where its last raw part (text outside of chat messages) ends.
     num_raw: int = 0
+    #: They name the content that the model gets in another form.
     warnings: tuple[str, ...] = ()
 
     @cached_property
@@ -147,7 +146,7 @@ class ExtendedHistory:
         return Change(kept=self.kept, input=to_compact(tokens[self.kept :]), raw=self.num_raw, images=images)
 
 
-def in_words(policy: Policy) -> SessionCache | None:
+def cache_field(policy: Policy) -> SessionCache | None:
     """Build the field `cache` of results; None for `full` with snapshots."""
     snapshots = None if policy.has_snapshots else "none"
     if policy.window is None:
@@ -157,10 +156,10 @@ def in_words(policy: Policy) -> SessionCache | None:
     return SessionCache(policy=policy.name, sink=policy.sink, window=policy.window, snapshots=snapshots)
 
 
-def recorded(cache: SessionCache | None) -> Policy:
+def policy_of(cache: SessionCache | None) -> Policy:
     """Return the policy that a result names. Raises `ValueError` if this worker does not know it."""
     if cache is not None and cache.snapshots == "none":
-        return replace(recorded(structs.replace(cache, snapshots=None)), has_snapshots=False)
+        return replace(policy_of(structs.replace(cache, snapshots=None)), has_snapshots=False)
     match cache:
         case None | SessionCache(policy="full", snapshots=None):
             return FULL

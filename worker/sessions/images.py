@@ -37,10 +37,11 @@ class SessionImages:
     async def grids(
         self, history: TokenHistory, request: Append | Generate, *, stores: bool = True
     ) -> dict[str, Sequence[int]]:
-        """Return the grids of the images that a request's tokens need, by digest, for `Fold.extend`.
+        """Return the grids (numbers of patches) of a request's images by digest, for `Fold.extend`.
 
-        Files that the request has are stored, and so are those that leave the log with an earlier session of
-        this name, unless not `stores`. Raises `RefusedError` for images that are missing or cannot be read.
+        If the session's tokens are made anew, includes the grids of all its images. Unless not `stores`,
+        stores files that the request has, or that would leave the log with an earlier session of this name.
+        Raises `RefusedError` for images that are missing or cannot be read.
         """
         found: dict[str, Sequence[int]] = {}
         files = files_of(request)
@@ -84,7 +85,7 @@ class SessionImages:
         return await self.read(digest.hex())
 
     async def copy(self, history: TokenHistory, fork: SessionKey) -> None:
-        """Store the images of a history of this session for a fork of it. Raises `RefusedError`."""
+        """Store the images of `history` for the session `fork`. Raises `RefusedError` if one is gone."""
         spans = (span.digest.hex() for span in history.tokens.spans)
         for digest in dict.fromkeys((*spans, *history.conversation.digests)):
             try:

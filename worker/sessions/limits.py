@@ -13,7 +13,7 @@ from cache.names.policy import FULL
 from turnkeep_client.errors import TokenLimit
 from turnkeep_client.messages import SessionCache
 
-from .history import RefusedError, recorded
+from .history import RefusedError, policy_of
 
 if TYPE_CHECKING:
     from cache.names.policy import Policy
@@ -66,16 +66,16 @@ class RequestLimits:
 
     @property
     def most_input(self) -> int:
-        """Most characters of an input's encoded tokens in a result; longer inputs are stored before it."""
+        """The most characters of an input's encoded tokens in a result; longer ones are stored before it."""
         return min(_MOST_INPUT, self.max_result_bytes // 16)
 
     @property
     def most_request(self) -> int:
-        """Most bytes of a request in its result; longer requests are stored before it."""
+        """The most bytes of a request in its result; longer requests are stored before it."""
         return min(_MOST_REQUEST, self.max_result_bytes // 8)
 
     def check_answer(self, request: Generate) -> None:
-        """Refuse an answer of a model that makes none, or with a `logit_bias` of tokens that it lacks."""
+        """Raise `RefusedError` if the model makes no answers, or lacks a token of the `logit_bias`."""
         if self.no_answers:
             raise RefusedError("invalid_request", self.no_answers)
         beyond = [token for token in request.logit_bias if token >= self.vocab_size]
@@ -86,19 +86,19 @@ class RequestLimits:
                 field="logit_bias",
             )
 
-    def chosen(self, cache: CachePolicy) -> Policy:
+    def chosen_policy(self, cache: CachePolicy) -> Policy:
         """Return the policy that an `open` chooses, which is the default policy if it names none.
 
         Raises `RefusedError` for pinned spans that overlap or do not fit into the resident tokens.
         """
         try:
-            policy = self.default if cache.policy is None else recorded(SessionCache.of(cache))
+            policy = self.default if cache.policy is None else policy_of(SessionCache.of(cache))
         except ValueError as error:
             raise RefusedError("invalid_request", str(error), field="cache") from error
         return replace(policy, has_snapshots=cache.snapshots is None)
 
     def check_policy(self, policy: Policy) -> None:
-        """Refuse a session under a policy that this worker or its model cannot serve."""
+        """Raise `RefusedError` if this worker or its model cannot serve sessions under a policy."""
         why = self.refusal or misfit(
             policy, block_tokens=self.block_tokens, context_tokens=self.context_tokens
         )
@@ -106,9 +106,9 @@ class RequestLimits:
             raise RefusedError("invalid_request", why, field="cache.policy")
 
     def note(self, policy: Policy, tenant: str) -> None:
-        """Record the policy of an `open` request; refuse a new policy if the tenant has chosen its share.
+        """Record the policy of an `open` request. Raises `RefusedError` if there are too many policies.
 
-        Sessions that are open already are not affected.
+        At the limit only a tenant with less than an equal share may add one. Open sessions are not affected.
         """
         if policy in (FULL, self.default, *self._policies):
             return
@@ -124,7 +124,7 @@ class RequestLimits:
         self._policies[policy] = tenant
 
     def check_size(self, num_prompt: int, policy: Policy, *, room: int) -> None:
-        """Refuse a prompt that, with `room` tokens for its answer, exceeds the context or all KV memory."""
+        """Raise `RefusedError` if a prompt and `room` new tokens exceed the context or all KV memory."""
         most, what = self.context_tokens, "the context"
         if policy.is_endless:
             most, what = MOST_TOKENS, "the limit of any session"

@@ -46,9 +46,9 @@ class PendingRequest:
     received_s: float = field(default_factory=monotonic)
     #: Names the publisher's span.
     parent: Mapping[str, str] = field(default_factory=dict)
-    #: Set once the request has a result, or was read again.
+    #: Set once the request has a result, or the log is to be read again.
     done: Event = field(default_factory=Event)
-    #: Then it is not begun any more; if it runs, it is to be ended.
+    #: A cancelled request is not begun any more; if it runs, it ends soon.
     cancelled: bool = False
     # Written by the session, the last two when it begins the request: the sequence of its last known result,
     # and the NATS server process that it was read from.
@@ -133,7 +133,7 @@ def pending_at(entry: StoredMessage) -> PendingRequest:
 
 
 def asked_at(seq: int, asked: Asked, body: bytes) -> PendingRequest:
-    """Return the request at `seq` as its result has it; `body` is the request as it was sent."""
+    """Rebuild the request at `seq` from its result's `asked`; `body` is the request as it was sent."""
     return pending_at(StoredMessage(seq, asked.stored, body, asked.headers))
 
 

@@ -26,7 +26,7 @@ from turnkeep_client.messages import (
     decode_asked,
 )
 from turnkeep_client.session_log import changes_session
-from worker.wire.written import written
+from worker.wire.written import worker_result
 
 from .answered_ids import AnsweredAt, AnsweredIds
 from .attachments import Checkpoint
@@ -56,13 +56,11 @@ _CHECKPOINT_EVERY: Final = 256
 
 
 class ResultParts(NamedTuple):
-    """What a result's messages besides itself have; each is None if there is none, or it has left the log.
+    """The values that belong to a result; each is None if there is none, or the log has lost it."""
 
-    `value` is the history that a fork starts with, or the encoded tokens of an input. `asked` is the request
-    that the result answers.
-    """
-
+    #: The history that a fork starts with, or the encoded tokens of an input.
     value: TokenHistory | str | None = None
+    #: The request that the result answers.
     asked: Asked | None = None
 
 
@@ -83,7 +81,7 @@ class Record:
         #: Whether another worker has stored a result after the first reading: then this record is stale.
         self.overtaken = False
         self.has_more = False  # whether the log has more requests after `in_seq`
-        #: Sequence of the first result that counts: read first, the checkpoint's, or a close that forgets.
+        #: Sequence of the first result that counts: the first one read, or a checkpoint's, or a close's.
         self.first_out = 0
         self.in_seq = 0  # requests up to this sequence were read, or have a result
         self.out_seq = 0
@@ -104,7 +102,7 @@ class Record:
         self._num_since_checkpoint = 0  # results since the last checkpoint
 
     def resume(self, checkpoint: Checkpoint) -> None:
-        """Start from a checkpoint, instead of the beginning of the log."""
+        """Fill an empty record from a checkpoint; then only later results need to be added."""
         self.history, self.answered_ids = checkpoint.history, checkpoint.answered
         if not self.history.exists:  # the default policy may have changed since
             self.history = replace(self.history, policy=self._fold.policy)
@@ -134,7 +132,7 @@ class Record:
         """Return a checkpoint of the session after the request at `in_seq`; None if none is due yet.
 
         The result of that request must contain a digest of the history. No checkpoint is due while an earlier
-        request is pending.
+        request is pending. If it returns one, the next is due only after as many results again.
         """
         waits = self.pending[0].seq < in_seq if self.pending else False
         is_due = self._num_since_checkpoint >= _CHECKPOINT_EVERY
@@ -143,13 +141,13 @@ class Record:
         self._num_since_checkpoint = 0
         return Checkpoint(in_seq, self.history, self.answered_ids.copy())
 
-    def before(self, pending: PendingRequest) -> TokenHistory:
-        """Return the history before a request; a session begins with the first request that changes it."""
+    def history_before(self, pending: PendingRequest) -> TokenHistory:
+        """Return the history that a request is added to; an empty one if the session begins with it."""
         history = self.history
         return history if history.exists or history.closed else self._fold.begin(pending.began)
 
     def take_last(self) -> tuple[PendingRequest | None, Result] | None:
-        """Return the result that was read last, once, and its request; None if it does not have that."""
+        """Return the last result read, and its request or None if that is gone; None when called again."""
         last, self._last = self._last, None
         return last
 
@@ -161,11 +159,11 @@ class Record:
         """Apply the next result; `parts` has what is stored besides it.
 
         Skips results that the checkpoint includes, and ignores entries that no worker can have written (see
-        `written`) or whose request already has a result. Once `folded`, a result that counts is another
-        worker's: it is not applied, and the record is `overtaken`.
+        `worker_result`) or whose request already has a result. Once `folded`, any other result is another
+        worker's: it is not applied, and marks the record as `overtaken`.
         """
         self.out_seq = max(self.out_seq, entry.seq)
-        result = written(entry)
+        result = worker_result(entry)
         self._note_hole(entry, result)
         seq = (result.seq or 0) if result else 0
         if 0 < seq <= self._checkpoint_seq:  # the checkpoint includes it, and what is before it
@@ -228,7 +226,9 @@ class Record:
         self.diverged = f"{why}: go on in a new session"
         self.is_unreadable = not self.folded
 
-    def committed(self, pending: PendingRequest, result: Result, out_seq: int, history: TokenHistory) -> None:
+    def note_committed(
+        self, pending: PendingRequest, result: Result, out_seq: int, history: TokenHistory
+    ) -> None:
         """Update the record: the request's result is in the log, and `history` is the session after it."""
         if pending in self.pending:
             self.pending.remove(pending)
@@ -269,7 +269,7 @@ class Record:
         if request is not None and _is_first(result):
             self.answered_ids.add(request.id, AnsweredAt(seq, entry.seq))
         if pending is not None:
-            self.history = self.before(pending)
+            self.history = self.history_before(pending)
         if changes:
             # A close of a session that does not exist belongs to a forgotten session, whose entries are gone:
             # its digest proves nothing here. Neither does the digest of a repeat, or of a request that was

@@ -26,7 +26,7 @@ from turnkeep_client.messages import (
 from worker.observe.traces import Phase, TurnTimes
 from worker.process.clock import monotonic
 
-from .history import digests_of, seen
+from .history import digests_of, policy_fields
 
 if TYPE_CHECKING:
     from turnkeep_client.errors import ErrorCode
@@ -43,15 +43,14 @@ log = structlog.get_logger()
 
 
 class Outcome(NamedTuple):
-    """The outcome of a request: its result and the history after it; the log has neither yet.
-
-    `held` is the unpublished end of an answer that was ended early. If the request repeats an answered id,
-    `first` is the body of that id's first result.
-    """
+    """The outcome of a request, before it is stored in the log."""
 
     result: Result
+    #: The session's history after the request.
     history: TokenHistory
+    #: The unpublished end of an answer that was ended early.
     held: Chunk | None = None
+    #: If the request repeats an answered id: the body of that id's first result.
     first: bytes = b""
 
 
@@ -61,11 +60,11 @@ def is_close(result: Result) -> bool:
 
 
 def failed(pending: PendingRequest, position: int, code: ErrorCode, message: str, **fields: Any) -> Failed:
-    """Build the `failed` result of a request that left the session at `position`."""
+    """Build the `failed` result of a request; the session stays at `position`."""
     return failure(pending.id, code, message, seq=pending.seq, position=position, **fields)
 
 
-def opened(request: Open, pending: PendingRequest, after: TokenHistory) -> Opened:
+def opened_result(request: Open, pending: PendingRequest, after: TokenHistory) -> Opened:
     """Build the result of an `open`; `after` is the session's history after it."""
     return Opened(
         id=request.id,
@@ -74,17 +73,19 @@ def opened(request: Open, pending: PendingRequest, after: TokenHistory) -> Opene
         parent=after.parent,
         tags=after.tags,
         model=after.model,
-        **seen(after),
+        **policy_fields(after),
     )
 
 
 def rewritten_from(before: TokenHistory, extended: ExtendedHistory) -> int | None:
-    """Return from where on an input has changed the session's earlier tokens; None if it has changed none."""
+    """Return the first position at which an input has changed earlier tokens; None if it has changed none."""
     return extended.kept if extended.kept < before.position else None
 
 
-def turned(before: TokenHistory, extended: ExtendedHistory, *, holds_answer: bool = False) -> dict[str, Any]:
-    """Return a result's fields about input tokens and model; `before` is the history without the input."""
+def input_fields(
+    before: TokenHistory, extended: ExtendedHistory, *, holds_answer: bool = False
+) -> dict[str, Any]:
+    """Build a result's fields about input tokens and model; `before` is the history without the input."""
     model = extended.history.model
     previous = before.model if before.position else None
     if previous is not None and model is not None and digests_of(previous) == digests_of(model):
@@ -97,13 +98,13 @@ def turned(before: TokenHistory, extended: ExtendedHistory, *, holds_answer: boo
     }
 
 
-def withdrawn(
+def withdrawn_result(
     pending: PendingRequest, history: TokenHistory, position: int, turn: TurnResult | None = None
 ) -> Result:
     """Build the result of a request that was cancelled or expired before it changed the session.
 
-    `position` is the session's position: if the log cannot be read, `history` may be incomplete. A generate's
-    result has the cost of its `turn`, which was ended in the prompt.
+    `position` is the session's position: if the log cannot be read, `history` may be incomplete. Returns
+    `Failed`; for a cancelled generate `Generated` with the cost of its `turn`, which ended in the prompt.
     """
     if pending.expired and not pending.cancelled:
         return failed(pending, position, "expired", "its deadline passed; nothing was added")
@@ -117,7 +118,7 @@ def withdrawn(
         finish_reason="cancelled",
         kv_live_bytes=0,
         **_costs(pending, turn, num_prompt, 0),
-        **seen(history),
+        **policy_fields(history),
     )
 
 
@@ -144,7 +145,7 @@ def _costs(
     return {"id": pending.id or "", "seq": pending.seq, "usage": usage, "seconds": seconds}
 
 
-def appended(
+def appended_result(
     pending: PendingRequest,
     turn: TurnResult | None,
     before: TokenHistory,
@@ -162,13 +163,13 @@ def appended(
         prefilled_tokens=prefilled,
         kv_live_bytes=turn.live_bytes if turn else live_bytes,
         seconds=monotonic() - pending.received_s,
-        **turned(before, extended),
+        **input_fields(before, extended),
         warnings=extended.warnings,
-        **seen(extended.history),
+        **policy_fields(extended.history),
     )
 
 
-def begun_elsewhere(
+def foreign_result(
     pending: PendingRequest,
     chunk: Chunk,
     calls: tuple[Called, ...],
@@ -188,12 +189,12 @@ def begun_elsewhere(
         resumed_tokens=len(chunk.tokens),
         warnings=extended.warnings,
         **_costs(pending, None, 0, len(chunk.tokens)),
-        **turned(before, extended, holds_answer=True),
-        **seen(extended.history),
+        **input_fields(before, extended, holds_answer=True),
+        **policy_fields(extended.history),
     )
 
 
-def generated(
+def generated_result(
     pending: PendingRequest,
     answer: Answer,
     turn: TurnResult | None,
@@ -216,15 +217,15 @@ def generated(
         kv_live_bytes=turn.live_bytes if turn else 0,
         prefix_tokens=extended.num_given,
         **_costs(pending, turn, num_prompt, len(answer.tokens), answer.num_thought),
-        **turned(before, extended),
-        **seen(after),
+        **input_fields(before, extended),
+        **policy_fields(after),
     )
 
 
 def count_result(
     services: Services, key: SessionKey, pending: PendingRequest, result: Result, position: int
 ) -> None:
-    """Count a stored result, which left the session at `position`, and hand its turn to tracing."""
+    """Count and log a stored result, and hand its turn to tracing; the session is at `position` now."""
     telemetry = services.telemetry
     is_given_up = isinstance(result, Generated) and result.finish_reason == "given_up"
     outcome = result.code if isinstance(result, Failed) else "internal" if is_given_up else "ok"
@@ -248,7 +249,7 @@ def count_result(
 
 
 def turn_times(key: SessionKey, pending: PendingRequest, result: Result, model: str) -> TurnTimes:
-    """Build the times and attributes for the span of a turn whose result is in the log.
+    """Build the span of a turn whose result is in the log, ending now: its times and attributes.
 
     The attributes have OpenTelemetry's names for generative AI where such names exist.
     """

@@ -63,7 +63,7 @@ class Services:
     erase_elsewhere: Callable[[SessionKey], Awaitable[Mapping[str, bool]]]
     #: Notes of what was erased.
     erasures: Erasures
-    #: What this worker erases itself, in these notes: its own process, and its remote tier.
+    #: The names in these notes of what this worker erases itself: its process, and its remote tier if any.
     erases: tuple[str, ...]
     #: Runs tasks beside those of the sessions, until these have ended.
     asides: TaskGroup

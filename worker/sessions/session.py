@@ -22,13 +22,13 @@ from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.fence import FencedError
 
-from .dead_letters import Doubt
+from .dead_letters import RequestAttempts
 from .execution import Execution
 from .history import RefusedError
 from .images import SessionImages
-from .results import Outcome, count_result, failed, is_close, withdrawn
+from .results import Outcome, count_result, failed, is_close, withdrawn_result
 from .session_log import FencedLog
-from .streaming import unpublished
+from .streaming import unpublished_text
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -76,7 +76,7 @@ class ServedSession:
         self.services = services
         self._wake = wake
         self.log = FencedLog(key, services)
-        self._doubt = Doubt(self.log, services)
+        self._attempts = RequestAttempts(self.log, services)
         self._doubted_seq = 0  # a request that this worker would refuse, but another has begun
         self.active: PendingRequest | None = None
         self._closing_seq = 0  # the log's last note that a worker is about to close the session
@@ -113,7 +113,10 @@ class ServedSession:
         return self.log.record.folded and not self.log.is_stale and self.log.record.diverged is None
 
     def ring(self, delivery: Delivery) -> None:
-        """Note that the log has a request at the delivery's sequence, and start the session's task."""
+        """Note that the log has a request at the delivery's sequence, and start the session's task.
+
+        A close with `cancel` cancels the requests before it at once.
+        """
         self.log.ring(delivery)
         self._end_before(delivery)
         self._wake(self)
@@ -178,7 +181,7 @@ class ServedSession:
         if (last := self.log.take_last()) is not None:
             # Its worker may have died before it ended the stream.
             pending, result = last
-            await self._end_tokens(pending, unpublished(result, await self.log.published(pending)))
+            await self._end_tokens(pending, unpublished_text(result, await self.log.published(pending)))
         if self.log.record.pending:
             await self._answer(self.log.record.pending[0], asides)
             await self.log.survived()
@@ -210,13 +213,16 @@ class ServedSession:
         self._closing_seq = await self.services.journal.last_seq(self.key, "closed")
 
     def forget(self) -> None:
-        """Drop the session's state in memory and its KV on the device; the next `run` reads the log again."""
+        """Drop the session's state in memory and its KV on the device; the next `run` reads the log again.
+
+        The KV stays if only the NATS server has restarted.
+        """
         if self.log.server == self.services.journal.server:  # after a restart the log is mostly the same
             self.services.engine.forget(self.key)
         self.log.drop_record()
 
     def stop_active(self) -> None:
-        """End the running request as soon as possible."""
+        """End the running request, if there is one, as soon as possible."""
         self.services.engine.cancel(self.key)
         self.services.device_lock.recheck()
 
@@ -244,7 +250,7 @@ class ServedSession:
                 await self.log.check_unchanged()
                 pending.after = self.log.record.out_seq
             with structlog.contextvars.bound_contextvars(session=str(self.key), request=pending.id):
-                await self.commit(pending, await self._doubt.attempt(pending, self._result))
+                await self.commit(pending, await self._attempts.attempt(pending, self._result))
         finally:
             self.active = None
             self.used_s = monotonic()
@@ -271,7 +277,7 @@ class ServedSession:
             pending = record.pending[0]
             reason = f"it failed for an unknown reason: {type(error).__name__}: {error}"
             try:
-                outcome = await self._doubt.give_up(pending, session_log.num_failures, reason)
+                outcome = await self._attempts.give_up(pending, session_log.num_failures, reason)
                 await self.commit(pending, outcome)
                 session_log.num_failures = 0
             except Exception:
@@ -283,7 +289,7 @@ class ServedSession:
 
         Raises only `InterruptionError`; other errors become a `failed` result.
         """
-        history, position = self.log.record.before(pending), self.log.record.position
+        history, position = self.log.record.history_before(pending), self.log.record.position
         try:
             return await self._try(pending, history)
         except RefusedError as error:
@@ -294,9 +300,9 @@ class ServedSession:
             refused = failed(pending, position, error.code, str(error), field=error.field, limit=error.limit)
             return Outcome(refused, history)
         except NoMemoryError as error:
-            return await self._doubt.failure(pending, "memory_exceeded", str(error))
+            return await self._attempts.failure(pending, "memory_exceeded", str(error))
         except DeviceFaultError as error:
-            return await self._doubt.failure(pending, "internal", f"the forward pass failed: {error}")
+            return await self._attempts.failure(pending, "internal", f"the forward pass failed: {error}")
         except InterruptionError:
             raise
         except Exception as error:
@@ -304,7 +310,7 @@ class ServedSession:
                 raise FencedError("the server has restarted") from error
             await self.log.check_unchanged()  # another worker may have removed what it needs
             log.exception("a request failed for an unknown reason")
-            return await self._doubt.failure(pending, "internal", f"{type(error).__name__}: {error}")
+            return await self._attempts.failure(pending, "internal", f"{type(error).__name__}: {error}")
 
     async def _try(self, pending: PendingRequest, history: TokenHistory) -> Outcome:
         request = pending.request
@@ -318,7 +324,7 @@ class ServedSession:
         if (repeated := await self.log.repeated(request, pending)) is not None:
             return repeated
         if pending.stopped and not await self.log.is_streamed(pending):
-            return Outcome(withdrawn(pending, history, self.log.record.position), history)
+            return Outcome(withdrawn_result(pending, history, self.log.record.position), history)
         if self.log.record.diverged is not None:
             return await self._end_diverged(request, pending, self.log.record.diverged)
         self.services.fold.check(history, request)
@@ -359,10 +365,9 @@ class ServedSession:
         return await self._num_shared(self.key, tokens, parent)
 
     async def commit(self, pending: PendingRequest, outcome: Outcome | None, *, waits: bool = False) -> bool:
-        """Store a result and the history after it, then wake all tasks that wait for the result.
+        """Store a result as `FencedLog.commit` does, count it, and end the token stream of a generate.
 
-        Without an `outcome`, stores that the request was cancelled while it waited. Raises what
-        `FencedLog.commit` raises. Returns False if that has stored nothing.
+        Returns False, and does nothing else, if that has stored nothing. Raises what it raises.
         """
         result = await self.log.commit(pending, outcome, waits=waits)
         if result is None:

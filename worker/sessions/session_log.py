@@ -46,7 +46,7 @@ from .history import RefusedError
 from .images import SessionImages
 from .pending import pending_at
 from .record import Record, ResultParts
-from .results import Outcome, failed, is_close, withdrawn
+from .results import Outcome, failed, is_close, withdrawn_result
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -97,7 +97,10 @@ class FencedLog:
 
     @property
     def first_waiting(self) -> int | None:
-        """The sequence of the first request without a result; None if it may have crashed a worker."""
+        """The sequence of the first request without a result; None if there is none.
+
+        None too if the session may have crashed a worker.
+        """
         if self.is_doubted or self.record.pending:
             return None if self.is_doubted else self.record.pending[0].seq
         known = (self._delivered.seq if self._delivered else 0, self._rung_seq)
@@ -122,7 +125,7 @@ class FencedLog:
             raise FencedError("a result is not this worker's, or the server has restarted")
 
     def ring(self, delivery: Delivery) -> None:
-        """Record that the log has a request, and whether an earlier delivery may have crashed a worker."""
+        """Note that the log has a request, and whether its earlier delivery may have crashed a worker."""
         self._note_rung(delivery.seq)
         self._delivered = self._delivered or delivery
         self.first_seq = delivery.first_seq
@@ -228,14 +231,14 @@ class FencedLog:
         return decode_linked(await self._attachments.read(Link.parse(asked.link)))
 
     def take_last(self) -> tuple[PendingRequest, Result] | None:
-        """Return the request and the result that was read last, once."""
+        """Return the last result read, after its request; None the second time, or without the request."""
         last = self.record.take_last()
         if last is None or last[0] is None:  # it is a long request, which is gone
             return None
         return last[0], last[1]
 
     def drop_record(self) -> None:
-        """Forget what was read: the next `catch_up` reads the log again. Wakes who waits for a request's end.
+        """Forget what was read: the next `catch_up` reads the log again. Sets `done` of pending requests.
 
         After `max_attempts` failures, that reading finds out no more than answered ids and positions.
         """
@@ -311,7 +314,7 @@ class FencedLog:
         return bool(entries) and not record.overtaken
 
     async def find_answered(self, request_id: str) -> AnsweredRequest | None:
-        """Find an id's first request and its result in the log; None if the id has no result."""
+        """Read an id's first request and its result from the log; None if the log has no such result."""
         answered = self.record.answered_ids
         while (found := answered.find(request_id)) is not None:
             body = await self._services.journal.get(found.out_seq)
@@ -335,9 +338,9 @@ class FencedLog:
         return None
 
     async def repeated(self, request: Request, pending: PendingRequest) -> Outcome | None:
-        """Answer a request whose id was used before with the first result of that id; None for a new id.
+        """Build the outcome of a request whose id was used before: that id's first result; None for a new id.
 
-        Raises `RefusedError` for an id of another request.
+        Raises `RefusedError` if the id is of another request, or of one that is gone from the log.
         """
         known = await self.find_answered(request.id)
         if known is None:
@@ -361,9 +364,9 @@ class FencedLog:
 
         Without an `outcome`, the request was cancelled while it waited: its result changes nothing, and may
         be stored out of order. With `waits`, it is stored only if the request still waits behind another one,
-        since the next request may have been begun. Returns None if nothing was stored: for that reason,
-        because the request already has a result, or because the log was read again meanwhile. Raises
-        `FencedError` if the log has a result that this worker did not know.
+        since the next request may have been begun. Returns None if nothing was stored: because of `waits`, or
+        because the request already has a result, or the log was read again meanwhile. Raises `FencedError` if
+        the log has a result that this worker did not know.
         """
         record = self.record
         closes = outcome is not None and is_close(outcome.result)
@@ -381,9 +384,9 @@ class FencedLog:
             self.check_fresh()
             if is_withdrawal := outcome is None:
                 # Not built earlier, as the result of another request may just have been stored.
-                outcome = Outcome(withdrawn(pending, record.history, record.position), record.history)
+                outcome = Outcome(withdrawn_result(pending, record.history, record.position), record.history)
             outcome, out_seq = await self._store(pending, outcome)
-            record.committed(pending, outcome.result, out_seq, outcome.history)
+            record.note_committed(pending, outcome.result, out_seq, outcome.history)
             pending.done.set()
             if not is_withdrawal and not isinstance(outcome.result, Failed):
                 record.proven_seq = pending.seq
@@ -407,7 +410,7 @@ class FencedLog:
     async def is_streamed(self, pending: PendingRequest) -> bool:
         """Return whether clients may have seen tokens of a request; if not, seal its token stream.
 
-        After the seal no worker can publish any. Raises `FencedError` if another worker does so meanwhile.
+        After the seal no worker can publish any. Raises `FencedError` if one publishes some before it.
         """
         published, request = await self.published(pending), pending.request
         if isinstance(request, Generate) and not published.chunks:

@@ -80,7 +80,7 @@ class Sessions:
 
     @contextlib.contextmanager
     def in_use(self, key: SessionKey) -> Iterator[ServedSession]:
-        """Keep a session in memory while the caller uses it."""
+        """Yield a session, which may not be read yet, or not exist; keep it in memory in the block."""
         session = self._get(key)
         session.num_users += 1
         try:
@@ -105,7 +105,7 @@ class Sessions:
             return is_all and settled
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
-        """Drop idle sessions for which `is_meant` is true from memory, and their KV from the device.
+        """Drop what idle sessions for which `is_meant` is true have in memory, and their KV on the device.
 
         Returns the sessions at work for which it is true; these stay. The device may also have KV of sessions
         that are no longer in memory.
@@ -131,9 +131,8 @@ class Sessions:
     async def excuse(self, returned: Mapping[SessionKey, int], keys: Iterable[SessionKey]) -> None:
         """Store that nobody has begun the first requests of sessions, unless they may have crashed a worker.
 
-        Call this once the worker has stopped and all tasks have ended. `keys` are the sessions with requests
-        here: of others, which another worker may run, some are only read. `returned` has the first requests
-        of sessions that are not in memory.
+        Call this once the worker has stopped and all tasks have ended. `keys` are the sessions whose
+        deliveries this worker had; `returned` are the first requests of sessions that are not in memory.
         """
         firsts = {key: self._sessions[key].log.first_waiting for key in keys if key in self._sessions}
         await excuse(

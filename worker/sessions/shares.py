@@ -101,9 +101,9 @@ class Shares:
     ) -> AsyncIterator[None]:
         """Count the session as at work inside the block; its next answer has at most `max_new` tokens.
 
-        Unless `at_once`, first wait, for `most_s` seconds at most, until the tenant has fewer sessions at
-        work than its limit. Raises `StoppingError` if the worker stops before that. There is no await after
-        the block: its caller relies on that.
+        Unless `at_once`, first wait until the tenant has fewer sessions at work than its limit; after
+        `most_s` seconds enter anyway. Raises `StoppingError` if the worker stops before that. There is no
+        await after the block: its caller relies on that.
         """
         if self._is_stopped:
             raise StoppingError

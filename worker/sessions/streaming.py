@@ -67,7 +67,11 @@ class AnswerStream:
         self._lock = Lock(fast_acquire=True)
 
     async def publish(self, chunk: Chunk) -> bool:
-        """Publish the next chunk; return whether the token stream takes the answer. Raises `FencedError`."""
+        """Publish the next chunk; return whether the token stream takes the answer's chunks.
+
+        Publishes nothing once the stream has refused one. Raises `FencedError` if another worker has
+        published a chunk of this answer or ended it.
+        """
         async with self._lock:
             await self._copy_old()
             if not self._said:
@@ -78,7 +82,7 @@ class AnswerStream:
             return self._is_heard
 
     @asynccontextmanager
-    async def kept(self) -> AsyncIterator[None]:
+    async def keep_available(self) -> AsyncIterator[None]:
         """Publish old chunks again while the block runs, also if an answer that pauses has no new ones.
 
         Raises `FencedError`.
@@ -125,8 +129,11 @@ class AnswerStream:
             self._first_seq = self._first_seq if chunk.i else seq
 
 
-def unpublished(result: Result, published: PublishedChunks) -> Chunk | None:
-    """Return the end of an answer's text that was not published, although all of its tokens were."""
+def unpublished_text(result: Result, published: PublishedChunks) -> Chunk | None:
+    """Return the end of an answer's text that was not published, although all of its tokens were.
+
+    The chunk may be empty. Returns None if tokens are missing in `published`, or for another kind of result.
+    """
     chunks, tokens = published.chunks, result.tokens if isinstance(result, Generated) else ()
     # Only if all chunks before it are there: a client that misses chunks reads the result instead.
     if not isinstance(result, Generated) or published.num_tokens != len(tokens):

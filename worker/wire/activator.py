@@ -86,8 +86,8 @@ class Activator:
     async def open(self, settings: Settings, *, all_requests: bool) -> None:
         """Create the prefix's streams, and listen to its requests. Raises `BrokerError`.
 
-        With `all_requests` `used_s` counts also those on `ctl` and `ask`. Then NATS no longer says at once
-        that nobody answers such a request.
+        With `all_requests`, those on `ctl` and `ask` update `used_s` too, even if the worker gets them. Then
+        NATS no longer says at once that nobody answers such a request.
         """
         await ensure(self._js, self._subjects, settings)
         await self._nc.subscribe(self._subjects.every("in"), cb=self._notice)
@@ -96,7 +96,7 @@ class Activator:
             await self._nc.subscribe(subject, cb=self._hear)
 
     async def begin(self) -> None:
-        """Subscribe to `ctl` and `ask` in the workers' queue group: each request reaches only one member."""
+        """Hold requests on `ctl` and `ask` from now on, as a member of the workers' queue group."""
         if not (missing := [one for one in self._held_subjects if one not in self._subscriptions]):
             return
         for subject in missing:
@@ -121,7 +121,7 @@ class Activator:
             del self._held[0]
 
     async def refuse(self, why: str) -> None:
-        """Answer the held requests with a failure."""
+        """Answer the held requests with a failure that says `why`."""
         while self._held:
             await self._outbox.reply(self._held.pop(0).reply, failure(None, "internal", why))
 

@@ -1,4 +1,4 @@
-"""Answers asks: a generate with a reply. It is stored in the log like any other, and its result awaited."""
+"""Answers asks: an ask is a generate whose result is also the reply. The log has it like any other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ class Asks:
         self._timeout_s = timeout_s
 
     async def answer(self, message: Msg, request_id: str) -> Result:
-        """Store an ask in the log, and wait for its result; `request_id` is its id if it has none."""
+        """Store an ask in the log, and return its result; `request_id` is its id if it has none.
+
+        Returns `Failed` if it is invalid, cannot be stored, or has no result in time but may get one later.
+        """
         try:
             key, _, _ = self._subjects.parse(message.subject)
             request = decode_ask(message.data, request_id)

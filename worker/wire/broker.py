@@ -83,7 +83,7 @@ log = structlog.get_logger(__name__)
 
 
 def find_server() -> Path | None:
-    """Find the `nats-server` program: beside this Python, else on the PATH."""
+    """Find the `nats-server` program: beside this Python, else on the PATH; None if it is missing."""
     places = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     found = shutil.which("nats-server", path=os.pathsep.join(places))
     return Path(found) if found else None
@@ -120,7 +120,7 @@ def check_port(port: int, mend: str | None = None) -> None:
 
 
 def wait_for_port(port: int, mend: str) -> None:
-    """Try `check_port` for up to 2 s: the gateway of a worker that was just killed may have the port."""
+    """Try `check_port` for up to 2 s, then raise its error: a worker just killed may still have the port."""
     until_s = time.monotonic() + _PORT_FREED_S
     while time.monotonic() < until_s:
         with contextlib.suppress(BrokerError):
@@ -130,7 +130,7 @@ def wait_for_port(port: int, mend: str) -> None:
 
 
 def server_name(root: Path) -> str:
-    """Return the server name for a data directory, by which its own server is recognised."""
+    """Return the name of a data directory's own server, by which it is told from other servers."""
     return SERVER_PREFIX + hashlib.sha256(os.fsencode(real_path(root))).hexdigest()[:16]
 
 
@@ -187,7 +187,7 @@ class EmbeddedServer:
         self._check_ports()
 
     async def stop(self) -> None:
-        """End the server if it runs, and then with SIGKILL if need be. Cancel `supervise` first."""
+        """End the server if it runs, after 10 s with SIGKILL. Cancel `supervise` first, which restarts it."""
         process, self._process = self._process, None
         if process is None or process.stdin is None:
             return

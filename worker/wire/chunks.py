@@ -18,7 +18,7 @@ from turnkeep_client.messages import Chunk, decode_chunk, encode
 from .consistent_reads import MAX_BACKOFF_S, RACE_S, TIMEOUT_S, ConsistentReads, pause_after
 from .fence import OVERTAKEN, FencedError, check_server
 from .overwriting import overwrite
-from .written import answers
+from .written import answered_seq
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,20 +35,19 @@ log = structlog.get_logger()
 
 
 class PublishedChunks(NamedTuple):
-    """The chunks of an answer that clients may have seen, and the sequence of its subject's last message.
-
-    `first_seq` is the sequence of the first chunk, or 0. `has_ended` says that a worker has closed
-    the token stream, so the answer has a result; `is_sealed` that a worker is about to end the answer as
-    cancelled or expired, or died doing so. The headers of the first chunk have `model`, and `base`: the
-    digest of the session before the answer.
-    """
+    """The chunks of an answer that clients may have seen."""
 
     chunks: list[Chunk]
+    #: The sequence of the last message on the answer's subject, or 0.
     last_seq: int = 0
+    #: Whether a worker has closed the token stream, so the answer has a result.
     has_ended: bool = False
+    #: Whether a worker is about to end the answer as cancelled or expired, or died doing so.
     is_sealed: bool = False
+    #: The model, and the digest of the session before the answer, by the headers of the first chunk.
     model: str = ""
     base: str = ""
+    #: The sequence of the first chunk, or 0.
     first_seq: int = 0
 
     @property
@@ -58,7 +57,7 @@ class PublishedChunks(NamedTuple):
 
 
 class AnswerChunks:
-    """Publishes and reads the chunks in the token stream. Event loop only. Retries as `Journal` does."""
+    """Publishes and reads the chunks in the token stream, retrying as `Journal` does. Event loop only."""
 
     def __init__(
         self, nc: Client, js: JetStreamContext, subjects: Subjects, log_reads: ConsistentReads, *, model: str
@@ -73,7 +72,7 @@ class AnswerChunks:
         self._name = uuid4().hex  # written into seals: a worker ignores its own seals
 
     async def read(self, key: SessionKey, request_id: str, seq: int, stored: datetime) -> PublishedChunks:
-        """Read the chunks of the request at `seq`, from index 0 to the first gap; republished chunks count.
+        """Read the chunks of the request at `seq`, from index 0 to the first gap.
 
         Ignores chunks that do not name the request's sequence or are older than the request (`stored`): a
         client may have published them to forge the beginning of the answer.
@@ -256,7 +255,7 @@ class AnswerChunks:
         after, more, subject = seq, 1, self._subjects.of(key, "out")
         while more:
             results, more = await self._log.page(subject, after)
-            if any(answers(entry) == seq for entry in results):
+            if any(answered_seq(entry) == seq for entry in results):
                 return True
             after = results[-1].seq if results else after
         return False
@@ -264,9 +263,9 @@ class AnswerChunks:
     async def remove(self, key: SessionKey, before: int) -> None:
         """Remove and overwrite the messages of answers to the requests below the sequence `before`.
 
-        Also those that name no request: no worker has written them. The requests must have left the log: then
-        a worker that still answers one cannot publish a chunk in place of a removed one. Raises nats-py's
-        errors.
+        Removes also those that name no request: no worker has written them. The requests must have left the
+        log: then a worker that still answers one cannot publish a chunk in place of a removed one. Raises
+        nats-py's errors.
         """
         stream, subject = self._subjects.token_stream, self._subjects.tokens(key, "*")
         while gone := [

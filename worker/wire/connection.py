@@ -164,10 +164,10 @@ async def confirm_subscriptions(client: Client) -> None:
             raise BrokerError("the NATS server has closed the connection; its log says why") from None
 
 
-async def answered(ask: Callable[[], Awaitable[T]], *, of_several: bool = True) -> T:
+async def ask_patiently(ask: Callable[[], Awaitable[T]], *, of_several: bool = True) -> T:
     """Call `ask`; if JetStream does not answer in time, as while it starts, try again for up to 20 s.
 
-    One of `of_several` servers may also refuse, while they elect a leader. Raises nats-py's errors.
+    Also tries again if one `of_several` servers refuses, as without a leader. Raises nats-py's errors.
     """
     until_s = current_time() + PATIENCE_S
     while True:
@@ -184,7 +184,7 @@ async def answered(ask: Callable[[], Awaitable[T]], *, of_several: bool = True) 
 async def _check_server(client: Client, shown: str, min_payload_bytes: int, timeout_s: float) -> None:
     try:
         ask = client.jetstream(timeout=timeout_s).account_info
-        await answered(ask, of_several=is_clustered(client))
+        await ask_patiently(ask, of_several=is_clustered(client))
     except (nats.js.errors.Error, nats.errors.Error) as error:
         raise BrokerError(
             f"JetStream does not answer at {shown} ({_first_line(error)}); enable it there (nats-server -js)"

@@ -60,7 +60,10 @@ class ConsistentReads:
         self._has_replicas = True
 
     async def page(self, subject: str, after: int) -> tuple[list[StoredMessage], int]:
-        """Read a subject's next messages after the sequence `after`, and count the remaining ones."""
+        """Read a subject's next messages after the sequence `after`: up to 256, or 2 MiB.
+
+        Returns these, and the number of those that remain.
+        """
         pause_s = RACE_S
         while True:
             last_seq = await self.last_seq(subject) if await self._is_replicated() else None
@@ -115,7 +118,7 @@ class ConsistentReads:
                 await pause_after("reading the log", error, 1.0)
 
     async def entries(self, subject: str) -> AsyncGenerator[StoredMessage]:
-        """Iterate over a subject's messages."""
+        """Iterate over all of a subject's messages, in order."""
         after, num_more = 0, 1
         while num_more:
             entries, num_more = await self.page(subject, after)
@@ -135,7 +138,7 @@ class ConsistentReads:
 
 
 async def pause_after(doing: str, error: BaseException, pause_s: float) -> None:
-    """Warn in the worker's own log that the stream cannot be reached, and wait for `pause_s`."""
+    """Warn in the worker's log that the stream cannot be reached, and wait for `pause_s`."""
     log.warning(
         "the log is out of reach, trying again", doing=doing, error=str(error) or type(error).__name__
     )

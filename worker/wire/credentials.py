@@ -28,7 +28,7 @@ _MAX_BYTES: Final = 2**20
 
 
 def nats_options(settings: Settings) -> dict[str, Any]:
-    """Read the context, the credentials and the TLS files. Raises `SettingsError`, also if they disagree."""
+    """Read nats-py's options from the context, credentials and TLS files. Raises `SettingsError`."""
     context = _context(settings)
     ways = _of_context(context) if context else []
     if settings.nats_creds is not None:
@@ -41,7 +41,7 @@ def nats_options(settings: Settings) -> dict[str, Any]:
 
 
 def worker_options(settings: Settings) -> dict[str, Any]:
-    """Read a worker's credentials. Raises `SettingsError` if some are set without an external server."""
+    """Read nats-py's options for a worker. Raises `SettingsError`, also for options of its own server."""
     options = nats_options(settings)
     if options and settings.nats is None:
         raise SettingsError("the worker's own NATS server makes its token itself; set nats too")
@@ -49,7 +49,7 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 
 
 def client_options(settings: Settings) -> dict[str, Any]:
-    """Read the credentials of a command; if none are set, the token of the worker's own server."""
+    """Read nats-py's options for a command; without credentials, has the token of the worker's own server."""
     options = nats_options(settings)
     if settings.nats is None and options.keys() <= {"tls"} and (token := own_token(settings.data_dir)):
         options["token"] = token
@@ -72,7 +72,7 @@ def own_token(data_dir: Path) -> str | None:
 
 
 def over_tls(settings: Settings, urls: str) -> str:
-    """Change nats:// and ws:// URLs to tls:// and wss:// if the settings name a CA or a certificate."""
+    """Return `urls`, with tls:// for nats:// and wss:// for ws:// if there is a CA or a certificate."""
     context = _context(settings)
     if settings.nats_ca is None and not (context and context.files.keys() & {"ca", "cert"}):
         return urls

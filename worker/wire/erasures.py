@@ -90,7 +90,8 @@ class Erasures:
     async def note(self, key: SessionKey, tokens: Tokens, shared: int, done: Iterable[str]) -> None:
         """Store a note that a session is forgotten, before its tokens leave the log.
 
-        It concerns all processes but those in `done`, and all tokens but the first `shared`.
+        It concerns all processes but those in `done`, and all tokens but the first `shared`. Stores none if
+        these are all.
         """
         if len(tokens) > shared:
             note = ErasureNote(
@@ -99,7 +100,7 @@ class Erasures:
             await self._journal.note_erasure(key.tenant, msgspec.json.encode(note))
 
     async def catch_up(self, let_go: LetGo) -> None:
-        """Carry out the notes that are there; return once the log was read, however long that takes."""
+        """Carry out all notes, however long that takes to read them; for `let_go` see `run`."""
         while True:
             try:
                 return await self._look(let_go)
@@ -151,7 +152,7 @@ class Erasures:
         """
         if not known.seq:
             return True
-        notes, _ = await self._journal.erasures(known.seq - 1)
+        notes, _ = await self._journal.erasure_notes(known.seq - 1)
         return any((one.seq, one.stored.timestamp()) == (known.seq, known.stored_s) for one in notes[:1])
 
     async def _drop_all(self, let_go: LetGo, after: int) -> bool:
@@ -160,7 +161,7 @@ class Erasures:
         Sessions that are at work keep their KV until their turns have ended. Only after that are the copies
         erased, as these turns may add some.
         """
-        notes, _ = await self._journal.erasures(after)
+        notes, _ = await self._journal.erasure_notes(after)
         if not notes:
             return True
         late = self._late
@@ -186,7 +187,7 @@ class Erasures:
         more, is_left = 1, False
         done = after = (0, 0.0) if doubtful else (known.seq, known.stored_s)
         while more:
-            notes, more = await self._journal.erasures(after[0])
+            notes, more = await self._journal.erasure_notes(after[0])
             for entry in notes:
                 after = entry.seq, entry.stored.timestamp()
                 marks = None if entry.seq > known.seq and not is_empty else doubtful
@@ -218,10 +219,10 @@ class Erasures:
     async def _clean(self) -> None:
         """Remove notes that are too old. The last note stays, since it shows that there were some."""
         await self._journal.end()
-        notes, _ = await self._journal.erasures(0)
+        notes, _ = await self._journal.erasure_notes(0)
         while len(notes) > 1:
             for entry in notes[:-1]:
                 if self._journal.age_s(entry) < _KEPT_S:
                     return
                 await self._journal.delete(entry.seq)
-            notes, _ = await self._journal.erasures(0)
+            notes, _ = await self._journal.erasure_notes(0)

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from .consistent_reads import StoredMessage
     from .journal import Journal
-    from .streams import Streams
+    from .streams import StreamNames
 
     Ring = Callable[["Delivery"], None]
 
@@ -100,17 +100,15 @@ def is_of(delivery: Msg, entry: StoredMessage | None) -> bool:
 
 @dataclass(frozen=True)
 class Delivery:
-    """A request as the server delivered it.
-
-    `again` says that an earlier delivery of the request may have crashed a worker. All requests with a
-    sequence below `first_seq` were delivered to a worker before, even if they are not redelivered.
-    """
+    """A request as the server delivered it."""
 
     key: SessionKey
     seq: int
     stored: datetime
     body: bytes
+    #: Whether an earlier delivery of the request may have crashed a worker.
     again: bool
+    #: All requests below this sequence were delivered before, even if they are not redelivered.
     first_seq: int = 0
 
     @cached_property
@@ -142,7 +140,7 @@ class Intake:
     def __init__(
         self,
         nc: Client,
-        names: Streams,
+        names: StreamNames,
         telemetry: Telemetry,
         journal: Journal,
         *,
@@ -262,7 +260,7 @@ class Intake:
         self._returned = {seq: one for seq, one in self._returned.items() if one.due_s >= gone_s}
 
     def take(self, delivery: Delivery, ring: Ring) -> None:
-        """Wake a session for a request whose delivery another worker had: there is none to acknowledge."""
+        """Wake a session for a request that has no delivery to acknowledge: another worker had it."""
         if delivery.key not in self._anchors:
             self._keep(delivery.key, None)
         ring(delivery)
@@ -273,7 +271,10 @@ class Intake:
             await self.deliver(message, ring)
 
     async def deliver(self, message: Msg, ring: Ring) -> None:
-        """Accept a delivery from the server or another worker; return it (nak) if its tenant has no room."""
+        """Accept a delivery from the server or another worker, and wake its session with `ring`.
+
+        Returns it to the server (nak) if the tenant has no room; refuses names that no subject can have.
+        """
         await self._drop_lost()
         metadata = message.metadata
         seq = metadata.sequence.stream
@@ -376,7 +377,7 @@ class Intake:
         return {key: seq for key, seq in firsts.items() if not self._returned[seq].again}
 
     def pass_returned(self, seqs: Iterable[int]) -> list[int]:
-        """Forget returned requests, which another worker has now; list those that no other had before."""
+        """Forget returned requests, which another worker has now; return those that no other had before."""
         known = {seq: self._returned.pop(seq) for seq in seqs if seq in self._returned}
         return [seq for seq, one in known.items() if not one.again]
 

@@ -37,7 +37,7 @@ from .consistent_reads import (
 )
 from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
 from .overwriting import overwrite
-from .written import answers
+from .written import answered_seq
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -58,13 +58,12 @@ class TooLargeError(Exception):
 
 
 class Queue(NamedTuple):
-    """What is left of a session on `in`: requests that have results already, then perhaps one that has none.
-
-    `answered` has the sequences of the former, which may leave the log; `is_waiting` tells of the latter.
-    """
+    """What is left of a session on `in`: requests that have results, then perhaps one that has none."""
 
     key: SessionKey
+    #: The sequences of requests that have results: these may leave the log.
     answered: list[int]
+    #: Whether a request without a result follows.
     is_waiting: bool
 
 
@@ -216,7 +215,7 @@ class Journal:
                 return
 
     async def purge(self, key: SessionKey, kind: Literal["attempt"]) -> None:
-        """Remove a session's entries of a kind. Does not retry, since remaining entries do no harm."""
+        """Try once to remove a session's entries of a kind: remaining ones do no harm."""
         with contextlib.suppress(nats.errors.Error, APIError, OSError):
             await self._js.purge_stream(self._subjects.log_stream, subject=self._subjects.of(key, kind))
 
@@ -230,7 +229,7 @@ class Journal:
         return 0
 
     async def end(self) -> tuple[int, int]:
-        """Return the size of the log in bytes, and its last sequence. Raises nats-py's errors."""
+        """Read the log's size in bytes, its last sequence, and the server's time. Raises nats-py's errors."""
         subject = f"$JS.API.STREAM.INFO.{self._subjects.log_stream}"  # nats-py's answer lacks the time
         answer = json.loads((await self._nc.request(subject, timeout=TIMEOUT_S)).data)
         if "error" in answer:
@@ -246,7 +245,7 @@ class Journal:
         return self._time_s + monotonic() - entry.stored.timestamp()
 
     async def queues(self, counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:
-        """Read what is left on `in`, of all sessions; a request whose result does not `counts` has none.
+        """Read the queues of all sessions, ignoring results for whose sequences `counts` is false.
 
         The server names the first 100,000 sessions only. Raises nats-py's errors.
         """
@@ -270,7 +269,7 @@ class Journal:
                 after = entry.seq
                 while more_results and after not in results:
                     page, more_results = await self.page(key, "out", after_out)
-                    results |= {answers(one) for one in page if counts(one.seq)}
+                    results |= {answered_seq(one) for one in page if counts(one.seq)}
                     after_out = page[-1].seq if page else after_out
                 if after not in results:
                     return Queue(key, answered, is_waiting=True)
@@ -281,15 +280,15 @@ class Journal:
         """Find the sessions with requests that have no result. Raises nats-py's errors."""
         return [queue.key for queue in await self.queues() if queue.is_waiting]
 
-    async def closed(self, after: int) -> tuple[list[StoredMessage], int]:
+    async def close_notes(self, after: int) -> tuple[list[StoredMessage], int]:
         """Read the next notes of closes, of all sessions, after the stream sequence `after`.
 
         Also returns the number of notes that remain.
         """
         return await self._reads.page(self._subjects.every("closed"), after)
 
-    async def erasures(self, after: int) -> tuple[list[StoredMessage], int]:
-        """Read the next notes of erasures, of all tenants, after the sequence `after`; see `closed`."""
+    async def erasure_notes(self, after: int) -> tuple[list[StoredMessage], int]:
+        """Read the next notes of erasures, of all tenants, after the sequence `after`, like `close_notes`."""
         return await self._reads.page(self._subjects.erased("*"), after)
 
     async def log_name(self) -> str:

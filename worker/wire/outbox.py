@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class Outbox:
-    """Publishes on core NATS, without acknowledgements. Event loop only."""
+    """Publishes on core NATS: a message that cannot be sent is lost, without an error. Event loop only."""
 
     def __init__(self, nc: Client, subjects: Subjects) -> None:
         self._nc = nc

@@ -28,24 +28,26 @@ _MAX_BYTES: Final = 2**20
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A worker of the prefix. `directory` identifies its data directory, `boot` its process.
-
-    `since` is the time of its start, in seconds since 1970. `model` is a digest of its model, once loaded.
-    `load` is the number of sessions with requests that wait or run there, at the last renewal. A worker that
-    does not serve yet (`serves`) loads its model, and owns no sessions. A worker that `drains` takes no
-    sessions, and gives its own away. `protocol` is the version of the messages that it writes.
-    """
+    """A worker of the prefix."""
 
     worker: str
     host: str
     pid: int
+    #: Identifies its data directory.
     directory: str
+    #: Identifies its process.
     boot: str
+    #: When it started, in seconds since 1970.
     since: float = 0.0
+    #: A digest of its model, once loaded.
     model: str = ""
+    #: The number of sessions with requests that wait or run there, at the last renewal.
     load: int = 0
+    #: False while it loads its model: then it owns no sessions.
     serves: bool = False
+    #: Whether it gives its sessions away, and takes none.
     drains: bool = False
+    #: The version of the messages that it writes.
     protocol: int = PROTOCOL
 
     def __str__(self) -> str:
@@ -92,7 +94,7 @@ def address(subjects: Subjects, member: Member, verb: str) -> str:
     return f"$KV.{subjects.workers_bucket}.peer.{member.boot}.{verb}"
 
 
-async def recorded(gets: DirectGets, subjects: Subjects) -> list[Member]:
+async def read_members(gets: DirectGets, subjects: Subjects) -> list[Member]:
     """Read the records of a prefix's workers; a killed worker's record stays for 2 s.
 
     Raises nats-py's errors.

@@ -54,7 +54,7 @@ from worker.process.concurrency import task_group
 
 from .intake import session_of
 from .synced import SyncedEntries
-from .written import answers
+from .written import answered_seq
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -128,18 +128,18 @@ class Retention:
     async def note_close(self, key: SessionKey, seq: int, *, forget: bool) -> int | None:
         """Store a note that a session is about to be closed by the request at `seq`.
 
-        With `forget`, returns how many entries will be removed.
+        With `forget`, returns how many entries will be removed (0 if the server does not answer); else None.
         """
         num_entries = await self._journal.count(key) if forget else None
         await self._journal.append(key, "closed", _FORGET if forget else b"", {CLOSE_HEADER: str(seq)})
         return num_entries and num_entries - 1  # not the close itself
 
     def wake(self) -> None:
-        """Look for sessions to remove now: the result of a close that forgets one was stored."""
+        """Have `run` look for sessions to remove now: the result of a close that forgets one was stored."""
         self._woken.set()
 
     async def run(self) -> None:
-        """Remove what is due periodically, until cancelled."""
+        """Remove periodically what need not stay in the log, until cancelled; log errors, and try again."""
         async with task_group() as tasks:
             tasks.start_soon(self._run_queue)
             await self._run_closed()
@@ -153,7 +153,7 @@ class Retention:
             await sleep(_PERIOD_S + self._synced.after_s)
 
     async def remove_answered(self) -> None:
-        """While the log is filling, remove the requests that have results."""
+        """While the log is filling, remove requests that have results, unless another worker does that."""
         if self.num_bytes <= _FILLING * self.max_bytes or not self._is_first():
             return
         for queue in await self._journal.queues(self._synced.has):
@@ -176,7 +176,7 @@ class Retention:
                 await self._woken.wait()
 
     async def sweep(self) -> None:
-        """Remove the sessions that are due; if the log is nearly full, more of them, oldest first."""
+        """Remove closed sessions that are due; if the log is nearly full, more of them, oldest first."""
         self.num_bytes = await self._synced.look()
         if self._server != self._journal.server:  # other notes may have their sequences now
             self._server, self._seen_seq = self._journal.server, 0
@@ -185,7 +185,7 @@ class Retention:
         full = self.num_bytes > _NEARLY_FULL * self.max_bytes
         after, more, unfinished = 0, 1, 0
         while more:
-            notes, more = await self._journal.closed(after)
+            notes, more = await self._journal.close_notes(after)
             for note in notes:
                 after = note.seq
                 if not await self._try_to_follow(note, at_once=full):
@@ -260,7 +260,7 @@ class Retention:
         is_last = await self._journal.last_seq(key, "out") == closed_seq
         requests, more = await self._journal.page(key, "in", close_seq)
         results, _ = await self._journal.page(key, "out", close_seq)
-        is_answered = not more and {entry.seq for entry in requests} <= {answers(entry) for entry in results}
+        is_answered = not more and {one.seq for one in requests} <= {answered_seq(one) for one in results}
         is_followed = any(entry.seq > closed_seq and self._synced.has(entry.seq) for entry in results)
         is_young = self._journal.age_s(closed.entry) < _LAST_S
         if not is_followed and (not is_last or is_young or not is_answered):
@@ -295,7 +295,7 @@ class Retention:
             results, more = await self._journal.page(key, "out", after)
             for entry in results:
                 after = entry.seq
-                if after < closed_seq and answers(entry) < close_seq:
+                if after < closed_seq and answered_seq(entry) < close_seq:
                     await self._journal.delete(after)
                 elif after < closed_seq:
                     kept |= await self._linked(entry)
@@ -329,7 +329,7 @@ class Retention:
         is_answered, more = not requests or requests[0].seq != after, 1
         while more and not is_answered:
             results, more = await self._journal.page(key, "out", after)
-            is_answered = any(answers(entry) == int(close_seq) for entry in results)
+            is_answered = any(answered_seq(entry) == int(close_seq) for entry in results)
             after = results[-1].seq if results else after
         return not is_answered
 

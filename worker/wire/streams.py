@@ -21,7 +21,7 @@ from turnkeep_client.subjects import CONSUMER
 from worker.process.constants import CONSTANTS
 from worker.process.formatting import size
 
-from .connection import BrokerError, answered
+from .connection import BrokerError, ask_patiently
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -71,7 +71,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Streams:
+class StreamNames:
     """The names of the streams and the consumer."""
 
     log: str
@@ -81,7 +81,7 @@ class Streams:
 
 async def ensure(
     js: JetStreamContext, subjects: Subjects, settings: Settings, constants: Constants = CONSTANTS
-) -> Streams:
+) -> StreamNames:
     """Create the log stream, the token stream and the consumer, or update them to these settings.
 
     Several workers may do this at the same time. Keeps an operator's other changes (placement; the number of
@@ -92,7 +92,7 @@ async def ensure(
     await _ensure_others(js, subjects, settings, constants)
     if is_copied:  # wait for the consumer's copies, too: else it may be lost with its node
         await _copied(partial(js.consumer_info, subjects.log_stream, CONSUMER), settings.log_replicas)
-    return Streams(subjects.log_stream, subjects.token_stream, CONSUMER)
+    return StreamNames(subjects.log_stream, subjects.token_stream, CONSUMER)
 
 
 async def _ensure_others(
@@ -207,7 +207,7 @@ async def ensure_stream(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
     Raises `BrokerError`.
     """
     try:
-        return await answered(partial(_bring_about, js, wanted))
+        return await ask_patiently(partial(_bring_about, js, wanted))
     except (APIError, nats.errors.Error) as error:
         raise BrokerError(await _explain(js, wanted, error)) from None
 
@@ -225,7 +225,7 @@ async def _bring_about(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
             info = await js.stream_info(name)  # another worker made it, with other settings
         else:
             log.info("created stream", stream=name)
-            await answered(partial(js.stream_info, name))
+            await ask_patiently(partial(js.stream_info, name))
             return False
     _check_identity(wanted, info)
     if changes := _differences(wanted, info.config):
@@ -277,7 +277,7 @@ def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
 
 async def _ensure_consumer(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig) -> None:
     try:
-        await answered(partial(_set_up, js, stream, wanted))
+        await ask_patiently(partial(_set_up, js, stream, wanted))
     except (APIError, nats.errors.Error) as error:
         raise BrokerError(
             f"the consumer {CONSUMER} of stream {stream} cannot be set up ({reason(error)}); if something"
@@ -305,7 +305,7 @@ async def _set_up(js: JetStreamContext, stream: str, wanted: api.ConsumerConfig)
 
 
 async def take_back(js: JetStreamContext, subjects: Subjects) -> None:
-    """Let the server redeliver at once the requests that a dead worker did not acknowledge.
+    """Have the server redeliver at once the requests that a dead worker did not acknowledge.
 
     Only for a worker that is alone, before `ensure` and the first pull: nobody else holds deliveries then.
     If this fails, the requests come after `ack_wait`. If it is interrupted, `ensure` sets `ack_wait` again.

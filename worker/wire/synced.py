@@ -15,7 +15,7 @@ _LATE: Final = 0.25
 
 
 class SyncedEntries:
-    """The last entry that the server's files are sure to have. Event loop only."""
+    """Knows up to which entry of the log the server's files are complete. Event loop only."""
 
     def __init__(self, journal: Journal, sync_s: float) -> None:
         """The server syncs its files every `sync_s` seconds; with 0, before it acknowledges an entry."""
@@ -27,11 +27,14 @@ class SyncedEntries:
         self._seen: deque[tuple[float, int]] = deque()
 
     def has(self, seq: int) -> bool:
-        """Whether a power cut cannot lose the entry at this sequence."""
+        """Whether the entry at this sequence is synced, so that no power cut can lose it."""
         return self._server == self._journal.server and seq <= self._last_seq
 
     async def look(self) -> int:
-        """Look where the log ends, which is synced later; return its size. Raises nats-py's errors."""
+        """Read the log's end, up to which it counts as synced `after_s` later; return its size in bytes.
+
+        Raises nats-py's errors.
+        """
         server = self._journal.server
         num_bytes, last_seq = await self._journal.end()
         end = self._seen[-1][1] if self._seen else self._last_seq

@@ -33,7 +33,7 @@ _SLACK_S: Final = 1.0
 
 
 class UndeliveredRequests:
-    """Wakes the sessions of undelivered requests, after this worker's start and each start of the server."""
+    """Wakes sessions whose requests are not delivered, after each start of this worker or the server."""
 
     def __init__(
         self,

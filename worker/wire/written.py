@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .consistent_reads import StoredMessage
 
 
-def written(entry: StoredMessage) -> Result | None:
+def worker_result(entry: StoredMessage) -> Result | None:
     """Decode an entry of `out`; None if no worker can have written it.
 
     A worker's result answers an earlier request, has the digest of the history, and has the request itself.
@@ -31,7 +31,7 @@ def written(entry: StoredMessage) -> Result | None:
     return result if not changes_session(result) or decode_asked(entry.body) is not None else None
 
 
-def answers(entry: StoredMessage) -> int:
+def answered_seq(entry: StoredMessage) -> int:
     """Return the sequence of the request that an `out` entry answers; 0 if the entry is not a result."""
-    result = written(entry)
+    result = worker_result(entry)
     return (result.seq or 0) if result else 0
