@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -64,6 +65,21 @@ async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(worker: 
     sweeping.cancel()
     with pytest.raises(RequestFailedError):
         await worker.client.session("s").append(text="on")
+
+
+async def test_a_session_that_was_running_when_the_gateway_started_stays_open_once_its_end_is_known(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removal, "_SWEEP_S", 0.05)
+    index, session = await indexed(worker)
+    session.position, session.used_s = None, -math.inf
+    latest: Any = SimpleNamespace(is_loaded=AsyncMock(return_value=True))
+    sweeping = asyncio.create_task(sweep(worker.client, index, latest, 3600.0))
+    await until(lambda: session.position is not None)
+    await asyncio.sleep(0.5)
+    sweeping.cancel()
+    assert index.sessions
+    await worker.client.session("s").append(text="on")
 
 
 @pytest.mark.serves("calling_model")
