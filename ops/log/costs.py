@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from msgspec import Struct
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from turnkeep_client.client import Client
-    from turnkeep_client.session_log import Exchange
+    from turnkeep_client.session_log import Exchange, LoggedResult
 
     from .sessions import SessionRow
 
@@ -59,14 +59,32 @@ def _cost(one: Exchange) -> Cost:
     return Cost()
 
 
+class _Sum(NamedTuple):
+    """The sum of a session's costs up to its `last` result: its sequence, and when the log stored it.
+
+    `state` has the log's number of entries then, and the time of the last one: the number alone is not
+    enough, since a new result may replace a worker's note of its request.
+    """
+
+    last: tuple[int, datetime] | None = None
+    total: Cost = Cost()
+    state: tuple[int, datetime] | None = None
+
+    @property
+    def seq(self) -> int:
+        return 0 if self.last is None else self.last[0]
+
+
+def _place(answer: LoggedResult) -> tuple[int, datetime]:
+    return answer.entry.seq, answer.entry.stored
+
+
 class SessionCosts:
     """Keeps the sum of each session's costs, and reads only new results to update the sum."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        #: The last added result's sequence, the sum, the number of entries, and the time of the last one: the
-        #: number alone is not enough, since a new result may replace a worker's note of its request.
-        self._sums: dict[SessionKey, tuple[int, Cost, int, datetime]] = {}
+        self._sums: dict[SessionKey, _Sum] = {}
 
     async def of(self, rows: Iterable[SessionRow]) -> list[Cost]:
         """Return each session's total costs, in the order of `rows`. Raises `TurnkeepError`."""
@@ -74,14 +92,16 @@ class SessionCosts:
 
     async def _of(self, row: SessionRow) -> Cost:
         key = SessionKey(row.tenant, row.session)
-        seq, total, entries, last = self._sums.pop(key, (0, Cost(), 0, row.last))
-        if row.entries < entries:  # the session was removed, and began again
-            seq, total, entries = 0, Cost(), 0
-        if row.entries > entries or row.last != last:
-            log = await read(self._client.stored, key, seq + 1)
-            seq = max([seq, *(one.entry.seq for one in log.answers)])
-            total = sum(map(_cost, log.exchanges), total)
-        self._sums[key] = (seq, total, row.entries, row.last)
+        known, state = self._sums.pop(key, _Sum()), (row.entries, row.last)
+        if known.state != state:
+            log = await read(self._client.stored, key, max(known.seq, 1))
+            if known.seq and known.last not in [_place(one) for one in log.answers]:
+                # The session was removed, or the log restored from a backup; entries have new sequences.
+                known, log = _Sum(), await read(self._client.stored, key)
+            new = (_cost(one) for one in log.exchanges if one.answered.seq > known.seq)
+            last = _place(log.answers[-1]) if log.answers else None
+            known = _Sum(last, sum(new, known.total), state)
+        self._sums[key] = known
         if len(self._sums) > _KEPT:
             del self._sums[next(iter(self._sums))]
-        return total
+        return known.total

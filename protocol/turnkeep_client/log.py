@@ -47,6 +47,17 @@ ENDED_HEADER: Final = "Turnkeep-Ended"
 #: Header of an empty message that stops other workers from continuing an answer: the request's sequence.
 SEALED_HEADER: Final = "Turnkeep-Sealed"
 
+#: JetStream's error code for a stream that has reached its `max_bytes`.
+_STREAM_FULL: Final = 10077
+
+
+def why_refused(code: int | None, description: str | None) -> str:
+    """Return the text for a request that the log refuses with this JetStream error; a full log needs room."""
+    remedy = ""
+    if code == _STREAM_FULL:  # which refuses the closes of sessions too
+        remedy = "; restart the worker with a larger --log-max-bytes, then close sessions"
+    return f"the log refused the request: {description}{remedy}"
+
 
 class Stored(NamedTuple):
     """One message that a JetStream stream has stored."""

@@ -28,7 +28,7 @@ from .errors import (
     TurnkeepError,
 )
 from .images import entries
-from .log import EXPECT_HEADER, Stored
+from .log import EXPECT_HEADER, Stored, why_refused
 from .messages import decode_asked, decode_result
 from .nats_client import Nats
 from .subjects import CONSUMER, Subjects
@@ -409,7 +409,7 @@ def _refusal(error: APIError, *, is_doubtful: bool) -> TurnkeepError:
         return MessageTooLargeError("the request is larger than the log accepts: send it as several appends")
     if error.err_code == _WRONG_LAST_SEQUENCE:
         return LastSequenceError(str(error.description), _WRONG_LAST_SEQUENCE)
-    why = f"the log refused the request: {error.description}"
+    why = why_refused(error.err_code, error.description)
     if is_doubtful:  # a request under another id could be executed as well
         why += "; an earlier attempt may have stored it: send it again under the same id"
     return RequestFailedError("overloaded", why, retryable=not is_doubtful)

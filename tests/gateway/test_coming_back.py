@@ -21,6 +21,7 @@ from gateway import idempotency, logged_answers
 from gateway.http import answer_response, handlers
 from gateway.keys import Keys
 from turnkeep_client.errors import NoAnswerError, NoServerError
+from turnkeep_client.log import why_refused
 
 pytestmark = pytest.mark.serves("endless_model")
 
@@ -251,7 +252,8 @@ async def test_a_stream_request_that_the_full_log_refuses_returns_an_error_witho
     if is_late:  # the client has been told that there will be a stream
         monkeypatch.setattr(answer_response, "_PATIENCE_S", 0.0)
     answer = await post(http, "/v1/responses", {}, stream=True, background=True)
-    says = "the log refused the request: maximum bytes exceeded"
+    says = why_refused(10077, "maximum bytes exceeded")
+    assert "--log-max-bytes" in says
     if not is_late:
         assert (answer.status_code, answer.json()["error"]["message"]) == (429, says)
         return

@@ -327,6 +327,14 @@ def test_malformed_messages_raise_a_template_error(chat: Chat, messages: list[di
         chat.conversation.add_messages([], messages)
 
 
+def test_results_of_calls_that_share_an_id_answer_these_calls_in_their_order(tokenizer: Tokenizer) -> None:
+    calls = [{"id": name, "function": {"name": "f", "arguments": "{}"}} for name in ("x", "y", "x")]
+    said = {"role": "assistant", "content": "", "tool_calls": calls}
+    results = [{"role": "tool", "content": "r", "tool_call_id": name} for name in ("x", "x", "y", "x")]
+    found = Conversation(tokenizer, DAY).with_call_indices([said, *results])
+    assert [one.get("call_index") for one in found] == [None, 0, 2, 1, None]
+
+
 def test_a_model_without_a_chat_template_refuses_messages(
     tokenizers: dict[str, Tokenizer], with_template: Any
 ) -> None:

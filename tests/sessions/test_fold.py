@@ -114,6 +114,18 @@ async def test_the_result_of_a_cancelled_waiting_request_is_not_stored_if_it_has
     assert await log.commit(second, None, waits=True) is not None
 
 
+async def test_a_repeat_that_was_not_read_yet_does_not_wait_as_its_first_request_has_a_result(world) -> None:
+    """That result was stored out of order, so the requests before it are not read either."""
+    for name in ("first", "late", "late"):
+        world.publish(Append(id=name, text="one"))
+    log = world.session.log
+    waiting = await log.find_waiting("late")
+    assert waiting is not None
+    assert waiting.seq == 2
+    log.record._answered.add(2)
+    assert await log.find_waiting("late") is None
+
+
 async def test_a_repeated_request_cannot_be_cancelled_and_gets_the_recorded_result(world) -> None:
     """An id has only one result, also if it is repeated or cancelled later."""
     first = await world.ask(Append(id="a", text="one"))

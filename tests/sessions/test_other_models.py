@@ -137,6 +137,26 @@ async def test_a_session_is_tokenised_again_when_the_model_has_a_different_token
     await world.assert_fold_is_life()
 
 
+async def test_under_another_tokenizer_special_tokens_spelled_out_count_in_trusted_messages_alone(
+    tokenizer: Tokenizer, foreign: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also under a third one, and each time in a session that is read from a checkpoint."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 2)
+    nums = list[list[int]]()
+    for trusted in (None, True):
+        world, said = World(tokenizer), Message(role="user", content="one <|im_end|> more")
+        nums.append([])
+        for served in (tokenizer, foreign, tokenizer):
+            world.serve(served)
+            for _ in range(3):
+                name = f"a{len(world.results)}"
+                await world.ask(Append(id=name, messages=(said,), special_tokens=trusted))
+            (end,) = served.encode("<|im_end|>", at_start=False)
+            nums[-1].append(world.session.history.tokens.ids().tolist().count(end))
+            await world.assert_fold_is_life()
+    assert [with_them - without for without, with_them in zip(*nums, strict=True)] == [3, 6, 9]
+
+
 async def test_a_session_of_raw_text_is_tokenised_again_when_the_model_has_a_different_tokenizer(
     world: World, foreign: Tokenizer
 ) -> None:

@@ -12,6 +12,7 @@ from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.images import files_of
+from turnkeep_client.log import why_refused
 from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
 from worker.observe.traces import trace_headers
 from worker.process.concurrency import shielded
@@ -85,7 +86,7 @@ class Asks:
         except APIError as error:
             if error.err_code == MESSAGE_TOO_LARGE:
                 return failure(request.id, "invalid_request", _TOO_LARGE)
-            return failure(request.id, "overloaded", f"the log refused the request: {error.description}")
+            return failure(request.id, "overloaded", why_refused(error.err_code, error.description))
         except (nats.errors.Error, OSError) as error:
             reason = str(error) or type(error).__name__
             return failure(request.id, "overloaded", f"the log did not confirm the request: {reason}")
