@@ -412,7 +412,7 @@ def rows(forks: Forks) -> list[SessionRow]:
 def test_a_message_has_a_switch_where_variants_part(
     forks: Forks, name: str, at: dict[int, tuple[str, ...]]
 ) -> None:
-    assert variants(name, rows(forks)).at == at
+    assert variants(name, rows(forks), ()).at == at
 
 
 def test_variants_are_one_row_with_the_first_words_of_the_conversation() -> None:
@@ -424,5 +424,5 @@ def test_variants_are_one_row_with_the_first_words_of_the_conversation() -> None
         ("a-v2", "words of a"),
         ("b", "words of b"),
     ]
-    found = variants("a-v2", there)
+    found = variants("a-v2", there, ())
     assert (found.root, found.begins, found.members) == ("a", "words of a", ("a", "a-v2"))

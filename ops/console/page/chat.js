@@ -88,6 +88,8 @@ export function composer(name, given, sent, stop) {
       number("Top p", "top_p", { min: 0.001, max: 1, placeholder: "the model's" }),
       number("Seed", "seed", { min: 0, max: 2 ** 53 - 1, step: 1, placeholder: "any" }),
       area("JSON schema of the answer", "schema", { placeholder: '{"type": "object", ...}', spellcheck: "false" }))));
+  // A field in folded options has no place where the browser could say what is wrong with it.
+  form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
   // It stays at the foot of the window: what gets the focus must not scroll behind it.
   new ResizeObserver(() => { document.documentElement.style.scrollPaddingBottom = `${form.offsetHeight + 32}px`; }).observe(form);
 
@@ -102,7 +104,7 @@ export function composer(name, given, sent, stop) {
       dropDraft(given);
       counted.see("");
       await sent();
-      toEnd();
+      if (form.isConnected) toEnd();
     } catch (error) {
       toast(error.message, true);
     } finally {

@@ -63,6 +63,7 @@ export function models(main, about) {
       : `A worker serves one model. ${canServe ? "Serve loads another one in its place, until turnkeep serve is next started" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`;
     tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} ${how}`);
     all.hidden = false;
+    const focused = all.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     inUse.hidden = !found.served.length;
     served.replaceChildren(...found.served.map((one) => row(one.name, "", ["state", state(one)], ["", change(one, found.can_serve)])));
     const isServed = (name) => found.served.some((one) => one.name === name);
@@ -74,6 +75,7 @@ export function models(main, about) {
         && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));
     const others = Object.entries(found.pulls).filter(([name]) => !found.good.some((one) => one.name === name));
     good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["on a GPU", ""], ["size", ""], ["here", ""], ["", progress(name, one)])));
+    if (focused) all.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus();
     if (Object.values(found.pulls).some((one) => !one.error)) soon = setTimeout(refresh, 1000);
   }
   return { refresh, leave: () => clearTimeout(soon) };
