@@ -117,6 +117,13 @@ async def test_an_answer_that_more_requests_follow_than_a_page_has_ends_on_the_p
         await_(queue())
         browser.wait_for(f"{SAID}.includes('q39')")
         assert browser.run("return document.querySelector('.growing')"), "it still runs, and is still there"
+        if browser.run(f"return {button('Earlier turns')}"):
+            browser.run("document.querySelector('.conversation > button').click()")
+        browser.wait_for(f"{SAID}.includes('q0')")
+        for _ in range(2):
+            browser.run(FRESH)
+            browser.run("return new Promise((then) => setTimeout(then, 700))")
+        assert browser.run(f"return {SAID}.filter((one) => one.startsWith('q')).length") == 40
         await_(first.cancel())
         browser.wait_for("document.querySelector('.turn:last-child.done')")
         browser.wait_for("!document.querySelector('.turn.waiting')")

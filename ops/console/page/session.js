@@ -9,6 +9,8 @@ import { menu } from "./menu.js";
 import { address, state } from "./sessions.js";
 import { element, growing } from "./turns.js";
 
+/* So many parts of a conversation are read again at most, for turns that waited when they were read. */
+const MOST_PARTS = 5;
 /* Where a message was on the screen whose variant was chosen: the next page shows it at the same place. */
 let place = null;
 
@@ -132,6 +134,17 @@ export function session(main, given, about) {
     return sessions ? { sessions, shown: Math.max(0, sessions.indexOf(name)) } : null;
   }
 
+  /* Add earlier turns, as far back as one is shown that waits: it may be done. */
+  async function reachBack(found) {
+    const waiting = [...turns.values()].map((one) => one.turn).filter((one) => one.state === "waiting" && one.seq !== stream?.seq);
+    for (let parts = 0; parts < MOST_PARTS && found.more && waiting.some((one) => one.seq < found.more[0]); parts += 1) {
+      const part = await get(path(name, `?before=${found.more[0]}&end=${found.more[1]}`)).catch(() => null);
+      if (!part) return;
+      found.turns.unshift(...part.turns);
+      found.more = part.more;
+    }
+  }
+
   /* Take away turns that the log no longer has; also all before those that were found, if some between may be missing, or one
      of them would wait for ever. */
   function prune(found) {
@@ -192,6 +205,7 @@ export function session(main, given, about) {
     if (all) models = [...new Set(Object.values(all.workers).filter((one) => one.up).map((one) => one.model))].join(" or ");
     const found = given ? await get(path(name)).catch((error) => { if (isFirst) { tell(head, name); tell(note, error.message); } }) : { row: null, turns: [], more: null };
     if (mine !== turn || !found) return;
+    await reachBack(found);
     const isChanged = isFirst || row?.last !== found.row?.last;
     if (isChanged && found.row) await seeVariants();
     if (mine !== turn) return;
