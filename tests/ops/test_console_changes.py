@@ -321,3 +321,72 @@ async def test_a_page_whose_first_request_was_lost_gets_all_that_it_may_do(
         assert "prefix" in browser.text("#about")
 
     await walked(browser, client, walk)
+
+
+async def test_the_count_of_a_message_that_cannot_be_counted_goes(
+    browser: Browser, local_worker: Start
+) -> None:
+    """It is of an earlier text; and the browser may have no place for the draft of the new one."""
+    client = (await local_worker()).client
+    put = """const field = document.querySelector('#message');
+        field.value = 'x'.repeat(arguments[0]);
+        field.dispatchEvent(new Event('input'))"""
+
+    def walk(_: Any) -> None:
+        browser.wait_for("document.querySelector('#message')")
+        for length in (2_000_000, 7_000_000):
+            browser.run(put, 5000)
+            browser.wait_for("document.querySelector('.count').innerText.includes('tokens')")
+            browser.run(put, length)
+            browser.wait_for("!document.querySelector('.count').innerText")
+        browser.run(put, 0)
+
+    await walked(browser, client, walk)
+
+
+async def test_a_page_that_was_left_asks_for_nothing(browser: Browser, local_worker: Start) -> None:
+    client = (await local_worker()).client
+
+    def walk(_: Any) -> None:
+        browser.run("location.hash = '#/models'")
+        browser.wait_for("document.querySelector('[aria-label=\"Download org/good\"]')")
+        browser.run(
+            """const send = window.fetch;
+            window.asked = 0;
+            window.fetch = async (...given) => {
+                const answer = await send(...given);
+                if (given[1]?.method === 'POST') await new Promise((then) => setTimeout(then, 500));
+                else window.asked += given[0] === 'api/models';
+                return answer;
+            };
+            document.querySelector('[aria-label="Download org/good"]').click();
+            location.hash = '#/connect'"""
+        )
+        browser.run("return new Promise((then) => setTimeout(then, 3000))")
+        SHELF.pulled.clear()
+        assert browser.run("return window.asked") == 0
+
+    await walked(browser, client, walk)
+
+
+async def test_the_list_of_conversations_takes_no_focus_from_the_tree_of_forks(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+    await client.session("notes").append(text="x")
+    await client.session("notes").fork("notes-2")
+
+    def walk(_: Any) -> None:
+        show(browser, "notes-2")
+        browser.click("notes-2", ".about summary")
+        browser.wait_for("document.querySelector('.tree a')")
+        browser.wait_for("document.querySelectorAll('.side li').length === 2")
+        browser.run("document.querySelector('.tree a').focus()")
+        browser.run(
+            "document.querySelector('.side ol').replaceChildren();"
+            "document.querySelector('.side input').dispatchEvent(new Event('input'))"
+        )
+        browser.wait_for("document.querySelectorAll('.side li').length === 2")
+        assert browser.run("return document.activeElement === document.querySelector('.tree a')")
+
+    await walked(browser, client, walk)
