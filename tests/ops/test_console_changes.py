@@ -195,6 +195,25 @@ async def test_another_answer_needs_no_name_that_is_taken_and_leaves_nothing_whe
     await walked(browser, client, walk)
 
 
+async def test_a_double_click_on_regenerate_asks_once(browser: Browser, local_worker: Start) -> None:
+    client = (await local_worker()).client
+    await client.session("plan").generate(messages=[{"role": "user", "content": "?"}], max_tokens=3)
+
+    def walk(await_: Any) -> None:
+        show(browser, "plan")
+        browser.run(
+            """const again = document.querySelector('[title="Another answer; this one stays"]');
+            again.click();
+            again.click();"""
+        )
+        browser.wait_for("location.hash === '#/session/plan-v2'")
+        browser.run("return new Promise((then) => setTimeout(then, 1000))")
+        assert browser.run("return document.querySelector('#toast').hidden"), browser.text("#toast")
+        assert len(await_(client.sessions())) == 2
+
+    await walked(browser, client, walk)
+
+
 async def test_close_ends_the_variants_that_are_still_open(browser: Browser, local_worker: Start) -> None:
     client = (await local_worker()).client
     session = client.session("plan")

@@ -17,7 +17,7 @@ let place = null;
 export function session(main, given, about) {
   const name = given ?? newName();
   const turns = new Map();  // by sequence: what is shown, and its element
-  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null, isLeft = false;
+  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null, isLeft = false, isAsking = false;
   let varied = { begins: null, members: [name], open: [name], next: null, at: {} };
   const badge = made("span"), list = made("ol", { class: "talk" }), note = made("p", { class: "faint", role: "status" });
   const earlier = made("button", { hidden: true, click: () => before() }, "Earlier turns");
@@ -86,9 +86,11 @@ export function session(main, given, about) {
 
   /* Ask again from a turn on, in a variant: a fork of what was before it. */
   async function again(one, text) {
+    if (isAsking) return;  // by a first click
     if (!stands(one.start, one.seq)) return moved();
     const of = (role) => one.said.find((said) => said.role === role), words = (role) => of(role)?.text ?? "";
     let forked = null;
+    isAsking = true;
     try {
       const question = { id: newId(), text: text ?? words("user"), images: await files(name, of("user")?.images ?? []), system: words("system"), vary: text === undefined, ...options() };
       const { next } = await get(path(name, "/variants"));
@@ -98,7 +100,9 @@ export function session(main, given, about) {
       show(address(next));
     } catch (error) {
       toast(error.message, true);
-      if (forked) await post(path(forked, "/forget"), {}).catch(() => {});  // nothing was asked in it
+      if (forked) post(path(forked, "/forget"), {}).catch(() => {});  // nothing was asked in it
+    } finally {
+      isAsking = false;
     }
   }
   /* Show another variant, and leave the message where it is. */
