@@ -179,9 +179,10 @@ async def fork(
         raise click.UsageError("give --without-last or --position, not both")
 
     async with named(client, session) as parent:
-        last = (await parent.info(limit=0)).position
-    if position is not None and position > last:  # a failed open would stay in the log under the name
-        raise TurnkeepError(f"cannot fork {session} at {position}: it ends at {last}")
+        now = await parent.info(limit=0)
+    if position is not None and position > now.position:  # a failed open would stay in the log under the name
+        until = "" if now.state == "idle" else ", until its waiting requests are answered"
+        raise TurnkeepError(f"cannot fork {session} at {position}: it ends at {now.position}{until}")
     at = (await start_of_last(client, session, without_last))[0] if without_last else position
     forked = await parent.fork(name, at, tags=tags, timeout_s=timeout_s)
     info = await forked.info(limit=0)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 Node = Any
 
 _PARSER: Final = with_formulas(MarkdownIt("commonmark", {"html": False}).enable(["table", "strikethrough"]))
+#: The parser leaves out what is nested deeper: a list is two levels deeper than the list around it.
+_MAX_LEVEL: Final = _PARSER.options.maxNesting
 #: Longer texts are not parsed, and longer code is not highlighted: the time may grow faster than the length.
 _MAX_TEXT: Final = 200_000
 _MAX_CODE: Final = 50_000
@@ -55,7 +57,8 @@ _LINE_END: Final = re.compile(r"\r\n?")
 @lru_cache(maxsize=256)
 def rendered(text: str) -> tuple[Node, ...]:
     """Parse a complete text; return its Markdown blocks."""
-    return (_plain(text),) if len(text) > _MAX_TEXT else tuple(_blocks(_PARSER.parse(text)))
+    tokens = _parsed(text)
+    return (_plain(text),) if tokens is None else tuple(_blocks(tokens))
 
 
 class GrowingText:
@@ -78,21 +81,28 @@ class GrowingText:
     def take(self) -> tuple[int, list[Node]]:
         """Return how many leading blocks have not changed since the last call, and all blocks after these."""
         rest = self._rest
-        is_long = len(rest) > _MAX_TEXT
-        tokens = [] if is_long else _PARSER.parse(rest)
-        blocks = [_plain(rest)] if is_long else list(_blocks(tokens))
+        tokens = _parsed(rest)
+        blocks = [_plain(rest)] if tokens is None else list(_blocks(tokens))
         same = next(
             (i for i, (one, then) in enumerate(zip(self._last, blocks, strict=False)) if one != then),
             min(len(self._last), len(blocks)),
         )
         first, changed = self._num_final + same, blocks[same:]
-        begins = [token.map[0] for token in tokens if token.level == 0 and token.nesting >= 0 and token.map]
+        begins = [
+            token.map[0] for token in tokens or () if token.level == 0 and token.nesting >= 0 and token.map
+        ]
         if begins[:-2]:
             self._rest = "\n".join(rest.split("\n")[begins[-2] :])
             self._num_final += len(blocks) - 2
             blocks = blocks[-2:]
         self._last = blocks
         return first, changed
+
+
+def _parsed(text: str) -> list[Token] | None:
+    """Return the tokens of a text; None if it is too long, or a part of it nests too deeply."""
+    tokens = _PARSER.parse(text) if len(text) <= _MAX_TEXT else None
+    return None if tokens and max(token.level for token in tokens) >= _MAX_LEVEL - 1 else tokens
 
 
 def _plain(text: str) -> Node:

@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from ops.log.ending import end
-from turnkeep_client.errors import NoWorkerError
+from turnkeep_client.errors import NoWorkerError, ResultTimeoutError
 from turnkeep_client.messages import Generate
 from turnkeep_client.session import build
 from turnkeep_client.session_log import find_request
@@ -198,12 +198,16 @@ async def _cancel(act: Act) -> str:
 
 
 async def _close(act: Act) -> str:
-    closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=False)
+    try:
+        closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=False)
+    except ResultTimeoutError:  # the log has the close
+        return "it closes as soon as the requests before are answered"
     return f"closed at position {closed.position}"
 
 
 async def _forget(act: Act) -> str:
-    closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=True)
+    # The answer that runs has no reader any more, and would be in the way until it ends.
+    closed = await end(act.client, act.session.key.session, PATIENCE_S, forget=True, cancel=True)
     rest = "" if closed.settled else "; some of it may stay on the disk until it is evicted"
     return f"removed from the log and the worker's disk{rest}"
 

@@ -126,8 +126,9 @@ class SessionApi:
         """Return the variants of a session's conversation."""
         name = request.path_params["name"]
         rows = await list_sessions(self._client, self._client.tenant, [f"{stem(name)}*"])
+        taken = [row.session for row in rows]
         rows = [row for row in rows if row.state != "forgotten"]
-        return as_json(variants(name, await begun(self._client, order(rows, "last")[:_READ])))
+        return as_json(variants(name, await begun(self._client, order(rows, "last")[:_READ]), taken))
 
     async def _tree(self, request: Request) -> Response:
         """Return the tree of forks that a session is in, built from the most recently active sessions.

@@ -21,20 +21,23 @@ if TYPE_CHECKING:
 
 VARIANT: Final = "variant"
 #: How the page names variants. Sessions with other names are none, so their first entries need not be read.
-_NAME: Final = re.compile(r"-v\d+$")
+_NAME: Final = re.compile(r"-v(\d+)$")
 
 
 class Variants(Struct, frozen=True, kw_only=True):
     """The variants of a conversation, as seen from one of them.
 
     `root` is the session that was not forked as a variant; `begins` has its first words. `members` are all
-    sessions of the conversation. `at` has, by the position at which a message begins, the sessions to switch
+    sessions of the conversation, `open` those that are not closed, and `next` is a free name for another one.
+    `at` has, by the position at which a message begins, the sessions to switch
     between: one for each variant of the message, the oldest variant first.
     """
 
     root: str
     begins: str | None
     members: tuple[str, ...]
+    open: tuple[str, ...]
+    next: str
     at: dict[int, tuple[str, ...]]
 
 
@@ -55,8 +58,17 @@ def may_vary(name: str) -> bool:
     return bool(_NAME.search(name))
 
 
-def variants(name: str, rows: Iterable[SessionRow]) -> Variants:
-    """Return the variants of session `name` among `rows`, which have their first words, parents and tags."""
+def free_name(name: str, taken: Iterable[str]) -> str:
+    """Return a name for another variant of session `name`, which is none of those that are `taken`."""
+    found = [_NAME.search(one) for one in taken if stem(one) == stem(name)]
+    return f"{stem(name)}-v{1 + max((int(one[1]) for one in found if one), default=1)}"
+
+
+def variants(name: str, rows: Iterable[SessionRow], taken: Iterable[str]) -> Variants:
+    """Return the variants of session `name` among `rows`, which have their first words, parents and tags.
+
+    `taken` are the names of all sessions that may not be those of another variant.
+    """
     known = {row.session: row for row in rows}
     paths = {one: _path(one, known) for one in known}
     own = paths.get(name, [_Part(name, inf)])
@@ -72,6 +84,8 @@ def variants(name: str, rows: Iterable[SessionRow]) -> Variants:
         root=root,
         begins=known[root].begins if root in known else None,
         members=tuple(members),
+        open=tuple(one for one in members if known[one].state != "closed"),
+        next=free_name(name, taken),
         at={position: tuple(found[one] for one in sorted(found, key=_age)) for position, found in at.items()},
     )
 

@@ -10,6 +10,8 @@ session.
 from __future__ import annotations
 
 import contextlib
+import re
+from itertools import accumulate
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -105,6 +107,9 @@ _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NAMED: Final = msgspec.json.Decoder(_Named)
 _SENT: Final = msgspec.json.Decoder(_Sent)
 _ENCODER: Final = msgspec.json.Encoder()
+#: How deep a request may nest. Its result has it two levels deeper; Python's limit is 1,000 with all calls.
+_MOST_DEPTH: Final = 900
+_STRING: Final = re.compile(rb'"(?:[^"\\]|\\.)*"')
 
 
 def encode(message: Struct | dict[str, Any]) -> bytes:
@@ -129,7 +134,13 @@ def decode_request(body: bytes) -> Request:
     The request's `tools` are checked, but stay dicts with the keys in the sender's order; each message has
     such a dict in `sent`.
     """
-    return _as_sent(_decode(_REQUEST, body, "a request"), body)
+    request = _decode(_REQUEST, body, "a request")
+    if _depth(body) > _MOST_DEPTH:
+        raise InvalidMessageError(
+            f"the body is nested too deeply to be a request: {_MOST_DEPTH} levels are allowed",
+            request_id=request.id,
+        )
+    return _as_sent(request, body)
 
 
 def decode_control(body: bytes) -> ControlRequest:
@@ -243,6 +254,15 @@ def _as_sent(request: _T, body: bytes) -> _T:
             sent_one = {**one, "content": message.blocks} if message.blocks else one
             force_setattr(message, "sent", sent_one)
     return request
+
+
+def _depth(body: bytes) -> int:
+    """Return how deep a body nests, which is JSON; for one with few brackets their number."""
+    num_opening = body.count(b"[") + body.count(b"{")
+    if num_opening <= _MOST_DEPTH:
+        return num_opening
+    steps = (1 if one in b"[{" else -1 for one in _STRING.sub(b"", body) if one in b"[]{}")
+    return max(accumulate(steps))
 
 
 def _decode(decoder: msgspec.json.Decoder[_T], body: bytes, what: str) -> _T:

@@ -157,6 +157,20 @@ async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(l
     assert await states(worker) == {"s": "idle"}
 
 
+async def test_a_fork_at_what_its_parent_is_still_writing_fails_and_says_so(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    session = worker.client.session("s")
+    position = (await session.append(text="hello")).position
+    async with session.generate(text="x", max_tokens=50_000) as answer:
+        async for _ in answer:
+            break
+        done = await command("fork", "s", "new", "--position", position + 1, *where(worker))
+    why = f"it ends at {position}, until its waiting requests are answered"
+    assert done.stderr == f"turnkeep: cannot fork s at {position + 1}: {why}\n"
+
+
 async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(local_worker: Start) -> None:
     worker = await local_worker()
     session = worker.client.session("s")

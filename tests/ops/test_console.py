@@ -412,6 +412,22 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
+async def test_a_close_behind_a_running_answer_says_that_it_comes_later(
+    local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = (await local_worker(model=str(endless_model))).client
+    monkeypatch.setattr(question_api, "PATIENCE_S", 0.5)
+    async with client.session("a").generate(text="x", max_tokens=50_000) as answer, opened(client) as page:
+        async for _ in answer:
+            break
+        said = (await page.post("a/close"))["said"]
+        assert said == "it closes as soon as the requests before are answered"
+        await answer.cancel()
+        async with asyncio.timeout(20):
+            while (await page.get("sessions/a"))["row"]["state"] != "closed":  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+
+
 async def test_the_console_leaves_no_temporary_file_of_an_export_whatever_range_is_asked_for(
     local_worker: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -195,6 +195,18 @@ def _tags(nodes: Any) -> list[str]:
     return [tag for one in nodes if not isinstance(one, str) for tag in (one[0], *_tags(one[2:]))]
 
 
+@pytest.mark.parametrize("levels", [8, 15, 400])
+@pytest.mark.parametrize("mark", ["- ", "1. ", "> "])
+def test_no_text_is_left_out_however_deep_it_is_nested(mark: str, levels: int) -> None:
+    lines = [f"{' ' * len(mark) * at if mark != '> ' else mark * at}{mark}word{at}" for at in range(levels)]
+    text = "\n".join(lines)
+    growing = GrowingText()
+    growing.add(text)
+    for blocks in (rendered(text), growing.take()[1]):
+        assert re.findall(r"word\d+", json.dumps(blocks)) == [f"word{at}" for at in range(levels)]
+        assert (blocks[0][0] == "pre") == (levels > 8 and (mark, levels) != ("> ", 15))
+
+
 @given(st.lists(st.sampled_from(PIECES), max_size=60), st.integers(1, 9))
 def test_markdown_parsed_piece_by_piece_equals_markdown_parsed_at_once(pieces: list[str], each: int) -> None:
     text, growing, blocks = "".join(pieces), GrowingText(), list[Any]()
@@ -263,6 +275,18 @@ async def test_the_console_shows_a_question_with_the_digests_by_which_the_files_
             assert (await page.http.get(f"/api/sessions/a/images/{name}")).status_code == 400
         listed = (await page.get("sessions"))["rows"]
         assert [one["begins"] for one in listed] == ["Which colour?"]
+
+
+async def test_a_fork_shows_the_images_of_what_it_has_from_its_parent(local_worker: Start) -> None:
+    worker = await local_worker()
+    async with opened(worker.client) as page:
+        await page.post("a/ask", {"id": "one", "text": "?", "images": [b64encode(PNG).decode()]})
+        await worker.client.session("a").generate(max_tokens=1)
+        await page.post("a/fork", {"name": "b"})
+        await worker.client.session("b").generate(max_tokens=1)
+        (inherited, *_) = (await page.get("sessions/b"))["turns"]
+        assert inherited["said"][0]["images"] == [DIGEST]
+        assert (await page.http.get(f"/api/sessions/b/images/{DIGEST}")).content == PNG
 
 
 async def test_the_console_refuses_a_bad_image_and_stores_nothing(local_worker: Start) -> None:
@@ -390,7 +414,7 @@ def rows(forks: Forks) -> list[SessionRow]:
 def test_the_console_shows_a_switch_at_each_message_where_variants_of_a_conversation_differ(
     forks: Forks, name: str, at: dict[int, tuple[str, ...]]
 ) -> None:
-    assert variants(name, rows(forks)).at == at
+    assert variants(name, rows(forks), ()).at == at
 
 
 def test_the_session_list_shows_the_variants_of_a_conversation_as_one_row_with_its_first_words() -> None:
@@ -402,5 +426,5 @@ def test_the_session_list_shows_the_variants_of_a_conversation_as_one_row_with_i
         ("a-v2", "words of a"),
         ("b", "words of b"),
     ]
-    found = variants("a-v2", there)
+    found = variants("a-v2", there, ())
     assert (found.root, found.begins, found.members) == ("a", "words of a", ("a", "a-v2"))

@@ -203,6 +203,24 @@ def test_a_refusal_says_in_one_line_what_is_wrong_and_what_is_allowed(kind: str)
         assert "\n" not in str(caught.value)
 
 
+def test_a_request_nests_900_levels_at_most_and_the_refusal_of_a_deeper_one_names_it() -> None:
+    """Its result has it, and must be read where more calls run. Without its id its sender would wait."""
+    for text in ("x", '"]}' * 500, "[{" * 500):
+        for of in ('{"a":%s}', "[%s]"):
+            opening, closing = of.split("%s")
+            for levels, is_deep in ((898, False), (899, True)):
+                nested = f'{{"a":{opening * levels}1{closing * levels}}}'
+                body = (
+                    f'{{"type":"append","text":{json.dumps(text)},"chat_template_kwargs":{nested},"id":"a1"}}'
+                )
+                if is_deep:
+                    with pytest.raises(InvalidMessageError, match="nested too deeply") as caught:
+                        decode_request(body.encode())
+                    assert caught.value.request_id == "a1"
+                else:
+                    assert decode_request(body.encode()).id == "a1"
+
+
 def test_the_refusal_of_an_unknown_field_lists_every_field_of_that_request() -> None:
     for kind in (Open, Append, Generate, Rewind, Close):
         tag = kind.__struct_config__.tag

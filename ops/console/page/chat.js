@@ -41,7 +41,8 @@ function counter(name) {
   let soon, turn = 0;
   async function ask(text, mine) {
     const found = await post(path(name, "/count"), { text }).catch(() => null);
-    if (mine !== turn || !found) return;
+    if (mine !== turn) return;
+    if (!found) return tell(note, "");  // else it would be of an earlier text
     const isTooLong = found.context > 0 && found.position >= found.context, all = `${exact(found.tokens)} tokens`;
     note.className = `${isTooLong ? "bad" : "faint"} small count`;
     tell(note, !isTooLong ? all : found.tokens === found.position ? `${all}: too long, the model takes ${exact(found.context)}`
@@ -57,6 +58,13 @@ function counter(name) {
 /* A draft of a conversation, whichever variant is shown, is kept by this browser until it is sent; `given` is null for a new chat. */
 const draft = (given) => `draft:${stem(given ?? "")}`;
 export const dropDraft = (name) => localStorage.removeItem(draft(name));
+function keepDraft(name, text) {
+  try {
+    localStorage.setItem(draft(name), text);
+  } catch {  // the browser has no room for it
+    dropDraft(name);
+  }
+}
 
 /* `sent` is called when a question is in the log, `stop` to cancel what waits and runs. */
 export function composer(name, given, sent, stop) {
@@ -64,7 +72,7 @@ export function composer(name, given, sent, stop) {
   const counted = counter(name);
   const text = made("textarea", { id: "message", rows: 1, placeholder: "Message", required: true, input: () => {
     id = newId();
-    if (text.value) localStorage.setItem(draft(given), text.value); else dropDraft(given);
+    if (text.value) keepDraft(given, text.value); else dropDraft(given);
     counted.see(text.value);
   }, keydown: (event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -88,6 +96,8 @@ export function composer(name, given, sent, stop) {
       number("Top p", "top_p", { min: 0.001, max: 1, placeholder: "the model's" }),
       number("Seed", "seed", { min: 0, max: 2 ** 53 - 1, step: 1, placeholder: "any" }),
       area("JSON schema of the answer", "schema", { placeholder: '{"type": "object", ...}', spellcheck: "false" }))));
+  // A field in folded options has no place where the browser could say what is wrong with it.
+  form.addEventListener("invalid", (event) => event.target.closest("details")?.setAttribute("open", ""), true);
   // It stays at the foot of the window: what gets the focus must not scroll behind it.
   new ResizeObserver(() => { document.documentElement.style.scrollPaddingBottom = `${form.offsetHeight + 32}px`; }).observe(form);
 
@@ -102,7 +112,7 @@ export function composer(name, given, sent, stop) {
       dropDraft(given);
       counted.see("");
       await sent();
-      toEnd();
+      if (form.isConnected) toEnd();
     } catch (error) {
       toast(error.message, true);
     } finally {

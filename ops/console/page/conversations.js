@@ -39,7 +39,7 @@ async function refresh() {
   const mine = ++turn;
   const found = await get(`api/sessions?${new URLSearchParams({ brief: 1, whole: 1, words: search.value })}`).catch((error) => tell(note, error.message));
   if (mine !== turn || !found) return;
-  const focused = document.activeElement?.getAttribute("href");
+  const focused = list.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
   list.replaceChildren(...found.rows.map((row) => line(row, found.found[row.session])));
   if (focused) list.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
   tell(note, !found.is_whole ? "The log is long: only its older part was searched."

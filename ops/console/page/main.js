@@ -12,7 +12,7 @@ const FRESH_MS = 4000;
 const PAGES = { "": "chat", session: "chat", worker: "workers" };
 const main = document.getElementById("main"), state = document.getElementById("state");
 const about = { prefix: "", tenant: "", read_only: true };
-let page = null, turn = 0, next, first = null;
+let page = null, turn = 0, next, isKnown = false;
 
 function named() {
   const [kind, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -29,7 +29,7 @@ function nowhere() {
   return { refresh: () => {} };
 }
 
-function open() {
+function open(found) {
   const [kind, name] = named();
   page?.leave?.();
   main.replaceChildren();
@@ -44,7 +44,7 @@ function open() {
   document.title = `${main.querySelector("h1")?.textContent ?? "Workers"} · Turnkeep`;
   main.focus({ preventScroll: true });
   scrollTo(0, 0);
-  look();
+  look(found);
 }
 
 /* What is missing, in words, above what is shown; nothing if all is there. */
@@ -64,11 +64,28 @@ function told(found) {
   state.title = `as of ${clock(new Date())}`;
 }
 
-async function look() {
+/* Show what this console is and what may be done here; before, nothing may. */
+function learn(found) {
+  isKnown = true;
+  Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
+  const words = [`prefix ${found.prefix}`, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
+  document.getElementById("about").textContent = words.join(" · ");
+  document.getElementById("about").title = "Of all workers on this NATS server, this page shows those that run with this --prefix, and their sessions";
+  if (found.models.length > 1) {
+    const choice = document.getElementById("model");
+    choice.append(...found.models.map((one) => new Option(one.name, one.at, one.is_this, one.is_this)));
+    choice.onchange = () => { location.assign(choice.value); };
+    choice.hidden = false;
+  }
+  if (found.read_only) { PAGES[""] = "workers"; document.querySelector("nav [data-page=chat]").hidden = true; }
+  open(found);
+}
+
+async function look(given) {
   const mine = ++turn, shown = page, began = Date.now();
   try {
-    const found = (!shown.worker && first) || await get(`api/workers${shown.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
-    first = null;
+    const found = (!shown?.worker && given) || await get(`api/workers${shown?.worker ? `?worker=${encodeURIComponent(shown.worker)}` : ""}`);
+    if (!isKnown) return learn(found);
     told(found);
     if (mine === turn) await shown.refresh(found);
   } catch (error) {
@@ -84,7 +101,7 @@ async function look() {
 }
 
 document.querySelector(".skip").onclick = (event) => { event.preventDefault(); main.focus(); };
-addEventListener("hashchange", open);
+addEventListener("hashchange", () => { if (isKnown) open(); });
 addEventListener("keydown", (event) => {
   if (!(event.ctrlKey || event.metaKey) || event.altKey || about.read_only || document.querySelector("dialog[open]")) return;
   const key = event.key.toLowerCase(), isNew = event.shiftKey && key === "o";
@@ -94,23 +111,7 @@ addEventListener("keydown", (event) => {
   else if (document.querySelector(".side")) seek();
   else { location.hash = "#/"; addEventListener("hashchange", seek, { once: true }); }
 });
-addEventListener("doubt", look);  // an answer that is on its way has stopped
+addEventListener("doubt", () => look());  // an answer that is on its way has stopped
 addEventListener("resize", () => page?.resized?.());
 document.addEventListener("visibilitychange", () => { if (!document.hidden) look(); });
-try {
-  const found = first = await get("api/workers");
-  Object.assign(about, { prefix: found.prefix, tenant: found.tenant, read_only: found.read_only });
-  const words = [`prefix ${found.prefix}`, ...(found.tenant === "default" ? [] : [found.tenant]), ...(found.read_only ? ["read-only"] : [])];
-  document.getElementById("about").textContent = words.join(" · ");
-  document.getElementById("about").title = "Of all workers on this NATS server, this page shows those that run with this --prefix, and their sessions";
-  if (found.models.length > 1) {
-    const choice = document.getElementById("model");
-    choice.append(...found.models.map((one) => new Option(one.name, one.at, one.is_this, one.is_this)));
-    choice.onchange = () => { location.assign(choice.value); };
-    choice.hidden = false;
-  }
-  if (found.read_only) { PAGES[""] = "workers"; document.querySelector("nav [data-page=chat]").hidden = true; }
-} catch (error) {
-  main.append(made("p", { class: "bad" }, error.message));
-}
-open();
+look();

@@ -15,7 +15,7 @@ export function models(main, about) {
   const form = !about.read_only && made("form", { class: "row", submit: (event) => { event.preventDefault(); pull(field.value.trim()); } },
     made("label", { class: "grow" }, "Another model of the hub", field), made("button", {}, "Download"));
   const inUse = table("Models that are served", ["model", "state", ""], served);
-  let last = "", soon;
+  let last = "", soon, isLeft = false;
   const all = made("div", { hidden: true }, inUse, made("h2", {}, "On this machine"),
     table("Models on this machine", ["model", "size", "memory", "context", "serve"], here),
     made("h2", {}, "Known to be good"), table("Models to download", ["model", "on a GPU", "size", "here", ""], good), ...(form ? [made("h2", {}, "Download"), form] : []));
@@ -55,14 +55,16 @@ export function models(main, about) {
 
   async function refresh() {
     clearTimeout(soon);
+    if (isLeft) return;
     const found = await get("api/models").catch((error) => { if (!last) tell(note, error.message); });
-    if (!found || last === JSON.stringify(found)) return;
+    if (isLeft || !found || last === JSON.stringify(found)) return;
     last = JSON.stringify(found);
     const canServe = found.can_serve && !about.read_only;
     const how = found.served.length && !found.can_serve ? "Each model of turnkeep.toml is loaded by its next request; name others there to serve them."
       : `A worker serves one model. ${canServe ? "Serve loads another one in its place, until turnkeep serve is next started" : "Copy the line that starts it with another one"}; for several at a time name them in turnkeep.toml.`;
     tell(note, `This machine has ${bytes(found.memory_bytes)} of memory.${found.on_cpu ? " On its CPU each weight takes 4 bytes." : ""} ${how}`);
     all.hidden = false;
+    const focused = all.contains(document.activeElement) ? document.activeElement.getAttribute("aria-label") : null;
     inUse.hidden = !found.served.length;
     served.replaceChildren(...found.served.map((one) => row(one.name, "", ["state", state(one)], ["", change(one, found.can_serve)])));
     const isServed = (name) => found.served.some((one) => one.name === name);
@@ -74,7 +76,8 @@ export function models(main, about) {
         && made("button", { class: "link", click: () => pull(one.name), "aria-label": `Download ${one.name}` }, "Download")]));
     const others = Object.entries(found.pulls).filter(([name]) => !found.good.some((one) => one.name === name));
     good.replaceChildren(...known, ...others.map(([name, one]) => row(name, "", ["on a GPU", ""], ["size", ""], ["here", ""], ["", progress(name, one)])));
+    if (focused) all.querySelector(`[aria-label="${CSS.escape(focused)}"]`)?.focus();
     if (Object.values(found.pulls).some((one) => !one.error)) soon = setTimeout(refresh, 1000);
   }
-  return { refresh, leave: () => clearTimeout(soon) };
+  return { refresh, leave: () => { isLeft = true; clearTimeout(soon); } };
 }

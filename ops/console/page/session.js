@@ -9,14 +9,16 @@ import { menu } from "./menu.js";
 import { address, state } from "./sessions.js";
 import { element, growing } from "./turns.js";
 
+/* So many parts of a conversation are read again at most, for turns that waited when they were read. */
+const MOST_PARTS = 5;
 /* Where a message was on the screen whose variant was chosen: the next page shows it at the same place. */
 let place = null;
 
 export function session(main, given, about) {
   const name = given ?? newName();
   const turns = new Map();  // by sequence: what is shown, and its element
-  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null;
-  let varied = { begins: null, members: [name], at: {} };
+  let more = null, stream = null, row = null, turn = 0, isFirst = true, models = "", listed = 0, cost = null, isLeft = false, isAsking = false;
+  let varied = { begins: null, members: [name], open: [name], next: null, at: {} };
   const badge = made("span"), list = made("ol", { class: "talk" }), note = made("p", { class: "faint", role: "status" });
   const earlier = made("button", { hidden: true, click: () => before() }, "Earlier turns");
   const actions = made("span", { class: "actions" }), more_ = details(name);
@@ -27,8 +29,10 @@ export function session(main, given, about) {
   main.append(made("div", { class: "columns" }, beside.element, conversation));
   if (!about.read_only) chat.takes(conversation);
 
+  /* Show another page, unless the user has left this one meanwhile. */
+  const show = (hash) => { if (!isLeft) location.hash = hash; };
   async function sent() {
-    if (given) await refresh(); else location.hash = address(name);
+    if (given) await refresh(); else show(address(name));
   }
   async function act(action, details_ = {}, of = name) {
     try {
@@ -52,17 +56,18 @@ export function session(main, given, about) {
     if (position && !stands(position, seq)) return moved();
     const text = position ? `It begins with the first ${exact(position)} tokens of this one.` : "It begins with all of this one.";
     const chosen = await asked({ title: "Fork", text: `${text} Both go on apart.`, yes: "Fork", name: `${stem(name).slice(0, 50)}-fork` });
-    if (chosen && await act("fork", { name: chosen, ...(position ? { position } : {}) })) location.hash = address(chosen);
+    if (chosen && await act("fork", { name: chosen, ...(position ? { position } : {}) })) show(address(chosen));
   }
-  /* Ends all variants of the conversation. */
+  /* Ends all variants of the conversation; to close one that is closed would fail. */
   async function end(action, yes, text) {
-    const number = varied.members.length, all = number > 1 ? ` Its ${number} variants end together.` : "";
+    const members = action === "close" ? varied.open : varied.members;
+    const number = members.length, all = number > 1 ? ` Its ${number} variants end together.` : "";
     if (!await asked({ title: `${yes} "${head.textContent}"?`, text: text + all, yes, danger: true })) return;
-    for (const one of varied.members) if (!await act(action, {}, one)) return;
+    for (const one of members) if (!await act(action, {}, one)) return;
     if (action !== "forget") return void refresh();
     entitle(name, "");
     dropDraft(name);
-    location.hash = "#/";
+    show("#/");
   }
   async function rename() {
     const chosen = await asked({ title: "Title", text: "This browser keeps it; empty removes it.", yes: "Keep", name: titled(name) ?? "", isFree: true });
@@ -81,21 +86,29 @@ export function session(main, given, about) {
 
   /* Ask again from a turn on, in a variant: a fork of what was before it. */
   async function again(one, text) {
+    if (isAsking) return;  // by a first click
     if (!stands(one.start, one.seq)) return moved();
     const of = (role) => one.said.find((said) => said.role === role), words = (role) => of(role)?.text ?? "";
-    const numbers = varied.members.map((other) => Number(/-v(\d+)$/.exec(other)?.[1] ?? 1)), as = `${stem(name)}-v${1 + Math.max(...numbers)}`;
+    let forked = null;
+    isAsking = true;
     try {
-      await post(path(name, "/fork"), { name: as, position: one.start, is_variant: true });
-      await post(path(as, "/ask"), { id: newId(), text: text ?? words("user"), images: await files(name, of("user")?.images ?? []), system: words("system"), vary: text === undefined, ...options() });
-      location.hash = address(as);
+      const question = { id: newId(), text: text ?? words("user"), images: await files(name, of("user")?.images ?? []), system: words("system"), vary: text === undefined, ...options() };
+      const { next } = await get(path(name, "/variants"));
+      await post(path(name, "/fork"), { name: next, position: one.start, is_variant: true });
+      forked = next;
+      await post(path(next, "/ask"), question);
+      show(address(next));
     } catch (error) {
       toast(error.message, true);
+      if (forked) post(path(forked, "/forget"), {}).catch(() => {});  // nothing was asked in it
+    } finally {
+      isAsking = false;
     }
   }
   /* Show another variant, and leave the message where it is. */
   function go(other, seq, start) {
     place = { start, top: turns.get(seq).element.getBoundingClientRect().top };
-    location.hash = address(other);
+    show(address(other));
   }
   const acts = about.read_only ? null : { fork, again };
 
@@ -103,8 +116,9 @@ export function session(main, given, about) {
     const isOpen = row && !["closed", "forgotten"].includes(row.state), may = row && !about.read_only;
     const as = (label, form) => [label, null, path(name, `/export${form ? `?form=${form}` : ""}`)];
     box.hidden = about.read_only || Boolean(row && !isOpen);
-    if (!row || actions.dataset.state === row.state) return;
-    actions.dataset.state = row.state;
+    const kind = row && `${isOpen} ${row.state === "forgotten"}`;  // what the entries depend on: an open menu stays
+    if (!row || actions.dataset.kind === kind) return;
+    actions.dataset.kind = kind;
     actions.replaceChildren(menu([
       may && ["Rename", null, rename],
       may && isOpen && ["Fork", "a conversation of its own that goes on from here", () => fork()],
@@ -122,6 +136,31 @@ export function session(main, given, about) {
   function choice(start) {
     const sessions = varied.at[start];
     return sessions ? { sessions, shown: Math.max(0, sessions.indexOf(name)) } : null;
+  }
+
+  /* Add earlier turns, as far back as one is shown that waits: it may be done. */
+  async function reachBack(found) {
+    const waiting = [...turns.values()].map((one) => one.turn).filter((one) => one.state === "waiting" && one.seq !== stream?.seq);
+    for (let parts = 0; parts < MOST_PARTS && found.more && waiting.some((one) => one.seq < found.more[0]); parts += 1) {
+      const part = await get(path(name, `?before=${found.more[0]}&end=${found.more[1]}`)).catch(() => null);
+      if (!part) return;
+      found.turns.unshift(...part.turns);
+      found.more = part.more;
+    }
+  }
+
+  /* Take away turns that the log no longer has; also all before those that were found, if some between may be missing, or one
+     of them would wait for ever. */
+  function prune(found) {
+    const there = new Set(found.turns.map((one) => one.seq)), first = found.more ? found.turns.find((one) => one.stored)?.seq ?? 0 : 0;
+    const others = [...turns].filter(([seq]) => !there.has(seq) && seq !== stream?.seq);
+    const isAnew = found.more && (![...there].some((seq) => turns.has(seq)) || others.some(([seq, one]) => seq < first && one.turn.state === "waiting"));
+    for (const [seq, one] of others) {
+      if (seq < first && !isAnew) continue;
+      one.element.remove();
+      turns.delete(seq);
+    }
+    if (isAnew || !found.more) more = found.more;
   }
 
   /* Put turns where they belong, and leave those alone that have not changed. */
@@ -159,22 +198,24 @@ export function session(main, given, about) {
     on("chunk", (chunk) => grown.add(chunk));
     on("blocks", (blocks) => grown.draw(blocks));
     on("waits", (what) => { grown.waits(what); if (!what.is_heard) dispatchEvent(new Event("doubt")); });
-    on("end", () => { ended(); refresh(); });  // a failure is the turn's
+    on("end", ({ error }) => { ended(); if (!error) refresh(); });  // a failure is the turn's; the next refresh tries again
     events.onerror = () => { if (events.readyState === EventSource.CLOSED) ended(); };  // the next refresh tries again
     return grown.box;
   }
 
   async function refresh(all) {
+    if (isLeft) return;
     const mine = ++turn;
     if (all) models = [...new Set(Object.values(all.workers).filter((one) => one.up).map((one) => one.model))].join(" or ");
     const found = given ? await get(path(name)).catch((error) => { if (isFirst) { tell(head, name); tell(note, error.message); } }) : { row: null, turns: [], more: null };
     if (mine !== turn || !found) return;
+    await reachBack(found);
     const isChanged = isFirst || row?.last !== found.row?.last;
     if (isChanged && found.row) await seeVariants();
     if (mine !== turn) return;
     row = found.row;
     cost = found.cost;
-    if (isFirst) more = found.more;
+    if (row) prune(found);
     if (row) tell(head, title({ ...row, begins: varied.begins ?? row.begins }));
     else if (given) tell(head, titled(name) ?? name);
     if (given) document.title = `${head.textContent} · Turnkeep`;
@@ -202,8 +243,8 @@ export function session(main, given, about) {
     scrollTo(0, scrollY + document.documentElement.scrollHeight - height);
   }
   const onKey = (event) => {
-    if (event.key === "Escape" && acts && !document.querySelector("dialog[open]")) stop();
+    if (event.key === "Escape" && !event.isComposing && acts && !document.querySelector("dialog[open]")) stop();
   };
   document.addEventListener("keydown", onKey);
-  return { refresh, leave: () => { turn += 1; stream?.events.close(); document.removeEventListener("keydown", onKey); } };
+  return { refresh, leave: () => { isLeft = true; turn += 1; stream?.events.close(); document.removeEventListener("keydown", onKey); } };
 }

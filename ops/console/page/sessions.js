@@ -55,9 +55,10 @@ export function sessions(main, about) {
     const found = await get(`api/sessions?${query}`).catch((error) => { tell(note, error.message); });
     if (mine !== turn || !found) return;
     each = found.each;
-    const focused = rows.contains(document.activeElement) ? document.activeElement.textContent : null;
+    if (!found.rows.length && skip) return turned(-1);  // the last page has become empty
+    const focused = rows.contains(document.activeElement) ? document.activeElement.getAttribute("href") : "";
     rows.replaceChildren(...found.rows.map((row, i) => line(row, found.costs[i])));
-    for (const link of rows.querySelectorAll("a")) if (link.textContent === focused) link.focus();
+    rows.querySelector(`a[href="${CSS.escape(focused)}"]`)?.focus();
     table.hidden = !found.rows.length;
     pager.hidden = found.total <= each;
     [back.disabled, on.disabled] = [!skip, skip + each >= found.total];

@@ -223,15 +223,20 @@ export class Call {
   /** Wait for the next event, such as the result; after a reconnect or a long wait, read the log. */
   async change(atMostMs = LAST_POLL_MS): Promise<void> {
     const { wire } = this.#feeds;
-    this.#options.signal?.throwIfAborted();
+    this.throwIfAborted();
     if (this.#epoch === wire.epoch && !wire.closed) {
       const patience = Math.min(this.#pollMs, atMostMs);
       const rang = await this.bell.wait(patience);
-      this.#options.signal?.throwIfAborted();
+      this.throwIfAborted();
       if (rang || patience < this.#pollMs) return;
       this.#pollMs = Math.min(2 * this.#pollMs, LAST_POLL_MS);
     }
     await this.#readLog();
+  }
+
+  /** Throw the reason of the caller's signal, if that has aborted. */
+  throwIfAborted(): void {
+    this.#options.signal?.throwIfAborted();
   }
 
   resolve(result: Result): void {
@@ -263,11 +268,12 @@ export class Call {
     const { headers, signal } = this.#options;
     const [logged, files] = await withDigests(this.request);
     this.logged = logged;
+    const body = encode(logged);
     await wire.storeImages(this.key, files, signal);
     feed.publishing += 1;
     this.isPublished = true;
     try {
-      const seq = await wire.publish(wire.subjects.of(this.key, "in"), encode(logged), headers, signal);
+      const seq = await wire.publish(wire.subjects.of(this.key, "in"), body, headers, signal);
       this.seq = seq;
       this.#waitAt(seq, feed);
       const early = feed.early.get(seq);

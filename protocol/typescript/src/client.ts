@@ -5,10 +5,11 @@ import type { NatsConnection, WsConnectionOptions } from "@nats-io/nats-core";
 import { expect, ResultFeeds } from "./calls.js";
 import { NoServerError, NotPermittedError } from "./errors.js";
 import { decode, encode } from "./json.js";
-import { byName, isEnough, listed } from "./listing.js";
+import { byName, isEnough, isInTurn, listed } from "./listing.js";
 import type { Listed } from "./listing.js";
 import type { ControlReply, EmbedRequest, RerankRequest } from "./messages.js";
 import { Session } from "./session.js";
+import { isWaiting } from "./sessionLog.js";
 import { checkId, DEFAULT_TENANT, Subjects } from "./subjects.js";
 import { has, messageOf, Wire } from "./wire.js";
 import type { Stored } from "./wire.js";
@@ -78,8 +79,9 @@ export class Client implements AsyncDisposable {
     const found: Listed[] = [];
     for (let start = 0; start < names.length; start += SESSIONS_AT_ONCE) {
       const some = names.slice(start, start + SESSIONS_AT_ONCE).map(async (name) => {
-        const asked = requests.get(name);
-        return listed(name, asked, await this.#results(name, asked, results.get(name)));
+        const asked = requests.get(name), last = results.get(name);
+        const waits = asked !== undefined && !isInTurn(asked, last) && (await isWaiting(wire, { ...every, session: name }));
+        return listed(name, asked, await this.#results(name, last), waits);
       });
       found.push(...(await Promise.all(some)));
     }
@@ -87,12 +89,12 @@ export class Client implements AsyncDisposable {
   }
 
   /** Return the last results of a session, given the last one: as many as show its state. */
-  async #results(session: string, asked: Stored | undefined, last: Stored | undefined): Promise<Stored[]> {
+  async #results(session: string, last: Stored | undefined): Promise<Stored[]> {
     if (last === undefined) return [];
     const { wire } = this.#feeds;
     const subject = wire.subjects.of({ tenant: this.tenant, session }, "out");
     let found = [last];
-    for (let end = last.seq, entries = FIRST_ENTRIES; end > 1 && !isEnough(asked, found); entries *= 4) {
+    for (let end = last.seq, entries = FIRST_ENTRIES; end > 1 && !isEnough(found); entries *= 4) {
       const start = Math.max(1, end - entries);
       found = [...(await wire.readAll(wire.subjects.logStream, subject, start, end)), ...found];
       end = start;
@@ -168,6 +170,7 @@ export async function connectBy(
   new Subjects(prefix);
   const addresses = [servers ?? "127.0.0.1:4222"].flat().flatMap((server) => server.split(","));
   const bare = addresses.map(withoutCredentials);
+  const shown = addresses.map((server) => server.replace(/^(\w+:\/\/)?.*@/, "$1")); // hides also what is no valid address
   // NATS's client takes the scheme for no demand: it would send the credentials to a server without TLS.
   const encrypted = bare.some((server) => /^tls:/i.test(server)) ? { tls: options.tls ?? {} } : {};
   try {
@@ -184,11 +187,11 @@ export async function connectBy(
     return new Client(connection, { tenant, prefix, controlTimeoutMs });
   } catch (error) {
     if (has(error, "AuthorizationError")) {
-      throw new NotPermittedError(`the NATS server at ${bare} refuses the credentials`, { cause: error });
+      throw new NotPermittedError(`the NATS server at ${shown} refuses the credentials`, { cause: error });
     }
     const isOfSystem = error instanceof Error && "code" in error; // such as ENOTFOUND, and faults of TLS
     if (isOfSystem || has(error, "ConnectionError") || has(error, "TimeoutError")) {
-      throw new NoServerError(`no NATS server at ${bare}: ${messageOf(error)}`, { cause: error });
+      throw new NoServerError(`no NATS server at ${shown}: ${messageOf(error)}`, { cause: error });
     }
     throw error;
   }
@@ -223,7 +226,7 @@ function numbers(vector: string): Float32Array {
   return Float32Array.from({ length: bytes.length / 4 }, (_, i) => view.getFloat32(4 * i, true));
 }
 
-const USER_INFO = /^(\w+:\/\/)?([^@/]*)@/;
+const USER_INFO = /^(\w+:\/\/)?([^/]*)@/;
 
 /** NATS's JavaScript client takes no credentials in a URL. */
 function withoutCredentials(server: string): string {
@@ -232,8 +235,17 @@ function withoutCredentials(server: string): string {
 
 function credentials(servers: string[]): Pick<WsConnectionOptions, "token" | "user" | "pass"> {
   for (const server of servers) {
-    const [user, ...pass] = (USER_INFO.exec(server.trim())?.[2] ?? "").split(":").map(decodeURIComponent);
+    const [user, ...pass] = (USER_INFO.exec(server.trim())?.[2] ?? "").split(":").map(unquoted);
     if (user) return pass.length > 0 ? { user, pass: pass.join(":") } : { token: user };
   }
   return {};
+}
+
+/** Decode what is percent-encoded; a text that is not stays as it is. */
+function unquoted(text: string): string {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
+  }
 }

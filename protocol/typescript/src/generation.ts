@@ -6,7 +6,7 @@ import { Call, expect, LAST_POLL_MS } from "./calls.js";
 import { Assembly } from "./chunks.js";
 import type { Piece } from "./chunks.js";
 import { RequestFailedError } from "./errors.js";
-import { decode } from "./json.js";
+import { decode, isSame } from "./json.js";
 import type { Cancelled, Chunk, Generated } from "./messages.js";
 import { findRequest } from "./sessionLog.js";
 import type { Wire } from "./wire.js";
@@ -95,7 +95,9 @@ export class Generation implements AsyncIterable<Piece>, AsyncDisposable {
         while (call.result === undefined || chunks.isWaiting) {
           for (const chunk of await chunks.next(assembly.hasGap)) {
             const piece = assembly.add(chunk);
-            if (piece !== undefined) yield piece;
+            if (piece === undefined) continue;
+            yield piece;
+            if (call.result === undefined) call.throwIfAborted(); // a slow reader always finds more chunks
           }
           if (call.result === undefined && !chunks.isWaiting) {
             await call.change(assembly.hasGap ? chunks.patienceMs : LAST_POLL_MS);
@@ -192,14 +194,4 @@ class Chunks {
     const { key, logged } = this.#call;
     return isSame(await findRequest(this.#wire, key, seq).catch(() => undefined), logged);
   }
-}
-
-/** Whether two bodies are the same JSON, in whatever order their fields are. */
-function isSame(one: unknown, other: unknown): boolean {
-  return JSON.stringify(one, sorted) === JSON.stringify(other, sorted);
-}
-
-function sorted(_: string, value: unknown): unknown {
-  const isObject = typeof value === "object" && value !== null && !Array.isArray(value);
-  return isObject ? Object.fromEntries(Object.entries(value).sort(([a], [b]) => (a < b ? -1 : 1))) : value;
 }

@@ -22,6 +22,16 @@ function isDeeper(value: unknown, depth: number): boolean {
   return depth === 0 || Object.values(value).some((one) => isDeeper(one, depth - 1));
 }
 
+/** Whether two values are the same JSON, in whatever order their fields are. */
+export function isSame(one: unknown, other: unknown): boolean {
+  return JSON.stringify(one, sorted) === JSON.stringify(other, sorted);
+}
+
+function sorted(_: string, value: unknown): unknown {
+  const isObject = typeof value === "object" && value !== null && !Array.isArray(value);
+  return isObject ? Object.fromEntries(Object.entries(value).sort(([a], [b]) => (a < b ? -1 : 1))) : value;
+}
+
 /** Parse a JSON object; undefined for anything else. */
 export function decode<T extends object>(body: Uint8Array): T | undefined {
   try {

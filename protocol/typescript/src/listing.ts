@@ -13,7 +13,7 @@ export interface Listed {
   readonly position: number | undefined;
   /** The time of its last request or result. */
   readonly last: Date;
-  /** Whether its last request has no result yet. */
+  /** Whether a request has no result yet. */
   readonly isWaiting: boolean;
   readonly isClosed: boolean;
 }
@@ -24,27 +24,30 @@ export function byName(stored: readonly Stored[]): Map<string, Stored> {
   return new Map(named.filter(([name]) => isId(name)));
 }
 
-/**
- * Say whether a session's last results, oldest first, show its state; if not, earlier ones may.
- *
- * A refused or repeated request says nothing of the session, and a request that was cancelled while it waited
- * has its result before the requests that came before it.
- */
-export function isEnough(asked: Stored | undefined, results: readonly Stored[]): boolean {
-  const found = decoded(results);
-  const isAllSince = asked === undefined || (results[0]?.seq ?? 0) < asked.seq;
-  return lastChange(found) !== undefined && (isAllSince || isAnswered(asked, found));
+/** Say whether a session's last results show its state; if not, earlier ones may: a refused request says nothing. */
+export function isEnough(results: readonly Stored[]): boolean {
+  return lastChange(decoded(results)) !== undefined;
 }
 
-/** Describe a session, given as many of its last results as `isEnough` wants. */
-export function listed(name: string, asked: Stored | undefined, results: readonly Stored[]): Listed {
+/**
+ * Say whether the last result is that of the last request, in its turn, so that no earlier request waits.
+ *
+ * A request that is cancelled while it waits has its result before those of the requests before it.
+ */
+export function isInTurn(asked: Stored, last: Stored | undefined): boolean {
+  const result = last && decode<Result>(last.body);
+  return result !== undefined && isChange(result) && result.seq === asked.seq;
+}
+
+/** Describe a session, given as many of its last results, oldest first, as `isEnough` wants. */
+export function listed(name: string, asked: Stored | undefined, results: readonly Stored[], isWaiting: boolean): Listed {
   const found = decoded(results);
   const state = lastChange(found) ?? found.at(-1);
   return {
     name,
     position: state?.position ?? undefined,
     last: new Date(Math.max(asked?.time.getTime() ?? 0, results.at(-1)?.time.getTime() ?? 0)),
-    isWaiting: asked !== undefined && !isAnswered(asked, found),
+    isWaiting,
     isClosed: state?.type === "closed",
   };
 }
@@ -55,8 +58,4 @@ function decoded(results: readonly Stored[]): Result[] {
 
 function lastChange(results: readonly Result[]): Result | undefined {
   return results.findLast(isChange);
-}
-
-function isAnswered(asked: Stored, results: readonly Result[]): boolean {
-  return results.some(({ seq }) => (seq ?? 0) >= asked.seq);
 }

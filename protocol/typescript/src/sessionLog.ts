@@ -26,8 +26,6 @@ export interface Exchange {
 
 export interface SessionLog {
   readonly exchanges: readonly Exchange[];
-  /** The sequences of the requests without a result. */
-  readonly waiting: readonly number[];
   /** Whether the session was imported from another log. */
   readonly isCopy: boolean;
 }
@@ -45,13 +43,11 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   let isCopy = queue.some(({ headers }) => headers.has(BEGAN_HEADER));
   let begin = 0; // what is still there from before a close that forgets is being removed
   const found = new Map<number, Exchange>();
-  const answeredSeqs = new Set<number>();
   for (const { seq: answered, body, headers } of results) {
     const result = decode<Answered>(body);
     const asked = await askedIn(wire, key, result);
     const request = (asked?.request as Request | undefined) ?? requests.get(result?.seq ?? 0);
     isCopy ||= BEGAN_HEADER in (asked?.headers ?? {});
-    answeredSeqs.add(result?.seq ?? 0);
     if (result?.type === "closed" && result.forgotten != null) begin = Math.max(begin, result.seq ?? 0);
     if (result?.seq == null || request === undefined || found.has(result.seq)) continue;
     const digest = isChange(result) && headers.has(HISTORY_HEADER) ? headers.get(HISTORY_HEADER) : undefined;
@@ -59,9 +55,17 @@ export async function readLog(wire: Wire, key: SessionKey, end = Infinity): Prom
   }
   return {
     exchanges: [...found.values()].filter(({ asked }) => asked >= begin),
-    waiting: queue.map(({ seq }) => seq).filter((seq) => seq >= begin && !answeredSeqs.has(seq)),
     isCopy,
   };
+}
+
+/** Say whether a request of a session has no result. */
+export async function isWaiting(wire: Wire, key: SessionKey): Promise<boolean> {
+  const { subjects } = wire;
+  const queue = await wire.readAll(subjects.logStream, subjects.of(key, "in")); // first, as in `readLog`
+  const results = await wire.readAll(subjects.logStream, subjects.of(key, "out"), queue[0]?.seq);
+  const answered = new Set(results.map(({ body }) => decode<Result>(body)?.seq));
+  return queue.some(({ seq }) => !answered.has(seq));
 }
 
 /** Read the request that was stored at `seq`, also one that is only in its result; undefined if it is gone. */

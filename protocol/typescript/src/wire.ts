@@ -14,8 +14,8 @@ import {
   RequestFailedError,
 } from "./errors.js";
 import { assembled, entries } from "./images.js";
-import { decode } from "./json.js";
-import type { Request, Result } from "./messages.js";
+import { decode, isSame } from "./json.js";
+import type { Asked, Request, Result } from "./messages.js";
 import type { SessionKey, Subjects } from "./subjects.js";
 import { Bell, timerMs, unlessAborted } from "./waiting.js";
 
@@ -45,6 +45,7 @@ const TOO_MANY = 413;
 const RECONNECT_MS = 5000;
 /** JetStream's code: larger than the stream's max_msg_size. */
 const MESSAGE_TOO_LARGE = 10054;
+const STREAM_FULL = 10077;
 /** JetStream's codes: the subject has another last message than expected; in a cluster, another one is being stored. */
 const WRONG_LAST_SEQUENCE = 10071;
 const IN_PROGRESS = 10164;
@@ -104,13 +105,12 @@ export class Wire {
     let timeout = FIRST_ACK_MS;
     let numRefusals = 0;
     let isDoubtful = false; // whether the log may have the request already
+    const headers = headersOf(given);
     for (;;) {
       while (!this.#connected && !this.closed) await unlessAborted(this.#changed.wait(RECONNECT_MS), signal);
       this.#check(body);
       signal?.throwIfAborted();
       try {
-        const headers = natsHeaders();
-        for (const [name, value] of Object.entries(given)) headers.set(name, value);
         const sent = this.#jetstream.publish(subject, body, { timeout, headers });
         const ack = await unlessAborted(sent, signal);
         if (ack.stream === this.subjects.logStream) return ack.seq;
@@ -128,7 +128,7 @@ export class Wire {
           const seq = await this.#find(subject, body);
           if (seq) return seq;
         }
-        throwIfRefused(error, subject);
+        throwIfRefused(error, subject, isDoubtful);
         isDoubtful ||= !has(error, "NoResponders");
         if (has(error, "TimeoutError")) {
           // The log may have stored the request. A second entry under the same id does no harm.
@@ -149,16 +149,17 @@ export class Wire {
   /**
    * Return the sequence of the last message of `subject` with this body; 0 if the log has none.
    *
-   * A request that was answered may have left the log: its result, found by its id, has its sequence.
+   * A request that was answered may have left the log: then its result has it.
    */
   async #find(subject: string, body: Uint8Array): Promise<number> {
-    const isSame = (other: Uint8Array) => other.length === body.length && other.every((byte, at) => byte === body[at]);
+    const isBody = (other: Uint8Array) => other.length === body.length && other.every((byte, at) => byte === body[at]);
     const found = await this.read(this.subjects.logStream, subject, 1);
-    const seq = found.findLast((one) => isSame(one.body))?.seq;
+    const seq = found.findLast((one) => isBody(one.body))?.seq;
     if (seq !== undefined || !subject.endsWith(".in")) return seq ?? 0;
-    const id = decode<Request>(body)?.id;
+    const request = decode<Request>(body);
     const results = await this.read(this.subjects.logStream, subject.replace(/in$/, "out"), 1);
-    return results.map((one) => decode<Result>(one.body)).findLast((result) => result?.id === id)?.seq ?? 0;
+    const answers = results.map((one) => decode<Result & { asked?: Asked }>(one.body));
+    return answers.findLast((answer) => isSame(answer?.asked?.request, request))?.seq ?? 0;
   }
 
   /**
@@ -347,7 +348,8 @@ export class Wire {
 
   /** Say that something failed because of an error of NATS's packages. */
   unreached(what: string, error: unknown): NoWorkerError {
-    if (this.closed) return new ClientClosedError(this.whyClosed);
+    // A close ends requests before the connection counts as closed.
+    if (this.closed || messageOf(error) === "connection closed") return new ClientClosedError(this.whyClosed);
     const kind = this.#connected ? NoAnswerError : NoServerError;
     return new kind(`${what}: ${messageOf(error)}`, { cause: error });
   }
@@ -399,7 +401,18 @@ export function messageOf(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-function throwIfRefused(error: unknown, subject: string): void {
+function headersOf(given: Readonly<Record<string, string>>): MsgHdrs {
+  const headers = natsHeaders();
+  try {
+    for (const [name, value] of Object.entries(given)) headers.set(name, value);
+  } catch (error) {
+    throw new InvalidMessageError(`the request cannot be sent: ${messageOf(error)}`, { cause: error });
+  }
+  return headers;
+}
+
+/** Throw what an error means, if the server has refused; with `isDoubtful` an earlier attempt may have been stored. */
+function throwIfRefused(error: unknown, subject: string, isDoubtful = false): void {
   if (has(error, "PermissionViolationError")) {
     throw new NotPermittedError(`this user may not use ${subject}: ${messageOf(error)}`, { cause: error });
   }
@@ -411,7 +424,10 @@ function throwIfRefused(error: unknown, subject: string): void {
     if (code === MESSAGE_TOO_LARGE) {
       throw new InvalidMessageError("the request is larger than the log accepts: send it as several appends");
     }
-    const refusal = `the log refused the request: ${message}`;
-    throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: true }, { cause: error });
+    const doubt = isDoubtful ? "; an earlier attempt may have stored it: send it again under the same id" : "";
+    const remedy =
+      code === STREAM_FULL ? "; restart the worker with a larger --log-max-bytes, then close sessions" : "";
+    const refusal = `the log refused the request: ${message}${remedy}${doubt}`; // under another id it could be executed twice
+    throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: !isDoubtful }, { cause: error });
   }
 }

@@ -237,25 +237,30 @@ test("an image that two clients store at once is stored once", async () => {
   await ended;
 });
 
-test("a request whose acknowledgement was lost is not refused after it was answered", async () => {
+test("a request whose acknowledgement was lost is found by its result, and else is not to be sent under another id", async () => {
   const prefix = `${run}full`;
   await using own = await connect({ servers, prefix });
   const manager = await jetstreamManager(own.connection);
   const kept = { storage: "memory", allow_direct: true } as const;
   await manager.streams.add({ ...kept, name: `${prefix}_log`, subjects: [`${prefix}.*.*.out`] });
-  let numAsked = 0;
+  const seen = new Set(["refused at once"]); // the first attempt of others has no answer
   own.connection.subscribe(`${prefix}.default.s.in`, {
     callback: (_, request) => {
+      const { text } = request.json<{ text: string }>();
       const error = { code: 503, err_code: 10077, description: "maximum messages exceeded" };
-      if (++numAsked > 1) request.respond(JSON.stringify({ error }));
+      if (seen.has(text)) request.respond(JSON.stringify({ error }));
+      seen.add(text);
     },
   });
   for (const [seq, id] of ["before", "a"].entries()) {
-    const appended = { type: "appended", id, seq, position: 7 };
+    const asked = { stored: new Date(), request: { text: "x", type: "append", id } };
+    const appended = { type: "appended", id, seq, position: 7, asked };
     await manager.jetstream().publish(`${prefix}.default.s.out`, JSON.stringify(appended));
   }
-  assert.equal((await own.session("s").append({ id: "a", text: "x" })).position, 7);
-  await assert.rejects(own.session("s").append({ id: "c", text: "x" }), failsWith("overloaded", true));
+  const send = (id: string, text: string) => own.session("s").append({ id, text });
+  assert.equal((await send("a", "x")).position, 7);
+  await assert.rejects(send("b", "refused at once"), failsWith("overloaded", true));
+  await assert.rejects(send("a", "another of this id"), failsWith("overloaded", false));
 });
 
 test("a session forks, rewinds, is counted and described, and is forgotten", async () => {
@@ -479,6 +484,7 @@ test("the sessions of a tenant are listed, the last used one first", async () =>
   while (waiting.seq === undefined) await delay(1);
   while (!(await waiting.cancel().catch(() => undefined))) await delay(1);
   await cancelled;
+  assert.equal((await own.sessions())[0]?.isWaiting, true, "the one before it still runs");
   await running.cancel();
   await running.result;
   assert.equal((await own.sessions())[0]?.isWaiting, false);
@@ -593,6 +599,18 @@ test("a signal ends the wait and not the answer, which a cancel ends", async () 
   assert.ok(!(await session.info()).waiting.length);
 });
 
+test("a signal ends the wait of a reader who is slower than the answer", async () => {
+  const stop = new AbortController();
+  const answer = client.session("slow").generate({ text: "x", max_tokens: 1900, ignore_eos: true }, { signal: stop.signal });
+  await assert.rejects(async () => {
+    for await (const piece of answer) {
+      if (piece.i > 5) stop.abort(new Error("enough"));
+      await delay(30);
+    }
+  }, /^Error: enough$/);
+  await answer.cancel();
+});
+
 test("a call whose signal is aborted before it begins sends nothing", async () => {
   const session = client.session("unsent");
   const signal = AbortSignal.abort(new Error("too late"));
@@ -692,14 +710,27 @@ test("what cannot be done is told by the class of its error", async () => {
     [{ messages: [{ role: "user", content: [{ type: "image", data: "?" }] }] }, {}],
     [{ text: "x" }, { headers: { traceparent: "a\r\nb" } }],
     [{ text: "x" }, { headers: { "a:b": "c" } }],
+    [{ text: "x" }, { headers: { number: 5 as unknown as string } }],
     [{ text: "half \ud800" }, {}],
   ];
   for (const [fields, options] of refused) {
     await assert.rejects(client.session("s").append(fields, options), turnkeep.InvalidMessageError);
   }
+  const began = Date.now();
+  await assert.rejects(async () => {
+    await using never = client.session("s").generate({ text: "half \ud800" });
+    await never.result;
+  }, turnkeep.InvalidMessageError);
+  assert.ok(Date.now() - began < 500, "there is nothing to cancel");
   const large = "x".repeat(2 ** 21);
   await assert.rejects(client.session("s").append({ text: large }), turnkeep.InvalidMessageError);
   await assert.rejects(connect({ servers: "nats://wrong@" + servers.split("@")[1] }), turnkeep.NotPermittedError);
+  for (const secret of ["user:p@ss", "50%", "user:%ff"]) {
+    const refused = (error: unknown) => error instanceof turnkeep.NotPermittedError && !error.message.includes("ss@");
+    await assert.rejects(connect({ servers: `nats://${secret}@${servers.split("@")[1]}` }), refused, secret);
+  }
+  const hidden = (error: unknown) => error instanceof turnkeep.NoServerError && !error.message.includes("secret");
+  await assert.rejects(connect({ servers: "nats://us/er:secret@127.0.0.1:9" }), hidden);
   await assert.rejects(connect({ servers: "127.0.0.1:9" }), turnkeep.NoServerError);
   const unencrypted = servers.replace("nats:", "tls:");
   await assert.rejects(connect({ servers: unencrypted }), turnkeep.NoServerError);
@@ -708,8 +739,11 @@ test("what cannot be done is told by the class of its error", async () => {
   await assert.rejects(other.session("s").info(), turnkeep.NoAnswerError);
   await assert.rejects(other.sessions(), turnkeep.NoAnswerError);
   await assert.rejects(other.session("s").append({ text: "x" }), /no worker was ever started/);
-  const waiting = other.session("s").append({ text: "x" });
+  other.connection.subscribe("nobody.default.s.ctl", { callback: () => {} });
+  const waiting = [other.session("s").append({ text: "x" }), other.session("s").info()];
+  const ended = Promise.allSettled(waiting);
+  await other.connection.flush();
   await other.close();
-  await assert.rejects(waiting, turnkeep.ClientClosedError);
+  for (const one of await ended) assert.ok(one.status === "rejected" && one.reason instanceof turnkeep.ClientClosedError);
   await assert.rejects(other.session("s").history(), turnkeep.ClientClosedError);
 });

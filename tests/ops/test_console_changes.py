@@ -1,0 +1,411 @@
+"""The console's page while sessions, answers and lists change under it, in a real browser."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.ops.browser import Browser, browsing
+from tests.ops.test_console import SHELF, TOKEN, serving
+from tests.parts import LocalWorker
+from turnkeep_client.client import Client
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
+
+Start = Callable[..., Awaitable[LocalWorker]]
+ENTER = "\ue007"
+SAID = "[...document.querySelectorAll('.turn .said > .text')].map((one) => one.textContent)"
+#: The page asks for what is new at once.
+FRESH = "dispatchEvent(new Event('doubt'))"
+#: Opens the menu; a pointer could miss it while the page scrolls with an answer.
+MENU = "document.querySelector('.menu > summary').click()"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with browsing() as found:
+        found.look(1200, 900)
+        yield found
+
+
+async def walked(browser: Browser, client: Client, walk: Callable[[Callable[..., Any]], None]) -> None:
+    """Open the console in a thread, and walk there; `walk` gets what awaits a coroutine for it."""
+    loop = asyncio.get_running_loop()
+
+    def await_(call: Any) -> Any:
+        return asyncio.run_coroutine_threadsafe(call, loop).result(60)
+
+    def look(url: str) -> None:
+        browser.open("about:blank")
+        browser.open(f"{url}/?token={TOKEN}")
+        walk(await_)
+
+    async with serving(client) as url:
+        await asyncio.to_thread(look, url)
+
+
+def show(browser: Browser, name: str) -> None:
+    browser.run("location.hash = arguments[0]", f"#/session/{name}")
+    browser.wait_for("document.querySelectorAll('.turn').length")
+
+
+def button(words: str) -> str:
+    """Return the expression that is true while a button of these words is shown."""
+    buttons = "[...document.querySelectorAll('button')]"
+    return f"{buttons}.some((one) => one.innerText === '{words}' && one.checkVisibility())"
+
+
+def choose(browser: Browser, words: str) -> None:
+    browser.run(MENU)
+    script = """[...document.querySelectorAll('.menu button')]
+        .find((one) => one.innerText.startsWith(arguments[0])).click()"""
+    browser.run(script, words)
+
+
+async def test_turns_that_came_meanwhile_have_no_gap_and_those_of_a_removed_session_go(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+    session = client.session("notes")
+    await session.append(text="n0")
+
+    async def go_on() -> None:
+        for number in range(1, 80):
+            await session.append(text=f"n{number}")
+
+    async def begin_anew() -> None:
+        await session.close(forget=True)
+        await session.open()
+        await session.append(text="anew")
+
+    def walk(await_: Any) -> None:
+        show(browser, "notes")
+        await_(go_on())
+        browser.wait_for(f"{SAID}.at(-1) === 'n79'")
+        said = browser.run(f"return {SAID}")
+        assert said == [f"n{number}" for number in range(80 - len(said), 80)]
+        browser.click("Earlier turns")
+        browser.wait_for(f"{SAID}.length > arguments[0]", len(said))
+        said = browser.run(f"return {SAID}")
+        assert said == [f"n{number}" for number in range(80 - len(said), 80)]
+        await_(begin_anew())
+        browser.wait_for(f"{SAID}.at(-1) === 'anew'")
+        assert browser.run(f"return {SAID}") == ["anew"]
+        assert not browser.run(f"return {button('Earlier turns')}")
+
+    await walked(browser, client, walk)
+
+
+async def test_an_answer_that_more_requests_follow_than_a_page_has_ends_on_the_page_too(
+    browser: Browser, local_worker: Start, endless_model: Any
+) -> None:
+    client = (await local_worker(model=str(endless_model))).client
+    session = client.session("notes")
+    first = session.generate(text="first", max_tokens=60_000)
+    await first.send()
+
+    async def queue() -> None:
+        for number in range(40):
+            await session.generate(text=f"q{number}", max_tokens=1).send()
+
+    def walk(await_: Any) -> None:
+        show(browser, "notes")
+        browser.wait_for("document.querySelector('.growing')?.source.length > 20")
+        await_(queue())
+        browser.wait_for(f"{SAID}.includes('q39')")
+        assert browser.run("return document.querySelector('.growing')"), "it still runs, and is still there"
+        if browser.run(f"return {button('Earlier turns')}"):
+            browser.run("document.querySelector('.conversation > button').click()")
+        browser.wait_for(f"{SAID}.includes('q0')")
+        for _ in range(2):
+            browser.run(FRESH)
+            browser.run("return new Promise((then) => setTimeout(then, 700))")
+        assert browser.run(f"return {SAID}.filter((one) => one.startsWith('q')).length") == 40
+        await_(first.cancel())
+        browser.wait_for("document.querySelector('.turn:last-child.done')")
+        browser.wait_for("!document.querySelector('.turn.waiting')")
+        browser.wait_for(f"!{button('Stop')}")
+
+    await walked(browser, client, walk)
+
+
+async def test_the_menu_stays_open_while_an_answer_ends_and_delete_ends_a_running_one(
+    browser: Browser, local_worker: Start, endless_model: Any
+) -> None:
+    client = (await local_worker(model=str(endless_model))).client
+    session = client.session("notes")
+    answer = session.generate(text="first", max_tokens=60_000)
+    await answer.send()
+
+    async def ask() -> None:
+        await session.generate(text="second", max_tokens=60_000).send()
+
+    def walk(await_: Any) -> None:
+        show(browser, "notes")
+        browser.wait_for("document.querySelector('.badge.running')")
+        browser.wait_for("document.querySelector('.menu')")
+        browser.run(
+            "document.dispatchEvent(new KeyboardEvent('keydown', { key: 'Escape', isComposing: true }))"
+        )
+        browser.run(MENU)
+        await_(answer.cancel())
+        browser.wait_for("!document.querySelector('.badge')")
+        assert browser.run("return document.querySelector('.menu').open")
+        browser.run(MENU)
+        await_(ask())
+        browser.wait_for("document.querySelector('.badge.running')")
+        choose(browser, "Delete")
+        browser.click("Delete", "#dialog-yes")
+        for _ in range(100):
+            if browser.run("return location.hash === '#/'"):
+                break
+            browser.run("return new Promise((then) => setTimeout(then, 100))")
+        assert browser.run("return location.hash") == "#/", browser.text("#toast")
+
+    await walked(browser, client, walk)
+
+
+async def test_another_answer_needs_no_name_that_is_taken_and_leaves_nothing_when_it_fails(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+    for name in ("plan", "plan-v2"):
+        await client.session(name).generate(messages=[{"role": "user", "content": name}], max_tokens=3)
+
+    def walk(await_: Any) -> None:
+        show(browser, "plan")
+        browser.click("Options")
+        browser.type("textarea[placeholder^='{']", "{")
+        browser.click("Regenerate")
+        browser.wait_for("document.querySelector('#toast').innerText.includes('no JSON')")
+        assert sorted(one.name for one in await_(client.sessions())) == ["plan", "plan-v2"]
+        browser.type("textarea[placeholder^='{']", "\ue003")  # Backspace
+        browser.type("input[placeholder='what fits']", "-1")
+        browser.click("Regenerate")
+        browser.wait_for("document.querySelector('#toast').innerText.includes('max_tokens')")
+        browser.type("input[placeholder='what fits']", "\ue003\ue0033")
+        browser.click("Regenerate")
+        browser.wait_for("location.hash.startsWith('#/session/plan-v')")
+        browser.wait_for("document.querySelector('.switch')")
+        assert "2/2" in browser.text(".switch")
+
+    await walked(browser, client, walk)
+
+
+async def test_a_double_click_on_regenerate_asks_once(browser: Browser, local_worker: Start) -> None:
+    client = (await local_worker()).client
+    await client.session("plan").generate(messages=[{"role": "user", "content": "?"}], max_tokens=3)
+
+    def walk(await_: Any) -> None:
+        show(browser, "plan")
+        browser.run(
+            """const again = document.querySelector('[title="Another answer; this one stays"]');
+            again.click();
+            again.click();"""
+        )
+        browser.wait_for("location.hash === '#/session/plan-v2'")
+        browser.run("return new Promise((then) => setTimeout(then, 1000))")
+        assert browser.run("return document.querySelector('#toast').hidden"), browser.text("#toast")
+        assert len(await_(client.sessions())) == 2
+
+    await walked(browser, client, walk)
+
+
+async def test_close_ends_the_variants_that_are_still_open(browser: Browser, local_worker: Start) -> None:
+    client = (await local_worker()).client
+    session = client.session("plan")
+    await session.generate(messages=[{"role": "user", "content": "?"}], max_tokens=3)
+
+    def walk(await_: Any) -> None:
+        show(browser, "plan")
+        browser.click("Regenerate")
+        browser.wait_for("location.hash === '#/session/plan-v2'")
+        browser.wait_for("document.querySelector('.turn.done .switch')")
+        await_(session.close())
+        browser.run("location.reload()")
+        browser.wait_for("document.querySelector('.turn.done .switch')")
+        choose(browser, "Close")
+        browser.click("Close", "#dialog-yes")
+        browser.wait_for("document.querySelector('.badge.closed')")
+
+    await walked(browser, client, walk)
+
+
+async def test_a_question_that_arrives_late_shows_no_page_that_was_left(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+
+    def walk(await_: Any) -> None:
+        browser.wait_for("document.querySelector('#message')")
+        browser.run(
+            """const send = window.fetch;
+            window.fetch = async (...given) => {
+                if (given[1]?.method === 'POST') await new Promise((then) => setTimeout(then, 800));
+                return send(...given);
+            }"""
+        )
+        browser.type("#message", "Late?" + ENTER)
+        browser.run("location.hash = '#/workers'")
+        browser.wait_for("!document.querySelector('#message')")
+        browser.run("return new Promise((then) => setTimeout(then, 2500))")
+        assert len(await_(client.sessions())) == 1
+        assert browser.run("return location.hash") == "#/workers"
+
+    await walked(browser, client, walk)
+
+
+async def test_an_option_that_is_not_valid_is_shown_also_if_it_was_folded(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+
+    def walk(_: Any) -> None:
+        browser.click("Options")
+        browser.type("input[placeholder='what fits']", "0")
+        browser.click("Options")
+        browser.wait_for("!document.querySelector('.composer details').open")
+        browser.type("#message", "Hello?" + ENTER)
+        browser.wait_for("document.querySelector('.composer details').open")
+        browser.wait_for("document.activeElement.placeholder === 'what fits'")
+
+    await walked(browser, client, walk)
+
+
+async def test_the_list_of_sessions_keeps_its_focus_and_has_no_page_behind_the_last(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+    for number in range(51):
+        await client.session(f"s{number:02}").append(text="the same words")
+
+    def walk(await_: Any) -> None:
+        browser.run("location.hash = '#/sessions'")
+        browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 50")
+        href = browser.run(
+            "const one = document.querySelectorAll('.sessions a')[3]; one.focus(); return one.href"
+        )
+        browser.run("document.querySelector('.sessions tbody tr').remove()")
+        browser.run(FRESH)
+        browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 50")
+        assert browser.run("return document.activeElement.href") == href
+        browser.click("Older")
+        browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 1")
+        await_(client.session("s00").close(forget=True))
+        browser.wait_for("document.querySelectorAll('.sessions tbody tr').length === 50")
+
+    await walked(browser, client, walk)
+
+
+async def test_the_list_of_models_keeps_its_focus_while_a_download_goes_on(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+
+    def walk(_: Any) -> None:
+        browser.run("location.hash = '#/models'")
+        browser.wait_for("document.querySelector('[aria-label=\"Serve c\"]')")
+        browser.run("document.querySelector('[aria-label=\"Serve c\"]').focus()")
+        SHELF.pulled.append("org/other")
+        try:
+            browser.wait_for("document.body.innerText.includes('org/other')")
+        finally:
+            SHELF.pulled.clear()
+        assert browser.run("return document.activeElement.ariaLabel") == "Serve c"
+
+    await walked(browser, client, walk)
+
+
+async def test_a_page_whose_first_request_was_lost_gets_all_that_it_may_do(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+
+    def walk(_: Any) -> None:
+        browser.wait_for("document.querySelector('#message')")
+        browser.cdp("Network.enable")
+        browser.cdp("Network.setBlockedURLs", urls=["*/api/workers*"])
+        try:
+            browser.run("location.reload()")
+            browser.wait_for(
+                "document.querySelector('#gone')?.innerText.startsWith('The console does not answer')"
+            )
+        finally:
+            browser.cdp("Network.setBlockedURLs", urls=[])
+        browser.wait_for("!document.querySelector('#gone').innerText")
+        browser.wait_for("document.querySelector('#message')")
+        assert "prefix" in browser.text("#about")
+
+    await walked(browser, client, walk)
+
+
+async def test_the_count_of_a_message_that_cannot_be_counted_goes(
+    browser: Browser, local_worker: Start
+) -> None:
+    """It is of an earlier text; and the browser may have no place for the draft of the new one."""
+    client = (await local_worker()).client
+    put = """const field = document.querySelector('#message');
+        field.value = 'x'.repeat(arguments[0]);
+        field.dispatchEvent(new Event('input'))"""
+
+    def walk(_: Any) -> None:
+        browser.wait_for("document.querySelector('#message')")
+        for length in (2_000_000, 7_000_000):
+            browser.run(put, 5000)
+            browser.wait_for("document.querySelector('.count').innerText.includes('tokens')")
+            browser.run(put, length)
+            browser.wait_for("!document.querySelector('.count').innerText")
+        browser.run(put, 0)
+
+    await walked(browser, client, walk)
+
+
+async def test_a_page_that_was_left_asks_for_nothing(browser: Browser, local_worker: Start) -> None:
+    client = (await local_worker()).client
+
+    def walk(_: Any) -> None:
+        browser.run("location.hash = '#/models'")
+        browser.wait_for("document.querySelector('[aria-label=\"Download org/good\"]')")
+        browser.run(
+            """const send = window.fetch;
+            window.asked = 0;
+            window.fetch = async (...given) => {
+                const answer = await send(...given);
+                if (given[1]?.method === 'POST') await new Promise((then) => setTimeout(then, 500));
+                else window.asked += given[0] === 'api/models';
+                return answer;
+            };
+            document.querySelector('[aria-label="Download org/good"]').click();
+            location.hash = '#/connect'"""
+        )
+        browser.run("return new Promise((then) => setTimeout(then, 3000))")
+        SHELF.pulled.clear()
+        assert browser.run("return window.asked") == 0
+
+    await walked(browser, client, walk)
+
+
+async def test_the_list_of_conversations_takes_no_focus_from_the_tree_of_forks(
+    browser: Browser, local_worker: Start
+) -> None:
+    client = (await local_worker()).client
+    await client.session("notes").append(text="x")
+    await client.session("notes").fork("notes-2")
+
+    def walk(_: Any) -> None:
+        show(browser, "notes-2")
+        browser.click("notes-2", ".about summary")
+        browser.wait_for("document.querySelector('.tree a')")
+        browser.wait_for("document.querySelectorAll('.side li').length === 2")
+        browser.run("document.querySelector('.tree a').focus()")
+        browser.run(
+            "document.querySelector('.side ol').replaceChildren();"
+            "document.querySelector('.side input').dispatchEvent(new Event('input'))"
+        )
+        browser.wait_for("document.querySelectorAll('.side li').length === 2")
+        assert browser.run("return document.activeElement === document.querySelector('.tree a')")
+
+    await walked(browser, client, walk)
