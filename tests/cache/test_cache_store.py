@@ -226,6 +226,7 @@ async def test_closing_with_a_short_timeout_cancels_queued_snapshots(open_store,
     stats = store.stats()
     assert (stats.in_flight, stats.durable, stats.cancelled) == (0, 0, 3)
     assert_sum_rule(store)
+    store._opened.close()  # as the end of the process does
 
 
 async def test_a_snapshot_forgotten_then_saved_again_and_dropped_leaves_no_file(
