@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -330,6 +331,21 @@ async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_ref
     body += b'"function","function":{"name":"f","parameters":' + schema + b"}}]}"
     told = await world.ask(body)
     assert isinstance(told, Generated) or told.code in ("invalid_request", "context_exceeded"), told
+
+
+@pytest.mark.parametrize("half", ["\\udc00", "\\ud83d", "a\\ud800b"])
+async def test_half_a_character_in_the_arguments_of_a_call_is_told_as_a_replacement_character(
+    with_tools: Tokenizer, half: str
+) -> None:
+    """Models write such escapes when they cut an emoji, and clients send the calls again."""
+    world = world_of(with_tools, "Yes.")
+    function = {"name": "weather", "arguments": f'{{"city": "{half}"}}'}
+    call = {"id": "abc", "type": "function", "function": function}
+    given = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[arg-type]
+    await generated(world, ask(1, user("a"), given, user("b"), tools=(WEATHER,)))
+    told = re.sub(r"\\u\w{4}", "\ufffd", half)
+    assert f'{{"city": "{told}"}}' in text_of(world)
+    await world.assert_fold_is_life()
 
 
 async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony: Tokenizer) -> None:
