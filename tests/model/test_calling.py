@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def thinking(tokenizer: Tokenizer, grammar: Constraint | None = None, **more: An
     return Thinking(
         spell=tokenizer.token_bytes,
         opens=b"<think>",
-        closes=b"</think>",
+        closes=re.compile(b"</think>"),
         opening=ids("<think>"),
         closing=ids("</think>"),
         spaces=ids("\n"),

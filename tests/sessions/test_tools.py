@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from session_world import STORED, Formula, World
 
@@ -20,6 +21,7 @@ from turnkeep_client.messages import (
     Function,
     Generate,
     Generated,
+    JsonObjectFormat,
     Message,
     NamedTool,
     Reasoning,
@@ -29,6 +31,7 @@ from turnkeep_client.messages import (
     ToolFunction,
 )
 from turnkeep_client.requests import _ChosenFunction
+from worker.batch.row_sampler import Constraint
 from worker.device.request import TurnRequest
 from worker.models.tokenizer import Tokenizer
 
@@ -77,12 +80,14 @@ class Script(Formula):
         super().__init__(tokenizer)
         self.texts = list(texts)
         self.contexts: list[list[int]] = []
+        self.grammars: list[Constraint | None] = []
         self._tokenizer = tokenizer
 
     async def run(self, asked: TurnRequest, cancelled: Any, *_: Any, **__: Any) -> Any:
         answer = asked.answer
         self.contexts.append(list(asked.context))
         if answer is not None:
+            self.grammars.append(asked.sampling.grammar)
             text = self.texts.pop(0)
             (end,) = self._tokenizer.eos_ids
             tokens = [*self._tokenizer.encode(self._tokenizer.as_text(text), at_start=False), end]
@@ -400,6 +405,22 @@ async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
     expected = "".join(f"{end}{asked}{begin}{answer}" for asked, answer in answers)
     assert text_of(world) == expected.removeprefix("<|end|>") + "<|im_end|>"
     await world.assert_fold_is_life()
+
+
+@pytest.mark.parametrize("said", ["final", "final json", "final <|constrain|>json"])
+async def test_a_format_holds_a_harmony_answer_whose_header_may_name_it(oss: Tokenizer, said: str) -> None:
+    """Otherwise the format would wait for its header until `max_tokens`."""
+    text = f'{THOUGHT}<|channel|>{said}<|message|>{{"a": 1}}'
+    world = world_of(oss, text)
+    result = await generated(world, ask(1, user("JSON?"), response_format=JsonObjectFormat()))
+    assert result.text == '{"a": 1}'
+    assert isinstance(world.engine, Script)
+    (grammar,) = world.engine.grammars
+    assert grammar is not None
+    for cut, allowed in ((len(text) - len(result.text), "{"), (len(text), oss.decode(sorted(oss.eos_ids)))):
+        follower = grammar.follow(oss.encode(oss.as_text(text[:cut]), at_start=False))
+        bits = np.unpackbits(follower.masks(())[0], bitorder="little")
+        assert oss.decode(np.flatnonzero(bits).tolist()) == allowed
 
 
 async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_beginning(oss: Tokenizer) -> None:

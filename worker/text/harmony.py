@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 #: The header that begins an answer's text; everything before it is reasoning or a call.
 FINAL: Final = "<|channel|>final<|message|>"
+#: The same header as a model may write it, with the name of a format before `<|message|>`.
+FINAL_HEADER: Final = re.compile(rb"<\|channel\|>final[^<]{0,32}(?:<\|constrain\|>[^<]{0,32})?<\|message\|>")
 #: Ends a message's header.
 MESSAGE: Final = "<|message|>"
 _START: Final = "<|start|>"

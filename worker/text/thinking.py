@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterable, Sequence
     from typing import TypeAlias
 
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
     Mask: TypeAlias = np.ndarray[Any, Any]
 
 _SPACE: Final = b" \t\r\n"
+#: How many of the last bytes are searched for what ends the reasoning.
+_MOST_TAIL: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
     """The constraints of an answer with reasoning. Immutable, so thread-safe.
 
-    `opens` and `closes` are the markers of the reasoning, as bytes; `opening` and `closing` are the same as
+    `opens` begins the reasoning, and `closes` matches what ends it; `opening` and `closing` are markers as
     tokens. After `budget` tokens the reasoning must end. One of the white-space tokens `spaces` may precede
     the text that `grammar` constrains; `inside` is the mask of tokens allowed in the reasoning (None: all).
     If `is_begun`, the prompt has opened the reasoning.
@@ -34,7 +37,7 @@ class Thinking:
 
     spell: Callable[[int], bytes]
     opens: bytes
-    closes: bytes
+    closes: re.Pattern[bytes]
     opening: tuple[int, ...]
     closing: tuple[int, ...]
     spaces: tuple[int, ...]
@@ -119,8 +122,8 @@ class _Follower:
         closing = self._of.closing
         is_next = self.num_closing < len(closing) and token == closing[self.num_closing]
         self.num_closing = self.num_closing + 1 if self._is_over and is_next else 0
-        self.tail = (self.tail + self._of.spell(token))[-len(self._of.closes) - 64 :]
-        if self._of.closes in self.tail:
+        self.tail = (self.tail + self._of.spell(token))[-_MOST_TAIL:]
+        if self._of.closes.search(self.tail):
             self._go_behind()
 
     def _push_behind(self, token: int) -> None:
