@@ -423,6 +423,20 @@ async def test_a_format_holds_a_harmony_answer_whose_header_may_name_it(oss: Tok
         assert oss.decode(np.flatnonzero(bits).tolist()) == allowed
 
 
+async def test_the_budget_of_harmonys_reasoning_ends_no_call(oss: Tokenizer) -> None:
+    text = THOUGHT.replace("Hm.", "H") + TO_WEATHER
+    world = world_of(oss, text)
+    asked = ask(1, user("Rain?"), tools=(WEATHER,), reasoning=Reasoning(budget=2))
+    assert (await generated(world, asked)).tool_calls
+    assert isinstance(world.engine, Script)
+    (grammar,) = world.engine.grammars
+    assert grammar is not None
+    assert grammar.follow(oss.encode(oss.as_text(text), at_start=False)).masks(()) == [None]
+    (mask,) = grammar.follow(oss.encode("<|channel|>analysis<|message|>Hm", at_start=False)).masks(())
+    assert mask is not None
+    assert oss.decode(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()) == "<"
+
+
 async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_beginning(oss: Tokenizer) -> None:
     whole = THOUGHT + SAID + " And so on."
     for cut in (cut for cut in range(1, len(whole), 3) if "<" not in whole[:cut].rpartition("|>")[2]):

@@ -119,8 +119,7 @@ class Formats:
         if request.reasoning.budget is not None and not markup.has_reasoning:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
-            may_call = bool(tools) and found is not None
-            found = self._behind_reasoning(request, prompt, found, may_call=may_call)
+            found = self._behind_reasoning(request, prompt, found, may_call=bool(tools))
         return found, warnings
 
     async def _of_calls(
@@ -187,12 +186,12 @@ class Formats:
     ) -> Constraint | None:
         """Wrap a grammar so that it applies after the reasoning only, and reasoning ends at its token budget.
 
-        `may_call` says that the grammar has tool calls.
+        `may_call` says that the answer may have tool calls, which a grammar then has too.
         """
         tokenizer, budget = self.tokenizer, request.reasoning.budget
         is_harmony = tokenizer.markup.is_harmony
         pair, is_begun = tokenizer.markup.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
-        if is_harmony:  # without a grammar of calls, anything may stand before the text
+        if is_harmony:  # without calls, anything may stand before the text
             pair, is_begun = (_ANALYSIS, False) if may_call else (("", FINAL), True)
         begun = prompt.conversation.begun_answer(prompt.tokens)
         is_over = is_harmony and FINAL_HEADER.search(begun.encode()) is not None
