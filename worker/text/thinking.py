@@ -109,10 +109,10 @@ class _Follower:
 
     def _push_before(self, token: int) -> None:
         self.begun.append(token)
-        text = b"".join(map(self._of.spell, self.begun)).lstrip(_SPACE)
-        if text.startswith(self._of.opens):
-            self.place, self.tail = "inside", text[len(self._of.opens) :]
-        elif not self._of.opens.startswith(text):
+        self.tail = (self.tail + self._of.spell(token)).lstrip(_SPACE)
+        if self.tail.startswith(self._of.opens):
+            self.place, self.tail = "inside", self.tail[len(self._of.opens) :]
+        elif not self._of.opens.startswith(self.tail):
             self._go_behind()
             for one in self.begun:
                 self._push_behind(one)
