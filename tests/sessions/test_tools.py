@@ -445,6 +445,9 @@ async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_begi
         rest = await generated(world, ask(2, reasoning=Reasoning(budget=60)))
         assert (begun.text + rest.text, begun.reasoning + rest.reasoning) == ("Yes. And so on.", "Hm."), cut
         assert rest.usage.reasoning_tokens <= 60
+        world = world_of(oss, whole, SAID)
+        await generated(world, ask(1, user("Well?"), max_tokens=cut))
+        assert (await generated(world, ask(2, user("And?"), reasoning=Reasoning(keep=False)))).text == "Yes."
 
 
 OTHER = CALL.replace("Rome", "Oslo")
