@@ -1,4 +1,4 @@
-"""Splits answers in OpenAI's harmony format: messages with channels. Pure.
+"""Splits answers in OpenAI's harmony format, messages with channels; and puts them into rendered text. Pure.
 
 An answer is a series of messages: a header (`<|channel|>analysis`, perhaps with `to=functions.NAME`), then
 `<|message|>`, then content up to `<|end|>`, `<|call|>` or `<|return|>`. The channel `analysis` is reasoning,
@@ -134,7 +134,8 @@ def sampled_message(text: str, end: str, *, has_reasoning: bool) -> dict[str, st
 
 
 def _is_reasoning(message: str) -> bool:
-    header, channel = message.partition(_MESSAGE)[0], _CHANNEL.search(message)
+    header = message.partition(_MESSAGE)[0]
+    channel = _CHANNEL.search(header)
     return channel is not None and channel[1] == "analysis" and not _TO.search(header)
 
 
