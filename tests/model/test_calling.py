@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +146,7 @@ def thinking(tokenizer: Tokenizer, grammar: Constraint | None = None, **more: An
     return Thinking(
         spell=tokenizer.token_bytes,
         opens=b"<think>",
-        closes=b"</think>",
+        closes=re.compile(b"</think>"),
         opening=ids("<think>"),
         closing=ids("</think>"),
         spaces=ids("\n"),
@@ -178,6 +180,20 @@ def test_masks_force_the_end_of_reasoning_when_its_token_budget_is_used_up(token
     assert next_of(tokenizer, again) == ["<"]
     ended = thinking(tokenizer, budget=30).follow(tokenizer.encode("a</think>" + "b" * 40, at_start=False))
     assert next_of(tokenizer, ended) == [None]
+
+
+def test_white_space_before_an_answers_reasoning_is_spelled_once(tokenizer: Tokenizer) -> None:
+    spelled: list[int] = []
+
+    def spell(token: int) -> bytes:
+        spelled.append(token)
+        return tokenizer.token_bytes(token)
+
+    (space,) = tokenizer.encode("\n", at_start=False)
+    follower = replace(thinking(tokenizer, budget=2, is_begun=False), spell=spell).follow([space] * 1_000)
+    assert len(spelled) == 1_000
+    follower.push(tokenizer.encode("<think>ab", at_start=False))
+    assert next_of(tokenizer, follower) == ["<"]
 
 
 async def test_a_grammar_applies_only_after_the_reasoning_has_ended(

@@ -183,6 +183,8 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     folder.mkdir()
     for kind in (Kind.Q8_0, Kind.F16):
         TinyLlama(kind=kind).write(folder / f"tiny-{kind.name}.gguf")
+    for name in ("mmproj-Q4_K_M.gguf", "a.mmproj-F16.gguf", "tiny-mmproj-BF16.gguf"):
+        (folder / name).write_bytes(b"what images become for another program")
     server.add("org/tiny-GGUF", folder)
     assert refused("org/tiny-GGUF") == (
         "org/tiny-GGUF has no GGUF file Q4_K_M; it has F16, Q8_0: name one as org/tiny-GGUF:QUANTISATION"

@@ -261,8 +261,9 @@ def test_packaged_converted_and_hub_models_are_listed_and_broken_folders_left_ou
         made.mkdir()
         (made / "config.json").write_text('{"model_type": "llama", "quantization": 3}')
         write_header(made, **changes)
-    packaged, odd, converted, hub = catalog.list_models(data_dir)
-    assert (odd.name, odd.dtype) == ("odd", "unknown")
+    TinyLlama().but(tokenizer__ggml__tokens=3).write(data_dir / "models" / "strange.gguf")
+    packaged, odd, strange, converted, hub = catalog.list_models(data_dir)
+    assert (odd.name, odd.dtype, strange.name) == ("odd", "unknown", "strange")
     assert (packaged.name, packaged.origin) == ("SmolLM2-135M-Instruct.Q4_1", "packaged")
     assert (converted.name, converted.origin, converted.path, converted.dtype) == (
         "tiny",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from session_world import STORED, Formula, World
 
@@ -19,6 +21,7 @@ from turnkeep_client.messages import (
     Function,
     Generate,
     Generated,
+    JsonObjectFormat,
     Message,
     NamedTool,
     Reasoning,
@@ -28,6 +31,7 @@ from turnkeep_client.messages import (
     ToolFunction,
 )
 from turnkeep_client.requests import _ChosenFunction
+from worker.batch.row_sampler import Constraint
 from worker.device.request import TurnRequest
 from worker.models.tokenizer import Tokenizer
 
@@ -76,12 +80,14 @@ class Script(Formula):
         super().__init__(tokenizer)
         self.texts = list(texts)
         self.contexts: list[list[int]] = []
+        self.grammars: list[Constraint | None] = []
         self._tokenizer = tokenizer
 
     async def run(self, asked: TurnRequest, cancelled: Any, *_: Any, **__: Any) -> Any:
         answer = asked.answer
         self.contexts.append(list(asked.context))
         if answer is not None:
+            self.grammars.append(asked.sampling.grammar)
             text = self.texts.pop(0)
             (end,) = self._tokenizer.eos_ids
             tokens = [*self._tokenizer.encode(self._tokenizer.as_text(text), at_start=False), end]
@@ -332,6 +338,21 @@ async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_ref
     assert isinstance(told, Generated) or told.code in ("invalid_request", "context_exceeded"), told
 
 
+@pytest.mark.parametrize("half", ["\\udc00", "\\ud83d", "a\\ud800b"])
+async def test_half_a_character_in_the_arguments_of_a_call_is_told_as_a_replacement_character(
+    with_tools: Tokenizer, half: str
+) -> None:
+    """Models write such escapes when they cut an emoji, and clients send the calls again."""
+    world = world_of(with_tools, "Yes.")
+    function = {"name": "weather", "arguments": f'{{"city": "{half}"}}'}
+    call = {"id": "abc", "type": "function", "function": function}
+    given = Message(role="assistant", content=None, tool_calls=[call])  # type: ignore[arg-type]
+    await generated(world, ask(1, user("a"), given, user("b"), tools=(WEATHER,)))
+    told = re.sub(r"\\u\w{4}", "\ufffd", half)
+    assert f'{{"city": "{told}"}}' in text_of(world)
+    await world.assert_fold_is_life()
+
+
 async def test_a_prefix_without_reasoning_begins_harmonys_final_channel(harmony: Tokenizer) -> None:
     world = world_of(harmony, "sunny.", " or not.", "<|channel|>final<|message|>Yes.")
     none = Reasoning(budget=0)
@@ -386,6 +407,36 @@ async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
     await world.assert_fold_is_life()
 
 
+@pytest.mark.parametrize("said", ["final", "final json", "final <|constrain|>json"])
+async def test_a_format_holds_a_harmony_answer_whose_header_may_name_it(oss: Tokenizer, said: str) -> None:
+    """Otherwise the format would wait for its header until `max_tokens`."""
+    text = f'{THOUGHT}<|channel|>{said}<|message|>{{"a": 1}}'
+    world = world_of(oss, text)
+    result = await generated(world, ask(1, user("JSON?"), response_format=JsonObjectFormat()))
+    assert result.text == '{"a": 1}'
+    assert isinstance(world.engine, Script)
+    (grammar,) = world.engine.grammars
+    assert grammar is not None
+    for cut, allowed in ((len(text) - len(result.text), "{"), (len(text), oss.decode(sorted(oss.eos_ids)))):
+        follower = grammar.follow(oss.encode(oss.as_text(text[:cut]), at_start=False))
+        bits = np.unpackbits(follower.masks(())[0], bitorder="little")
+        assert oss.decode(np.flatnonzero(bits).tolist()) == allowed
+
+
+async def test_the_budget_of_harmonys_reasoning_ends_no_call(oss: Tokenizer) -> None:
+    text = THOUGHT.replace("Hm.", "H") + TO_WEATHER
+    world = world_of(oss, text)
+    asked = ask(1, user("Rain?"), tools=(WEATHER,), reasoning=Reasoning(budget=2))
+    assert (await generated(world, asked)).tool_calls
+    assert isinstance(world.engine, Script)
+    (grammar,) = world.engine.grammars
+    assert grammar is not None
+    assert grammar.follow(oss.encode(oss.as_text(text), at_start=False)).masks(()) == [None]
+    (mask,) = grammar.follow(oss.encode("<|channel|>analysis<|message|>Hm", at_start=False)).masks(())
+    assert mask is not None
+    assert oss.decode(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()) == "<"
+
+
 async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_beginning(oss: Tokenizer) -> None:
     whole = THOUGHT + SAID + " And so on."
     for cut in (cut for cut in range(1, len(whole), 3) if "<" not in whole[:cut].rpartition("|>")[2]):
@@ -394,6 +445,9 @@ async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_begi
         rest = await generated(world, ask(2, reasoning=Reasoning(budget=60)))
         assert (begun.text + rest.text, begun.reasoning + rest.reasoning) == ("Yes. And so on.", "Hm."), cut
         assert rest.usage.reasoning_tokens <= 60
+        world = world_of(oss, whole, SAID)
+        await generated(world, ask(1, user("Well?"), max_tokens=cut))
+        assert (await generated(world, ask(2, user("And?"), reasoning=Reasoning(keep=False)))).text == "Yes."
 
 
 OTHER = CALL.replace("Rome", "Oslo")

@@ -383,9 +383,16 @@ def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": [_with_object(call) for call in message.get("tool_calls") or ()]}
 
 
+#: Half of a surrogate pair, which JSON may escape alone, as models do that cut an emoji; it is no text.
+_HALF: Final = re.compile("[\ud800-\udfff]")
+
+
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    text = call["function"]["arguments"] or "{}"
     try:
-        arguments = json.loads(call["function"]["arguments"] or "{}")
+        arguments = json.loads(text)
+        if "\\u" in text:
+            arguments = json.loads(_HALF.sub("\ufffd", json.dumps(arguments, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return dict(call)
     if not isinstance(arguments, dict):

@@ -357,5 +357,6 @@ def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
         "max_position_embeddings": file.fields.get(f"{file.architecture}.context_length"),
         "sliding_window": file.fields.get(f"{file.architecture}.attention.sliding_window"),
     }
-    words = frozenset(file.fields.get("tokenizer.ggml.tokens") or ())
+    tokens = file.fields.get("tokenizer.ggml.tokens")
+    words = frozenset(tokens if isinstance(tokens, list) else ())
     return config, str(file.fields.get("tokenizer.chat_template") or ""), words

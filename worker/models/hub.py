@@ -245,7 +245,7 @@ def _wanted(found: ModelInfo, spec: str, quantisation: str) -> list[_File]:
 
 
 def _no_quantisation(hub_id: str, names: Sequence[str], quantisation: str) -> ModelError:
-    choice = sorted({quantisation_of(Path(name).stem) for name in names if not _is_piece(name)})
+    choice = sorted({quantisation_of(Path(name).stem) for name in names if _is_whole(name)})
     return ModelError(
         f"{hub_id} has no GGUF file {quantisation or _USUAL}; it has"
         f" {', '.join(choice) or 'only files in pieces, which cannot be used'}: name one as"
@@ -258,15 +258,16 @@ def _gguf_name(names: Sequence[str], quantisation: str) -> str | None:
 
     With an empty `quantisation`, return the only file, or the one of the default quantisation.
     """
-    whole = [name for name in names if not _is_piece(name) and not name.startswith("mmproj")]
+    whole = [*filter(_is_whole, names)]
     if not quantisation and len(whole) == 1:
         return whole[0]
     wanted = (quantisation or _USUAL).upper()
     return next((name for name in whole if quantisation_of(Path(name).stem).upper() == wanted), None)
 
 
-def _is_piece(name: str) -> bool:
-    return re.search(r"(?i)-\d{5}-of-\d{5}\.gguf$", name) is not None
+def _is_whole(name: str) -> bool:
+    """Return whether a GGUF file has a whole language model: no piece of one, and no image projector."""
+    return re.search(r"(?i)-\d{5}-of-\d{5}\.gguf$|\bmmproj\b", name) is None
 
 
 def _bring(hub_id: str, found: ModelInfo, files: Sequence[_File], progress: Progress, dtype: str) -> None:

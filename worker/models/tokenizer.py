@@ -399,7 +399,7 @@ class Tokenizer:
         return b"".join(map(self.token_bytes, ids))
 
     def _find_bytes(self, token: int) -> bytes:
-        name = self._rust.id_to_token(token)
+        name: str | None = self._rust.id_to_token(token)
         if name is None:
             return b""
         if token in self.added_ids and not name.isascii() and max(name) < "\u0100":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from typing import TYPE_CHECKING, Any, Final
 
 from turnkeep_client.messages import (
@@ -23,7 +24,7 @@ from worker.process.concurrency import Rotation, in_thread
 from worker.text.arguments import OfferedTools
 from worker.text.calling import calls_grammar, json_rule
 from worker.text.grammar import GrammarError, Grammars
-from worker.text.harmony import FINAL, HarmonySplitter
+from worker.text.harmony import FINAL, FINAL_HEADER, HarmonySplitter
 from worker.text.splitting import AnswerCalls, MarkedSplitter, call_id
 from worker.text.thinking import Thinking, mask_without
 
@@ -118,8 +119,7 @@ class Formats:
         if request.reasoning.budget is not None and not markup.has_reasoning:
             warnings = (*warnings, "this model marks no reasoning: its budget has no effect")
         if splits:
-            may_call = bool(tools) and found is not None
-            found = self._behind_reasoning(request, prompt, found, may_call=may_call)
+            found = self._behind_reasoning(request, prompt, found, may_call=bool(tools))
         return found, warnings
 
     async def _of_calls(
@@ -186,14 +186,15 @@ class Formats:
     ) -> Constraint | None:
         """Wrap a grammar so that it applies after the reasoning only, and reasoning ends at its token budget.
 
-        `may_call` says that the grammar has tool calls.
+        `may_call` says that the answer may have tool calls, which a grammar then has too.
         """
         tokenizer, budget = self.tokenizer, request.reasoning.budget
         is_harmony = tokenizer.markup.is_harmony
         pair, is_begun = tokenizer.markup.reasoning, prompt.conversation.in_reasoning(prompt.tokens)
-        if is_harmony:  # without a grammar of calls, anything may stand before the text
+        if is_harmony:  # without calls, anything may stand before the text
             pair, is_begun = (_ANALYSIS, False) if may_call else (("", FINAL), True)
-        is_over = is_harmony and FINAL in prompt.conversation.begun_answer(prompt.tokens)
+        begun = prompt.conversation.begun_answer(prompt.tokens)
+        is_over = is_harmony and FINAL_HEADER.search(begun.encode()) is not None
         if pair is None or is_over or (grammar is None and budget is None):
             return grammar
         opening, closing = (tokenizer.encode(marker, at_start=False) for marker in pair)
@@ -202,7 +203,7 @@ class Formats:
         return Thinking(
             spell=tokenizer.token_bytes,
             opens=pair[0].encode(),
-            closes=pair[1].encode(),
+            closes=FINAL_HEADER if pair[1] == FINAL else re.compile(re.escape(pair[1].encode())),
             opening=tuple(opening),
             closing=tuple(closing),
             spaces=tuple(ids[0] for ids in spaces if len(ids) == 1),

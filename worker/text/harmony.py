@@ -1,4 +1,4 @@
-"""Splits answers in OpenAI's harmony format: messages with channels. Pure.
+"""Splits answers in OpenAI's harmony format, messages with channels; and puts them into rendered text. Pure.
 
 An answer is a series of messages: a header (`<|channel|>analysis`, perhaps with `to=functions.NAME`), then
 `<|message|>`, then content up to `<|end|>`, `<|call|>` or `<|return|>`. The channel `analysis` is reasoning,
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 #: The header that begins an answer's text; everything before it is reasoning or a call.
 FINAL: Final = "<|channel|>final<|message|>"
+#: The same header as a model may write it, with the name of a format before `<|message|>`.
+FINAL_HEADER: Final = re.compile(rb"<\|channel\|>final[^<]{0,32}(?:<\|constrain\|>[^<]{0,32})?<\|message\|>")
 #: Ends a message's header.
-MESSAGE: Final = "<|message|>"
+_MESSAGE: Final = "<|message|>"
 _START: Final = "<|start|>"
 #: What separates the messages of an answer, behind the end of each.
 _NEXT: Final = f"{_START}assistant"
@@ -61,7 +63,7 @@ class HarmonySplitter(Splitter):
         held, self._held = self._held + text, ""
         piece = Piece()
         while held and not self.is_full:
-            at, marker = first_marker(held, (MESSAGE,) if self._header is not None else _ENDS)
+            at, marker = first_marker(held, (_MESSAGE,) if self._header is not None else _ENDS)
             if self._header is not None:
                 self._header += held[:at]
                 if marker is not None:
@@ -92,7 +94,7 @@ class HarmonySplitter(Splitter):
     def _begin(self, header: str) -> None:
         channel, callee = _CHANNEL.search(header), _TO.search(header)
         self._callee = callee[1] if callee and self._calls.offered else None
-        self._header, self._opened, self._arguments = None, header + MESSAGE, ""
+        self._header, self._opened, self._arguments = None, header + _MESSAGE, ""
         self.in_reasoning = channel is not None and channel[1] == "analysis" and not self._callee
 
     def _content(self, text: str) -> Piece:
@@ -114,6 +116,11 @@ class HarmonySplitter(Splitter):
         return Piece(self._opened + self._arguments)
 
 
+def has_header(text: str) -> bool:
+    """Return whether a text has a message's header, or the beginning of one."""
+    return "<|channel|>" in text or _MESSAGE in text
+
+
 def sampled_message(text: str, end: str, *, has_reasoning: bool) -> dict[str, str]:
     """Return the message of an answer of several harmony messages, perhaps without its reasoning.
 
@@ -127,7 +134,8 @@ def sampled_message(text: str, end: str, *, has_reasoning: bool) -> dict[str, st
 
 
 def _is_reasoning(message: str) -> bool:
-    header, channel = message.partition(MESSAGE)[0], _CHANNEL.search(message)
+    header = message.partition(_MESSAGE)[0]
+    channel = _CHANNEL.search(header)
     return channel is not None and channel[1] == "analysis" and not _TO.search(header)
 
 

@@ -26,7 +26,7 @@ from worker.models.tokenizer import TemplateError, Tokenizer
 from worker.models.vision.image_file import ImageError
 
 from .conversation import Segments, has_question, in_order, said_in
-from .harmony import MESSAGE, in_places, sampled_message, with_places
+from .harmony import has_header, in_places, sampled_message, with_places
 from .segments import Message, MessageRecord, Segment
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Conversation(Segments):
         tokens, markup = unpack(said.ids), self.tokenizer.markup
         closed = tokens[-1] in self.tokenizer.eos_ids
         lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
-        if markup.is_harmony and MESSAGE in content:
+        if markup.is_harmony and has_header(content):
             end = self.tokenizer.decode(tokens[-1:]) if closed else ""
             return sampled_message(lead + content, end, has_reasoning=said.thoughts != "gone")
         if said.thoughts == "gone" and (pair := markup.reasoning):

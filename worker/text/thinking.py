@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import numpy as np
 
 if TYPE_CHECKING:
+    import re
     from collections.abc import Callable, Iterable, Sequence
     from typing import TypeAlias
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     Mask: TypeAlias = np.ndarray[Any, Any]
 
 _SPACE: Final = b" \t\r\n"
+#: How many of the last bytes are searched for what ends the reasoning.
+_MOST_TAIL: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +31,11 @@ class Thinking:
 
     #: Returns the bytes of a token.
     spell: Callable[[int], bytes]
-    #: The markers of the reasoning, as bytes and as tokens.
+    #: Begins the reasoning, as bytes.
     opens: bytes
-    closes: bytes
+    #: Matches the bytes that end the reasoning.
+    closes: re.Pattern[bytes]
+    #: The same two markers as tokens.
     opening: tuple[int, ...]
     closing: tuple[int, ...]
     #: White-space tokens, one of which can precede the text that the grammar constrains.
@@ -107,10 +112,10 @@ class _Follower:
 
     def _push_before(self, token: int) -> None:
         self.begun.append(token)
-        text = b"".join(map(self._of.spell, self.begun)).lstrip(_SPACE)
-        if text.startswith(self._of.opens):
-            self.place, self.tail = "inside", text[len(self._of.opens) :]
-        elif not self._of.opens.startswith(text):
+        self.tail = (self.tail + self._of.spell(token)).lstrip(_SPACE)
+        if self.tail.startswith(self._of.opens):
+            self.place, self.tail = "inside", self.tail[len(self._of.opens) :]
+        elif not self._of.opens.startswith(self.tail):
             self._go_behind()
             for one in self.begun:
                 self._push_behind(one)
@@ -120,8 +125,8 @@ class _Follower:
         closing = self._of.closing
         is_next = self.num_closing < len(closing) and token == closing[self.num_closing]
         self.num_closing = self.num_closing + 1 if self._is_over and is_next else 0
-        self.tail = (self.tail + self._of.spell(token))[-len(self._of.closes) - 64 :]
-        if self._of.closes in self.tail:
+        self.tail = (self.tail + self._of.spell(token))[-_MOST_TAIL:]
+        if self._of.closes.search(self.tail):
             self._go_behind()
 
     def _push_behind(self, token: int) -> None:
