@@ -146,6 +146,21 @@ async def test_the_result_of_a_cancelled_waiting_request_proves_no_checkpoint(
     assert (await world.refolded()).log.record.proven_seq == proven_seq
 
 
+async def test_the_close_that_is_left_of_a_forgotten_session_proves_no_checkpoint(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its digest says of is gone."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
+    await world.ask(Append(id="a", text="one"))
+    closed = await world.ask(Close(id="close", forget=True))
+    world.log.entries = [one for one in world.log.entries if one.kind == "out" and closed.id in str(one.body)]
+    assert len(world.log.entries) == 1
+    folded = await world.refolded()
+    assert folded.log.record.diverged is None
+    assert folded.log.record.proven_seq == 0
+    assert [one.kind for one in world.log.entries] == ["out"], "without a checkpoint"
+
+
 async def test_a_repeat_that_was_not_read_yet_does_not_wait_as_its_first_request_has_a_result(world) -> None:
     """That result was stored out of order, so the requests before it are not read either."""
     for name in ("first", "late", "late"):
