@@ -28,9 +28,11 @@ from turnkeep_client.messages import (
     UnknownResult,
     encode,
 )
-from worker.sessions import answered_ids
+from worker.sessions import answered_ids, cancelling, record
 from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
+from worker.sessions.pending import PendingRequest
+from worker.sessions.session import ServedSession
 
 
 @given(operations=OPERATIONS)
@@ -112,6 +114,53 @@ async def test_the_result_of_a_cancelled_waiting_request_is_not_stored_if_it_has
     assert await log.commit(second, None, waits=True) is None
     log.record.pending.insert(0, first)
     assert await log.commit(second, None, waits=True) is not None
+
+
+async def test_a_cancel_looks_again_whether_its_request_was_begun_once_that_is_the_next_one(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the next request can have been begun, and while the cancel looked the one before was answered."""
+    world.publish(Append(id="first", text="one"))
+    world.publish(Generate(id="second", max_tokens=3))
+    were_next = list[bool]()
+
+    async def begun(session: ServedSession, pending: PendingRequest) -> bool:
+        were_next.append(session.log.record.is_next(pending))
+        if len(were_next) == 1:
+            session.log.record.pending.popleft()
+        return False
+
+    monkeypatch.setattr(cancelling, "_is_begun", begun)
+    assert (await cancel(world.session, "second")).was == "waiting"
+    assert were_next == [False, True]
+
+
+async def test_the_result_of_a_cancelled_waiting_request_proves_no_checkpoint(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that reads the log does not take it for a proof either."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
+    await world.ask(Append(id="a", text="one"))
+    proven_seq = world.session.log.record.proven_seq
+    world.publish(Generate(id="b", max_tokens=3))
+    assert (await cancel(world.session, "b")).was == "waiting"
+    assert world.session.log.record.proven_seq == proven_seq > 0
+    assert (await world.refolded()).log.record.proven_seq == proven_seq
+
+
+async def test_the_close_that_is_left_of_a_forgotten_session_proves_no_checkpoint(
+    world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its digest says of is gone."""
+    monkeypatch.setattr(record, "_CHECKPOINT_EVERY", 1)
+    await world.ask(Append(id="a", text="one"))
+    closed = await world.ask(Close(id="close", forget=True))
+    world.log.entries = [one for one in world.log.entries if one.kind == "out" and closed.id in str(one.body)]
+    assert len(world.log.entries) == 1
+    folded = await world.refolded()
+    assert folded.log.record.diverged is None
+    assert folded.log.record.proven_seq == 0
+    assert [one.kind for one in world.log.entries] == ["out"], "without a checkpoint"
 
 
 async def test_a_repeat_that_was_not_read_yet_does_not_wait_as_its_first_request_has_a_result(world) -> None:

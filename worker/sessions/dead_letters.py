@@ -73,6 +73,8 @@ class RequestAttempts:
     def __init__(self, session_log: FencedLog, services: Services) -> None:
         self._log = session_log
         self._services = services
+        # A log that is restored from a backup may have another request at these sequences, which this worker
+        # may then attempt once more than it should.
         self._begun_seq = 0  # the request that this worker has begun last, and survived until now
         self._tried_seq = 0  # the request for which this worker has stored a note
 
