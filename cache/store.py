@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from .disk.codec import PLAIN, Codec
 from .disk.disk_work import WriteState
 from .disk.folder import may_hold
 from .disk.stored_past import StoredPast
 from .disk.tier import SharedDirectory, Tier
-from .disk.unencrypted import PLAIN, Codec
 from .index.directory import open_directory
 from .index.eraser import Eraser, ErasureResult
 from .index.prefixes import KnownPrefix, PrefixMatch

@@ -28,8 +28,8 @@ from turnkeep_client.messages import VERSION as PROTOCOL
 from turnkeep_client.redact import shown
 from turnkeep_client.subjects import Subjects
 from worker.cluster.liveness import Members
-from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
+from worker.engine.ledger import Ledger
 from worker.models.model_files import silent
 from worker.process.cache_parts import cache_codec, remote_tier
 from worker.process.wakefulness import keep_awake
@@ -38,7 +38,7 @@ from worker.wire import streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version, small_payload
 from worker.wire.credentials import over_tls, worker_options
 
-from .metrics_message import collect
+from .metrics_collector import collect
 from .model_start import ModelStart, WorkerError
 from .observe.telemetry import Telemetry
 from .observe.tracing import start_traces

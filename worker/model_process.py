@@ -12,7 +12,7 @@ from msgspec import structs
 from turnkeep_client.errors import TurnkeepError
 from turnkeep_client.messages import Metrics
 
-from .metrics_message import unloaded_metrics
+from .metrics_collector import unloaded_metrics
 from .process.constants import CONSTANTS
 from .reports import Needs, Refusal, State
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import IO, TYPE_CHECKING, Any, Final
 
 from cache.disk import private
+from cache.disk.codec import PLAIN
 from cache.disk.folder import scan
 from cache.disk.format import is_lack, prove
 from cache.disk.header import read_header, read_name
 from cache.disk.rows import SnapshotRow
-from cache.disk.unencrypted import PLAIN
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
 from .pruning import lock_directory
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.disk.catalog import Catalog
+    from cache.disk.codec import Codec, FileWriter
     from cache.disk.folder import Folder
-    from cache.disk.unencrypted import Codec, FileWriter
     from cache.index.index import SnapshotIndex
     from cache.names.snapshot import Name
 

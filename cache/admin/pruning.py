@@ -6,9 +6,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cache.disk.codec import PLAIN, SEAL, SUFFIX
 from cache.disk.folder import Folder
 from cache.disk.header import read_header
-from cache.disk.unencrypted import PLAIN, SEAL, SUFFIX
 from cache.index.directory import open_directory
 from cache.names.errors import CacheError, DoubtfulSnapshotError
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from cache.disk.catalog import Catalog
-    from cache.disk.unencrypted import Codec
+    from cache.disk.codec import Codec
     from cache.index.index import SnapshotIndex
     from cache.index.nodes import Node
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from cache.disk.codec import PLAIN
 from cache.disk.header import read_name
-from cache.disk.unencrypted import PLAIN
 from cache.names.errors import DoubtfulSnapshotError
 from cache.names.marks import STRIDE
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-    from cache.disk.unencrypted import Codec
+    from cache.disk.codec import Codec
     from cache.names.marks import Marks
 
 #: Bytes that are read at a time.

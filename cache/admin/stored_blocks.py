@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from cache.disk.unencrypted import Codec
+    from cache.disk.codec import Codec
     from cache.names.blocks import Span
     from cache.names.snapshot import Name, Tensor
     from cache.names.tokens import Tokens

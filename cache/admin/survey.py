@@ -14,17 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cache.disk import format as snapshot_format
+from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder, scan
 from cache.disk.header import read_header, read_name
 from cache.disk.rows import SnapshotRow, columns, is_right
-from cache.disk.unencrypted import PLAIN
 from cache.index.index import SnapshotIndex
 from cache.names.errors import DoubtfulSnapshotError, NotACacheError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from cache.disk.unencrypted import Codec
+    from cache.disk.codec import Codec
     from cache.index.nodes import Node
 
 

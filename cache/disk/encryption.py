@@ -23,7 +23,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cache.names.blocks import DIGEST_BYTES
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError
 
-from .unencrypted import SUFFIX, Codec, FileReader, FileWriter
+from .codec import SUFFIX, Codec, FileReader, FileWriter
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

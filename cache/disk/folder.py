@@ -22,9 +22,9 @@ import structlog
 from cache.names.errors import DirectoryLockedError, DoubtfulSnapshotError
 
 from . import private
+from .codec import PLAIN, SEAL
 from .fsync import sync
 from .header import read_name
-from .unencrypted import PLAIN, SEAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from cache.names.snapshot import Name
 
-    from .unencrypted import Codec
+    from .codec import Codec
 
 _log = structlog.get_logger("turnkeep.cache")
 

@@ -29,8 +29,8 @@ from cache.names.snapshot import CARRIED, ITEM_BYTES, Tensor, sections
 
 from . import header as headers
 from . import private
+from .codec import PLAIN
 from .header import BLANK, CHECKSUM_AT, CHECKSUM_CHARS, CHECKSUM_END, SECTION_CHARS, SECTIONS_AT
-from .unencrypted import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.names.snapshot import Layout, Name, States, TensorBuffers
 
-    from .unencrypted import Codec, FileReader
+    from .codec import Codec, FileReader
 
 #: Errors that mean a lack of open files or memory, in the process or the machine.
 _LACKS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})

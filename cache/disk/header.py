@@ -26,7 +26,7 @@ from cache.names.errors import DoubtfulSnapshotError
 from cache.names.identity import FORMAT_VERSION
 from cache.names.snapshot import CARRIED, ITEM_BYTES, MOST_TOKEN_BYTES, STATE, Layout, Name, States, sections
 
-from .unencrypted import PLAIN
+from .codec import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cache.names.identity import Identity
     from cache.names.snapshot import Tensor
 
-    from .unencrypted import Codec, FileReader
+    from .codec import Codec, FileReader
 
 #: The header's checksum is at a fixed place, since it is verified before the file is used. The checksum and
 #: the length (16 hex digits) of each section follow.

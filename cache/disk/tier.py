@@ -22,14 +22,14 @@ from uuid import uuid4
 import structlog
 
 from . import private
+from .codec import SEAL
 from .fsync import sync
-from .unencrypted import SEAL
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
     from pathlib import Path
 
-    from .unencrypted import Codec
+    from .codec import Codec
 
 _log = structlog.get_logger("turnkeep.cache")
 

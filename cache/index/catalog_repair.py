@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from cache.disk.catalog import Catalog
+    from cache.disk.codec import Codec
     from cache.disk.folder import Folder
     from cache.disk.rows import Columns
-    from cache.disk.unencrypted import Codec
 
 _log = structlog.get_logger("turnkeep.cache")
 

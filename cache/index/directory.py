@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final
 import structlog
 
 from cache.disk.catalog import Catalog
+from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder
-from cache.disk.unencrypted import PLAIN
 
 from .catalog_repair import reconcile
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from cache.disk.unencrypted import Codec
+    from cache.disk.codec import Codec
     from cache.names.identity import Identity
     from cache.names.marks import ErasureProgress
 

@@ -23,9 +23,9 @@ from made_kv import cut, flip, identity, num_restored, save_all, stored
 from cache.admin import archive, survey
 from cache.admin.stored_blocks import StoredBlocks
 from cache.disk.catalog import Catalog
+from cache.disk.codec import PLAIN
 from cache.disk.folder import Folder
 from cache.disk.rows import SnapshotRow
-from cache.disk.unencrypted import PLAIN
 from cache.names.blocks import Span
 from cache.names.errors import CacheError
 from cache.names.identity import FORMAT_VERSION

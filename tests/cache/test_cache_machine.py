@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, identity, save_all
 
 from cache.disk import format as snapshot_format
-from cache.disk.unencrypted import PLAIN
+from cache.disk.codec import PLAIN
 from cache.index import stored_kv
 from cache.names import blocks
 from cache.names.tokens import num_common, pack

@@ -17,9 +17,9 @@ from made_kv import BLOCK, LAYOUT, assert_is_kv_of, assert_sum_rule, cut, identi
 from test_cache_windows import assert_restored, save
 
 from cache.disk import tier as tier_module
+from cache.disk.codec import PLAIN
 from cache.disk.objects import ObjectStore
 from cache.disk.tier import FileKey, SharedDirectory, Tier
-from cache.disk.unencrypted import PLAIN
 from cache.index import remote
 from cache.names.errors import SealedError
 from cache.names.marks import ErasureProgress, Marks

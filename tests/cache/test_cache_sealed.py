@@ -13,8 +13,8 @@ import pytest
 from made_kv import cut, identity, num_restored, stored, traces
 
 from cache.admin import archive, pruning, survey
+from cache.disk import codec as codecs
 from cache.disk import format as snapshot_format
-from cache.disk import unencrypted as codecs
 from cache.names import blocks
 from cache.names.errors import DoubtfulSnapshotError, KeyFileError, SealedError
 from cache.names.marks import Marks

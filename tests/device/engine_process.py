@@ -12,7 +12,7 @@ from typing import Any
 import mlx.core as mx
 from tiny_models import BLOCK, GREEDY, answer, key, loaded
 
-from cache.disk.unencrypted import PLAIN, Codec
+from cache.disk.codec import PLAIN, Codec
 from cache.kv.size import KvSize
 from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
@@ -22,8 +22,8 @@ from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import TurnRequest
 from worker.device.served_model import DeviceOptions
-from worker.engine.admission import Ledger
 from worker.engine.engine import Engine
+from worker.engine.ledger import Ledger
 from worker.engine.port import TurnResult
 from worker.models.model import LoadedModel
 from worker.observe.telemetry import Telemetry

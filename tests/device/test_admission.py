@@ -24,9 +24,10 @@ from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import PRIORITY_S, TurnRequest, place
 from worker.device.served_model import DeviceOptions
-from worker.engine.admission import Admission, Claim, Decision, Ledger
+from worker.engine.admission import Admission, Decision
 from worker.engine.engine import Engine
 from worker.engine.kv_on_device import KvOnDevice
+from worker.engine.ledger import Claim, Ledger
 from worker.observe.telemetry import Telemetry
 
 CAPACITY = 100

@@ -17,7 +17,7 @@ from parts import until
 from tiny_models import BLOCK, answer, key, loaded
 
 from cache.admin.stored_blocks import StoredBlocks
-from cache.disk.unencrypted import PLAIN
+from cache.disk.codec import PLAIN
 from cache.names.tokens import as_tokens
 from worker.device.device import Device
 from worker.device.request import TurnRequest

@@ -16,9 +16,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import WIDE, answer, append, key, prompt
 
 from cache.disk import stored_past
+from cache.disk.codec import PLAIN
 from cache.disk.encryption import EncryptedCodec
 from cache.disk.stored_past import StoredPast
-from cache.disk.unencrypted import PLAIN
 from cache.kv import layers, paged
 from cache.names.blocks import Span
 from cache.names.errors import LostPastError

@@ -14,7 +14,7 @@ from gateway.dialects.ollama import answers
 from gateway.http import answer_response
 from gateway.models import GatewayModel
 from turnkeep_client.generation import Generation
-from worker.metrics_message import unloaded_metrics
+from worker.metrics_collector import unloaded_metrics
 
 HELLO = [{"role": "user", "content": "Hello."}]
 

@@ -18,9 +18,9 @@ from structlog.testing import capture_logs
 from tokenizers import Tokenizer
 
 from cache.disk import format as snapshot_format
+from cache.disk.codec import Codec
 from cache.disk.format import EncodedSnapshot
 from cache.disk.header import BLANK, CHECKSUM_AT, CHECKSUM_END, open_file
-from cache.disk.unencrypted import Codec
 from cache.names.tokens import pack
 from cache.store import codec_by
 from tests.commands.command_runs import command, turnkeep

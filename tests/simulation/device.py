@@ -30,7 +30,7 @@ from worker import parts
 from worker.app import App
 from worker.cluster.liveness import Members
 from worker.engine.port import EnginePort, StoppingError, TurnResult
-from worker.metrics_message import unloaded_metrics
+from worker.metrics_collector import unloaded_metrics
 from worker.models.model import LoadedModel
 from worker.models.tokenizer import Tokenizer
 from worker.models.vision.image_processor import ImageProcessor

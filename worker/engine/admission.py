@@ -1,10 +1,6 @@
 """Decides which turns get device memory, which wait for it, and which are paused.
 
-Pure: takes sizes, returns decisions.
-
-The ledger counts bytes of KV: bytes that running turns have reserved, and bytes of idle sessions whose KV
-stays on the device. The sum never exceeds the limit. A turn reserves what it is likely to need, and more as
-it grows. `Admission` decides who gets memory; the engine carries the decision out.
+Pure: takes sizes, returns decisions, which the engine carries out. `ledger` counts the bytes.
 """
 
 from __future__ import annotations
@@ -18,105 +14,12 @@ from typing import TYPE_CHECKING
 
 from worker.device.request import PRIORITY_S
 
-from .kv_on_device import KvOnDevice
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from turnkeep_client.subjects import SessionKey
 
-
-@dataclass(slots=True, eq=False)
-class Claim:
-    """A turn's claim on device memory, from its arrival to its end, also while it waits."""
-
-    key: SessionKey
-    priority: int
-    #: The turn's rank among new ones; see `request.place`.
-    place_s: float
-    #: The requested bytes; 0 once they are granted.
-    wanted: int = 0
-    #: Orders turns that have run or were overtaken: a lower number is older. Only younger turns are paused
-    #: for older ones, and keep their age meanwhile.
-    age: int | None = None
-    is_pausing: bool = False
-
-
-class Ledger:
-    """Counts the device bytes that turns have reserved and that idle sessions' KV takes.
-
-    Idle KV has no time limit: it is dropped only to make room, the least recently used first. `reserve`
-    chooses it; `IdleKv.make_room` drops more if the device measures less room than the ledger has.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self.kv_on_device = KvOnDevice()
-        self._reserved: dict[Claim, int] = {}
-        self._reserved_bytes = 0
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes reserved by running turns and held by idle sessions."""
-        in_use = sum(self.kv_on_device.size_bytes(key) for key in self.busy)
-        return self._reserved_bytes + self.kv_on_device.num_bytes - in_use
-
-    @property
-    def num_resident(self) -> int:
-        """Number of sessions that hold KV on the device."""
-        return len(self._reserved) + len(self._idle())
-
-    @property
-    def busy(self) -> set[SessionKey]:
-        """The sessions of which a turn has reserved memory; all others are idle."""
-        return {claim.key for claim in self._reserved}
-
-    @property
-    def running(self) -> tuple[Claim, ...]:
-        """The turns that have reserved memory."""
-        return tuple(self._reserved)
-
-    def reserved(self, claim: Claim) -> int:
-        """Return the bytes that a turn has reserved."""
-        return self._reserved.get(claim, 0)
-
-    def excess(self, claim: Claim, size_bytes: int) -> int:
-        """Return by how many bytes a turn's reservation of `size_bytes` exceeds the limit; <= 0 if it fits.
-
-        Counts what other turns have reserved, but not the KV of idle sessions.
-        """
-        return self._reserved_bytes - self.reserved(claim) + size_bytes - self.max_bytes
-
-    def reserve(self, claim: Claim, size_bytes: int) -> list[SessionKey] | None:
-        """Reserve `size_bytes` for a turn; the idle KV of its own session counts as free memory.
-
-        Returns the idle sessions whose KV the caller must drop from the device (the ledger has already
-        removed them). Returns None and changes nothing if running turns hold too much.
-        """
-        if self.excess(claim, size_bytes) > 0:
-            return None
-        self._reserved_bytes += size_bytes - self._reserved.pop(claim, 0)
-        self._reserved[claim] = size_bytes
-        victims: list[SessionKey] = []
-        idle = iter(self._idle())
-        while self.used_bytes > self.max_bytes:
-            victims.append(next(idle))
-            self.kv_on_device.pop(victims[-1])
-        return victims
-
-    def release(self, claim: Claim) -> None:
-        """End a turn's reservation, if it has one.
-
-        Unless its next turn has reserved memory by now, the session then counts as idle, with the bytes of
-        its resident KV, and as the most recently used one.
-        """
-        if claim in self._reserved:
-            self._reserved_bytes -= self._reserved.pop(claim)
-            self.kv_on_device.touch(claim.key)
-
-    def _idle(self) -> list[SessionKey]:
-        busy = self.busy
-        return [key for key in self.kv_on_device.sessions() if key not in busy]
+    from .ledger import Claim, Ledger
 
 
 @dataclass(frozen=True, slots=True)

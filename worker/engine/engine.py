@@ -62,8 +62,8 @@ if TYPE_CHECKING:
     from worker.device.turn import ImageViews
     from worker.observe.telemetry import Telemetry
 
-    from .admission import Ledger
     from .kv_lookup import TurnSnapshots
+    from .ledger import Ledger
     from .port import Publish
 
 log = structlog.get_logger()

@@ -12,14 +12,15 @@ import structlog
 
 from worker.device.memory import GROWTH_TOKENS, capacity
 
-from .admission import Admission, Claim
+from .admission import Admission
 from .run import Run, resolve
 
 if TYPE_CHECKING:
     from cache.kv.size import KvSize
     from worker.device.device import Device
 
-    from .admission import Decision, Ledger
+    from .admission import Decision
+    from .ledger import Claim, Ledger
 
 log = structlog.get_logger()
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from worker.device.request import TurnRequest
     from worker.device.turn import KvRequest
 
-    from .admission import Ledger
+    from .ledger import Ledger
     from .run import Run
 
 #: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more

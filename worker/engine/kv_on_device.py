@@ -1,7 +1,7 @@
 """Records which sessions have KV on the device: the KV's tokens, its bytes, and the order of last use.
 
 Event loop only. Decides nothing: KV has no time limit, and stays until its session is forgotten, or memory is
-short. Then `admission.Ledger` chooses what to drop, or the device thread, which has the caches, drops some
+short. Then `ledger.Ledger` chooses what to drop, or the device thread, which has the caches, drops some
 (`IdleKv`), and a `DroppedKv` event follows.
 """
 

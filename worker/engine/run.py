@@ -16,7 +16,7 @@ from turnkeep_client.messages import Progress
 from worker.device.turn import LostKvError
 from worker.observe.traces import Phase
 
-from .admission import Claim
+from .ledger import Claim
 from .port import TurnResult
 
 if TYPE_CHECKING:
