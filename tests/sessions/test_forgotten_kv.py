@@ -91,6 +91,19 @@ async def test_forgetting_a_parent_keeps_the_snapshots_of_the_tokens_that_its_fo
     assert await cached(fork) == 64
 
 
+async def test_forgetting_a_session_leaves_no_snapshot_though_another_tenants_session_has_the_same_tokens(
+    local_worker: Start, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model))
+    mine, theirs = (worker.client.session("s", tenant=name) for name in ("default", "other"))
+    for one in (mine, theirs):
+        await one.append(tokens=SECRET)
+        await settled(one)
+    (closed,) = await forget(mine)
+    assert closed.forgotten == 4, "of its 4 snapshots: 3 blocks and a tail"
+    assert await cached(theirs) > 64
+
+
 SOME, OTHER = [*range(60, 160)], [*range(160, 60, -1)]
 
 
