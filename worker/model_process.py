@@ -44,7 +44,7 @@ class ModelProcess:
     size_bytes = 0
 
     def __init__(self, name: str | None, settings: Settings) -> None:
-        """Take the name of one of several models; None if there is only one, which stays loaded."""
+        """Take the name of one of several models; None if there is only one, which is never unloaded."""
         self.name = name
         #: The settings that its next worker gets; and as they were first read.
         self.settings = self.given = settings
@@ -100,5 +100,5 @@ class ModelProcess:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """The field of log lines that names one of several models."""
+        """The field `model`, with which log lines name one of several models; empty if there is only one."""
         return {} if self.name is None else {"model": self.name}

@@ -170,7 +170,10 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
-    """Answer to `info`: the state of a session. Optional fields that do not apply are left out."""
+    """Answer to `info`: the state of a session, and the metrics of its worker.
+
+    Fields from `cache` to `answered_by` are left out if they do not apply.
+    """
 
     tenant: str
     session: str

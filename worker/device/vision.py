@@ -217,7 +217,10 @@ class Vision:
         return ready
 
     def _has_room(self, num_patches: int) -> bool:
-        """Make room for a view; raise `NoRoomError` if there is none for a while."""
+        """Make room for a view by dropping idle KV; return False while there may be room soon.
+
+        Raises `NoRoomError` once there was none for `PATIENCE_S`.
+        """
         size_bytes = view_bytes(self._seeing().tower.family, num_patches)
         if self._idle_kv.make_room(size_bytes):
             self._patient_until_s = None
@@ -236,10 +239,11 @@ class Vision:
 
 
 def view_bytes(family: Family, num_patches: int) -> int:
-    """Estimate the bytes of temporary arrays while the tower of a family runs a view.
+    """Estimate the peak bytes of temporary arrays while a family's tower runs one view of `num_patches`.
 
-    Counts a mask between all patches. Outputs of earlier layers are freed as the layers are evaluated. Before
-    them, Gemma 4 compares each patch with all places: measured 20 bytes each.
+    This is the larger of two: the layers that are evaluated together, with a mask of all pairs of patches
+    (outputs of earlier layers are freed by then); and, before the first layer of Gemma 4, its comparison of
+    each patch with each place, measured as 20 bytes a pair.
     """
     shape, device = shape_of(family.vision), machine.profile()
     fused, kept = shape.fuses(device.fused_head_dims), device.kept_layers

@@ -866,7 +866,11 @@ export interface SessionCache {
   snapshots?: string | null;
 }
 
-/** Answer to `info`: the state of a session. Optional fields that do not apply are left out. */
+/**
+ * Answer to `info`: the state of a session, and the metrics of its worker.
+ *
+ * Fields from `cache` to `answered_by` are left out if they do not apply.
+ */
 export interface SessionInfo {
   type: "session";
   tenant: string;
