@@ -143,7 +143,7 @@ ALL = (
 def tokenizers(
     model_with_template: Callable[[str, str], Path], packaged_folder: Path
 ) -> dict[str, Tokenizer]:
-    folders = {name: model_with_template(f"habit-{name}", text) for name, text in ALL.items()}
+    folders = {name: model_with_template(f"support-{name}", text) for name, text in ALL.items()}
     return {
         name: Tokenizer.from_folder(folder)
         for name, folder in {**folders, "packaged": packaged_folder}.items()
