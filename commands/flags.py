@@ -111,7 +111,7 @@ tool_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if the file's folder does not exist, or the file exists, without `force`."""
+    """Raise `TurnkeepError` if the file's folder is missing, or the file exists and `force` is False."""
     if not target.parent.is_dir():
         raise TurnkeepError(f"there is no folder {target.parent} for the file; make it first")
     if target.exists() and not force:

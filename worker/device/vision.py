@@ -80,7 +80,7 @@ class Vision:
         return bool(self._images)
 
     def discard(self, turn: DeviceTurn) -> None:
-        """Forget a turn that has ended, and its rows."""
+        """Forget a turn that has ended, its rows, and the images that no other turn waits for."""
         self._lacking.pop(turn, None)
         turn.rows.clear()
         wanted = {name for names in self._lacking.values() for name in names}
@@ -98,7 +98,8 @@ class Vision:
     def gives_rows(self, turn: DeviceTurn) -> bool:
         """Give a turn the rows of its images without KV; return False if it waits for some of them.
 
-        Raises `ValueError` if the model cannot see.
+        Then the views of the first one are requested, and come by `show`. Raises `ValueError` if the model
+        cannot see, or if it runs images as a whole and the session would end within one.
         """
         request = turn.request
         spans = [span for span in request.context.spans if turn.num_cached < span.end]
@@ -119,7 +120,7 @@ class Vision:
     def show(self, turn: DeviceTurn, fingerprint: bytes, views: ImageViews) -> None:
         """Take the views of an image that a turn has requested, unless its rows are known or under way.
 
-        Raises the error if there are none.
+        Then requests the turn's next image. Raises `views` if it is an error.
         """
         if turn not in self._lacking:
             return
@@ -165,7 +166,7 @@ class Vision:
         return self._give(name, mx.concatenate(image.rows)), {}, 0.0
 
     def rows(self, turn: DeviceTurn, start: int, end: int) -> ImageRows | None:
-        """Return the rows for a piece `[start, end)` of a turn's prompt; None if it has no images.
+        """Return the rows for a piece `[start, end)` of a turn's prompt; None if the piece needs none.
 
         Raises `LostKvError`, so that the turn starts again, if it has lost KV of earlier images.
         """

@@ -133,7 +133,11 @@ class ServedSession:
             self.services.shares.admit(self.key)
 
     async def run(self) -> None:
-        """Answer all requests without a result. Raises `StoppingError` if the worker stops first."""
+        """Answer all requests without a result, and acknowledge their delivery.
+
+        If another worker has taken the session over, hand the requests over to it instead. Raises
+        `StoppingError` if the worker stops first.
+        """
         while True:
             try:
                 async with self._share():
