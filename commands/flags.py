@@ -90,7 +90,7 @@ def _not_empty(_: click.Context, __: click.Parameter, value: str | None) -> str 
 
 
 def session_option(help_text: str, **more: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--session`, passed as `name`; it may be left out, but not empty."""
+    """Add `--session`, passed as `name`; None if left out, unless `more` says otherwise. Never empty."""
     return click.option("--session", "name", metavar="NAME", callback=_not_empty, help=help_text, **more)
 
 
@@ -111,7 +111,7 @@ tool_option = click.option(
 
 
 def check_target(target: Path, *, force: bool) -> None:
-    """Raise `TurnkeepError` if the file's folder does not exist, or the file exists, without `force`."""
+    """Raise `TurnkeepError` if the file's folder is missing, or the file exists and `force` is False."""
     if not target.parent.is_dir():
         raise TurnkeepError(f"there is no folder {target.parent} for the file; make it first")
     if target.exists() and not force:
@@ -161,9 +161,9 @@ def _address(_: click.Context, __: click.Parameter, value: str) -> tuple[str, in
 
 
 def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--listen` to a command that serves over HTTP; its value is passed as host and port.
+    """Add `--listen` to a command that serves over HTTP, passed as `listen`, a pair of host and port.
 
-    The default is `port` of the loopback address; `reached` is help text on other addresses.
+    The default is `port` of 127.0.0.1; `reached` is help text on what an address that others reach means.
     """
     return click.option(
         "--listen",
@@ -178,7 +178,10 @@ def listen_option(port: int, reached: str) -> Callable[[Callable[..., Any]], Cal
 def keep_option(
     least_s: float, default_s: float, kept: str
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--keep-s`, at least `least_s`, to a command that watches workers; `kept` is its help text."""
+    """Add `--keep-s SECONDS`, passed as `keep_s`, to a command that watches workers; `kept` is help text.
+
+    At least `least_s`, at most a week, `default_s` by default.
+    """
     kind = Number(least_s, 7 * 86400)
     return click.option(
         "--keep-s", metavar="SECONDS", type=kind, default=default_s, show_default=True, help=kept
@@ -186,7 +189,7 @@ def keep_option(
 
 
 def with_result_timeout(help_text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `--timeout`, passed as `timeout_s`."""
+    """Add `--timeout SECONDS`, at least 1 and 600 by default, passed as `timeout_s`."""
     return click.option(
         "--timeout",
         "timeout_s",

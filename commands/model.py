@@ -62,10 +62,10 @@ def list_(given: GivenSettings, as_json: bool) -> None:
 @with_settings("data_dir")
 def show(given: GivenSettings, name: str, as_json: bool) -> None:
     """Describe one model, by its name, a part of its name, or its path; its weights are not read."""
-    from worker.models.catalog import count_parameters, habits, named
+    from worker.models.catalog import count_parameters, named, template_support
 
     entry = named(name, given.load().data_dir)
-    num, changed = count_parameters(entry), habits(entry).in_words()
+    num, changed = count_parameters(entry), template_support(entry).in_words()
     if as_json:
         click.echo(json.dumps(_plain(entry) | {"parameters": num, "messages": changed}))
         return

@@ -25,7 +25,7 @@ from turnkeep_client.asyncapi import CONTROL_REPLIES, CONTROLS, REQUESTS, RESULT
 from turnkeep_client.messages import OPTIONS, Chunk, DeadLetter, GatewayMetrics, Generate, Metrics
 from turnkeep_client.wire import Backlog
 from worker.models.answer_markup import FAMILIES
-from worker.models.habits import INSTEAD
+from worker.models.template_support import INSTEAD
 from worker.process.settings import describe
 
 if TYPE_CHECKING:

@@ -20,13 +20,16 @@ class SessionMatch(NamedTuple):
     """Event: the session that answers a turn, and how much of the conversation this session has already."""
 
     session: str
+    #: Whether the session is `continued`, `forked` from another one, or new (`begun`); `repeated` if the turn
+    #: gets the answer of an equal, earlier request.
     how: How
-    #: The tokens that the session has.
+    #: The session's number of tokens before the turn. The next two: how many of the conversation's messages
+    #: the session has, and how many there are. All are 0 for an answer found by its idempotency key.
     position: int
-    #: How many of the conversation's messages the session has, and how many there are.
     num_known: int
     num_messages: int
-    #: If an earlier answer was not found: the first message (number, role, size) that no conversation has.
+    #: If the conversation's last answer is not in the session: the first part that no recent conversation
+    #: has, `tools` or `messages[3] (user, 120 characters)`; None also if each part is in one.
     differs: str | None = None
 
     def __str__(self) -> str:

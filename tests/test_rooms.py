@@ -203,7 +203,7 @@ def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_ca
         assert seen <= FACE, path
 
 
-def test_only_the_commands_cache_export_and_remains_import_the_cache_and_only_admin_and_names_of_it() -> None:
+def test_of_the_command_modules_only_cache_export_and_remains_import_cache_and_only_its_admin_and_names():
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()

@@ -30,7 +30,7 @@ _TURN_S: Final = 60.0
 class IdleModel(NamedTuple):
     """A loaded model that may be unloaded."""
 
-    #: When it was last used, by the event loop's clock.
+    #: When it was last used, by the event loop's monotonic clock.
     used_s: float
     size_bytes: int
     name: str

@@ -32,7 +32,7 @@ class SupervisorError(TurnkeepError):
     """The models cannot be served; the message is one line."""
 
 
-#: Of a model that was not measured, and has not served yet.
+#: The needs of a model that was not measured, and has not served yet.
 UNKNOWN: Final = Needs("", "", 0, {}, False, False, (), 0, 0.0)
 
 
@@ -44,12 +44,13 @@ class ModelProcess:
     size_bytes = 0
 
     def __init__(self, name: str | None, settings: Settings) -> None:
-        """Take the name of one of several models; None if there is only one, which stays loaded."""
+        """Take the name of one of several models; None if there is only one, which is never unloaded."""
         self.name = name
         #: The settings that its next worker gets; and as they were first read.
         self.settings = self.given = settings
         #: The draft model that was asked for; another model may have no use for it.
         self.draft_model = settings.draft_model
+        #: How long it stays loaded without requests.
         self.stays_s = math.inf if name is None else settings.unload_after_s or math.inf
         self.needs: Needs | None = None
         self.process: Process | None = None
@@ -78,7 +79,10 @@ class ModelProcess:
 
     @property
     def unused_s(self) -> float:
-        """The seconds since the model was loaded, or since the activator's last request, if that is later."""
+        """The seconds since the model was loaded, or since the activator's last request, if that is later.
+
+        Minus infinity while the model is not loaded.
+        """
         return current_time() - max(self.activator.used_s, self.loaded_s)
 
     def hangs(self) -> list[str]:
@@ -100,5 +104,5 @@ class ModelProcess:
 
     @property
     def log_fields(self) -> dict[str, str]:
-        """The field of log lines that names one of several models."""
+        """The field `model`, with which log lines name one of several models; empty if there is only one."""
         return {} if self.name is None else {"model": self.name}

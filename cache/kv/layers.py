@@ -302,7 +302,7 @@ def earliest(caches: Sequence[Any]) -> int | None:
 def trim(caches: Sequence[Any], num_tokens: int) -> None:
     """Drop all but the first `num_tokens` tokens. Frees no memory; later tokens overwrite the rest.
 
-    Raises `ValueError` if `num_tokens` is below `earliest`.
+    The caches must be `trimmable`. Raises `ValueError` if `num_tokens` is below `earliest`.
     """
     for _, cache in leaves(caches):
         if type(cache) is ConcatenateKVCache and num_tokens < cache.offset:

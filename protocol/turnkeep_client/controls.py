@@ -51,8 +51,8 @@ class CancelRequest(_Control, frozen=True, tag="cancel"):
 class CountRequest(_Control, frozen=True, tag="count"):
     """Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
 
-    For a session that does not exist, count the tokens that it would begin with. `tools` that differ from
-    the session's are counted as a generate would add them.
+    For a session that does not exist or is closed, count the tokens that a new one would begin with. `tools`
+    that differ from the session's are counted as a generate would add them.
     """
 
     messages: tuple[Message, ...] | None = None
@@ -123,7 +123,7 @@ class Serving(Struct, frozen=True, kw_only=True, tag_field="type", tag="serving"
 
 
 class Counted(Struct, frozen=True, kw_only=True, tag_field="type", tag="counted", omit_defaults=True):
-    """Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
+    """Answer to `count`: with the input the session would have `position` tokens, the last `tokens` new.
 
     `rewritten_from` is set if the chat template would change earlier text: then `tokens` counts all tokens
     from that position on.
@@ -138,6 +138,7 @@ class Embedded(Struct, frozen=True, kw_only=True, tag_field="type", tag="embedde
     """Answer to `embed`: a vector for each input, normalised to Euclidean norm 1, and each input's tokens.
 
     A vector is base64 of 32-bit floats, little-endian. `tokens` has the number of tokens of each input.
+    `model` is the name of the worker's model.
     """
 
     vectors: tuple[bytes, ...]
@@ -151,7 +152,10 @@ class Embedded(Struct, frozen=True, kw_only=True, tag_field="type", tag="embedde
 
 
 class Reranked(Struct, frozen=True, kw_only=True, tag_field="type", tag="reranked"):
-    """Answer to `rerank`: for each document its score, from 0 to 1, and how many tokens were run for it."""
+    """Answer to `rerank`: for each document its score, from 0 to 1, and how many tokens were run for it.
+
+    `model` is the name of the worker's model.
+    """
 
     scores: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -170,7 +174,10 @@ class Progress(Struct, frozen=True, kw_only=True):
 
 
 class SessionInfo(Struct, frozen=True, kw_only=True, tag_field="type", tag="session"):
-    """Answer to `info`: the state of a session. Optional fields that do not apply are left out."""
+    """Answer to `info`: the state of a session, and the metrics of its worker.
+
+    Fields from `cache` to `answered_by` are left out if they do not apply.
+    """
 
     tenant: str
     session: str

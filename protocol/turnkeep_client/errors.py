@@ -71,8 +71,8 @@ class MessageTooLargeError(InvalidMessageError):
 class RequestFailedError(TurnkeepError):
     """The worker answered a request with `failed`. A newer worker may send codes unknown to this client.
 
-    `field` is the path of the field that is wrong, if it is one. `limit` has the tokens asked for and those
-    allowed, if the context is exceeded.
+    `field` is the path of the field that is wrong, if one is. `limit` has the tokens asked for and those
+    allowed, if the context is exceeded. `retryable` says that the same request may succeed later.
     """
 
     def __init__(
@@ -105,7 +105,11 @@ class NoServerError(NoWorkerError, ConnectionError):
 
 
 class NoAnswerError(NoWorkerError):
-    """The NATS server can be reached, but no worker serves the subject, or none answered in time."""
+    """The NATS server can be reached, but a request got no worker's answer; the message says why.
+
+    No worker serves the subject or answered in time; or the prefix's log does not exist, cannot be read, or
+    does not store the subject, which another stream has.
+    """
 
 
 class NotPermittedError(TurnkeepError):

@@ -42,7 +42,11 @@ class NoTlsError(NatsError):
 
 
 def refusal(error: Exception) -> str | None:
-    """Return why a retry after this error is useless, and the remedy; None if a retry can succeed."""
+    """Return why the server refuses this connection until something is changed, and the remedy.
+
+    The words follow the server's name: `does not speak TLS; ...`. None for any other error, after which a
+    retry may succeed.
+    """
     text = str(error).lower()
     if isinstance(error, NoTlsError):
         return "does not speak TLS; enable it there, or use nats:// and no CA or certificate"

@@ -267,7 +267,7 @@ def names(tokens: Tokens) -> list[bytes]:
     return [*Chain(IMAGE_ROOT, IMAGE_BLOCK).names(tokens)]
 
 
-def test_blocks_before_an_image_keep_their_names_and_blocks_from_a_different_image_on_get_others() -> None:
+def test_an_image_changes_the_names_of_its_own_and_later_blocks_but_of_none_before_it() -> None:
     text = [*range(20, 40)]
     plain, one, two = (made(text, part, text)[0] for part in ([7] * 20, (ONE, 20), (TWO, 20)))
     assert plain.ids() == one.ids() == two.ids()

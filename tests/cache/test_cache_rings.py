@@ -123,16 +123,34 @@ def test_ring_layers_can_be_trimmed_only_to_positions_that_every_layer_allows() 
     assert layers.earliest([ArraysCache(2), *caches]) is None
 
 
-def test_forking_a_ring_cache_leaves_the_source_unchanged() -> None:
-    made = model(KVCache, lambda: QuantizedKVCache(32, 8))
-    caches = run(layers.make(model(KVCache, KVCache), POLICY), 0, 600)
-    other = layers.fork(caches, layers.make(model(KVCache, KVCache), POLICY), 500)
-    run(caches, 600, 700)
+def rings() -> list:
+    return layers.make(model(KVCache, KVCache), POLICY)
+
+
+def test_a_ring_caches_fork_and_its_source_keep_their_own_kv_while_the_other_goes_on() -> None:
+    """Both go on past the end of their arrays, where a ring overwrites its earliest tokens in place."""
+    caches = run(rings(), 0, 600)
+    other = layers.fork(caches, rings(), 500)
+    run(caches, 600, 900)
     assert [cache.offset for cache in other] == [500, 500]
     assert keys_of(other, 400, 500) == 2 * [[float(at) for at in range(400, 500)]]
-    assert keys_of(caches, 600, 700) == 2 * [[float(at) for at in range(600, 700)]]
+    for at in range(500, 900, 100):
+        for cache in other:
+            cache.write([mx.full((1, 2, 100, 8), -float(at))], [mx.zeros((1, 2, 100, 8))])
+    mx.eval([cache.state for cache in other])
+    assert [cache.offset for cache in (*caches, *other)] == [900] * 4
+    assert keys_of(caches, 800, 900) == 2 * [[float(at) for at in range(800, 900)]]
+    assert keys_of(other, 800, 900) == 2 * [[-800.0] * 100]
+
+
+def test_a_ring_cache_cannot_be_forked_at_a_position_whose_window_it_has_overwritten() -> None:
+    caches = run(rings(), 0, 700)
     with pytest.raises(ValueError, match="cannot go back"):
-        layers.fork(caches, layers.make(model(KVCache, KVCache), POLICY), 400)
+        layers.fork(caches, rings(), 400)
+
+
+def test_a_fork_of_a_quantised_ring_has_the_codes_scales_and_biases_of_its_source() -> None:
+    made = model(KVCache, lambda: QuantizedKVCache(32, 8))
     quantised = layers.make(made, POLICY)[1]
     parts = [tuple(mx.quantize(mx.random.normal((1, 2, 9, 32)), 32, 8)) for _ in range(2)]
     quantised.write(*parts)

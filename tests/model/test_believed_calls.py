@@ -23,7 +23,7 @@ from test_splitting import FAMILIES, markup, outcome, splitter, wide, written
 
 from worker.models.answer_markup import markup_of
 from worker.models.call_parsers import WrittenCall
-from worker.models.catalog import habits, named
+from worker.models.catalog import named, template_support
 from worker.models.model_files import ModelError
 from worker.models.tokenizer import Tokenizer
 from worker.text.arguments import NoCallError, OfferedTools
@@ -366,7 +366,7 @@ def test_a_models_chat_template_type_selects_mlx_lms_template_and_an_unknown_typ
     assert "$FUNCTION_NAME" in alone, "the tools are there without a system message, too"
     assert tokenizer.markup.calls == (wide("<~DSML~function_calls>"), wide("</~DSML~function_calls>"))
     entry = named(str(folder), tmp_path / "data")
-    assert (entry.tools, habits(entry)) == (True, tokenizer.habits)
+    assert (entry.tools, template_support(entry)) == (True, tokenizer.support)
     (tmp_path / "elsewhere.py").write_text("")
     elsewhere = os.path.relpath(
         tmp_path / "elsewhere", Path(find_spec("mlx_lm").origin).parent / "chat_templates"

@@ -182,20 +182,23 @@ async def test_a_restart_does_not_repeat_the_batching_trials_of_the_same_model(
         answer = await worker.client.session(name).generate(text=f"{name[0]} says", max_tokens=8)
         return tuple(answer.tokens)
 
-    together = await asyncio.gather(ask("a"), ask("b"))
-    await worker.stop()
+    assert await asyncio.gather(ask("a"), ask("b")) == [await ask("a-alone"), await ask("b-alone")]
 
+
+async def test_a_worker_repeats_the_batching_trials_if_only_those_of_other_models_are_stored(
+    local_worker, make_folder, tmp_path, num_passes
+) -> None:
+    folder = make_folder("gemma3_text")
+    await (await local_worker(model=str(folder))).stop()
     (tmp_path / "data" / "models" / "trials.json").write_text('{"a": 1, "b": {"merge": 99}}')
-    worker = await local_worker(model=str(folder))
-    assert num_passes() > 15  # the stored results of the trials were not from this worker
-    assert [await ask("a-alone"), await ask("b-alone")] == together
-    await worker.stop()
+    num_passes()
+    await (await local_worker(model=str(folder))).stop()
+    assert num_passes() > 15
 
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
-    num_passes()
     await local_worker(model=str(folder))
-    assert num_passes() > 15  # another model
+    assert num_passes() > 15
 
 
 async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_start(

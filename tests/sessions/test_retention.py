@@ -739,7 +739,7 @@ async def test_an_erasure_note_is_tried_again_until_it_is_carried_out_and_stays_
 
 
 @pytest.mark.parametrize(("boot", "num_erased"), [("an empty directory's", 0), (erasures.TIER, 1)])
-async def test_a_worker_with_an_empty_cache_directory_skips_the_erasure_notes_of_the_log(
+async def test_a_starting_worker_skips_older_erasure_notes_if_its_cache_is_empty_but_not_with_an_unknown_tier(
     quiet_wire: Start, boot: str, num_erased: int
 ) -> None:
     """Each takes milliseconds, and a log may have 100,000. A tier of which nothing is known may have KV."""

@@ -75,9 +75,10 @@ class DraftModel(Drafter):
         self._rows: set[Hashable] = set()  # the keys of shadows whose session has a row
 
     def num_missing(self, row: Row) -> int | None:
-        """Return how many tokens `prepare` must run before a draft; None if too many rows have shadows.
+        """Return how many tokens `prepare` must run before a draft.
 
-        Up to `_FEW` missing tokens count as 0: they run in the first pass of the draft.
+        For a row with a usable shadow, up to `_FEW` missing tokens count as 0: they run in the draft's first
+        pass. For a row that needs a new shadow at least 1; None if no shadow can be dropped for it.
         """
         shadow = self._aligned(row)
         if shadow is None:
@@ -130,7 +131,7 @@ class DraftModel(Drafter):
             shadow.num_sure = 0  # the next row may have other tokens
 
     def forget(self, session: Hashable) -> None:
-        """Drop a session's shadow."""
+        """Drop the shadow of a session, which has no row now; without a shadow nothing happens."""
         self._shadows.pop(session, None)
 
     def clear(self) -> None:

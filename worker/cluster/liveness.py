@@ -153,7 +153,10 @@ class Members:
             ) from None
 
     async def serve(self, load: Callable[[], int]) -> None:
-        """Tell the other workers that this one serves from now on; `load()` returns its load."""
+        """Tell the other workers, by the record and by a message, that this one serves from now on.
+
+        `load()` returns its load. If NATS fails, the next renewal of the record says so.
+        """
         self._load = load
         self.me = structs.replace(self.me, serves=True)
         with suppress(APIError, nats.errors.Error, OSError):  # then the next renewal says so
@@ -162,7 +165,10 @@ class Members:
                 await self._greet(member)
 
     async def drain(self, *, on: bool) -> None:
-        """Record that this worker gives its sessions away, or no longer does. Raises nats-py's errors."""
+        """Set whether this worker gives its sessions away: renew its record, and tell each other worker.
+
+        Raises nats-py's errors; then the next renewal of the record says so.
+        """
         self.me = structs.replace(self.me, drains=on)
         log.info("drains" if on else "drains no more", worker=self.me.worker)
         await self._renew()

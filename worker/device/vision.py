@@ -80,7 +80,7 @@ class Vision:
         return bool(self._images)
 
     def discard(self, turn: DeviceTurn) -> None:
-        """Forget a turn that has ended, and its rows."""
+        """Forget a turn that has ended, its rows, and the images that no other turn waits for."""
         self._lacking.pop(turn, None)
         turn.rows.clear()
         wanted = {name for names in self._lacking.values() for name in names}
@@ -98,7 +98,8 @@ class Vision:
     def gives_rows(self, turn: DeviceTurn) -> bool:
         """Give a turn the rows of its images without KV; return False if it waits for some of them.
 
-        Raises `ValueError` if the model cannot see.
+        Then the views of the first one are requested, and come by `show`. Raises `ValueError` if the model
+        cannot see, or if it runs images as a whole and the session would end within one.
         """
         request = turn.request
         spans = [span for span in request.context.spans if turn.num_cached < span.end]
@@ -119,7 +120,7 @@ class Vision:
     def show(self, turn: DeviceTurn, fingerprint: bytes, views: ImageViews) -> None:
         """Take the views of an image that a turn has requested, unless its rows are known or under way.
 
-        Raises the error if there are none.
+        Then requests the turn's next image. Raises `views` if it is an error.
         """
         if turn not in self._lacking:
             return
@@ -165,7 +166,7 @@ class Vision:
         return self._give(name, mx.concatenate(image.rows)), {}, 0.0
 
     def rows(self, turn: DeviceTurn, start: int, end: int) -> ImageRows | None:
-        """Return the rows for a piece `[start, end)` of a turn's prompt; None if it has no images.
+        """Return the rows for a piece `[start, end)` of a turn's prompt; None if the piece needs none.
 
         Raises `LostKvError`, so that the turn starts again, if it has lost KV of earlier images.
         """
@@ -217,7 +218,10 @@ class Vision:
         return ready
 
     def _has_room(self, num_patches: int) -> bool:
-        """Make room for a view; raise `NoRoomError` if there is none for a while."""
+        """Make room for a view by dropping idle KV; return False while there may be room soon.
+
+        Raises `NoRoomError` once there was none for `PATIENCE_S`.
+        """
         size_bytes = view_bytes(self._seeing().tower.family, num_patches)
         if self._idle_kv.make_room(size_bytes):
             self._patient_until_s = None
@@ -236,10 +240,11 @@ class Vision:
 
 
 def view_bytes(family: Family, num_patches: int) -> int:
-    """Estimate the bytes of temporary arrays while the tower of a family runs a view.
+    """Estimate the peak bytes of temporary arrays while a family's tower runs one view of `num_patches`.
 
-    Counts a mask between all patches. Outputs of earlier layers are freed as the layers are evaluated. Before
-    them, Gemma 4 compares each patch with all places: measured 20 bytes each.
+    This is the larger of two: the layers that are evaluated together, with a mask of all pairs of patches
+    (outputs of earlier layers are freed by then); and, before the first layer of Gemma 4, its comparison of
+    each patch with each place, measured as 20 bytes a pair.
     """
     shape, device = shape_of(family.vision), machine.profile()
     fused, kept = shape.fuses(device.fused_head_dims), device.kept_layers

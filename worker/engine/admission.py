@@ -57,7 +57,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of turns that wait for memory and have reserved none."""
+        """Number of turns that wait for memory and have reserved none, so without running ones that grow."""
         new = sum(len(queue) for tenants in self._new.values() for queue in tenants.values())
         return new + sum(not self._ledger.reserved(claim) for claim in self._aged)
 

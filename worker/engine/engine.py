@@ -128,7 +128,7 @@ class Engine(EnginePort):
 
     @property
     def num_waiting(self) -> int:
-        """Number of turns that wait for device memory."""
+        """Number of turns that wait for device memory and have reserved none."""
         return self._grants.admission.num_waiting
 
     def refusal(self, policy: Policy) -> str | None:

@@ -18,7 +18,11 @@ _FIRST: Final = "embed_tokens.weight"
 
 
 def is_bare(folder: Path) -> bool:
-    """Return whether a folder has the weights of a decoder without an output head. Raises `ModelError`."""
+    """Return whether a folder has only a bare decoder: its weights are named without the prefix `model.`.
+
+    A model whose token embeddings are its output head has the prefix. Raises `ModelError` if a weight file is
+    missing or broken.
+    """
     return any(_FIRST in check_safetensors(path) for path in weight_files(folder))
 
 

@@ -21,7 +21,6 @@ from . import architectures, converted, hub
 from .answer_markup import reasons, renders_tools
 from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .gguf_family import FAMILIES, mlx_name, quantisation_of
-from .habits import Habits, habits_of
 from .model_files import (
     GGUF_NAMES,
     UNBOUNDED,
@@ -36,6 +35,7 @@ from .model_files import (
     text_config,
     weight_files,
 )
+from .template_support import TemplateSupport, support_of
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator
@@ -261,16 +261,19 @@ def count_parameters(entry: ModelEntry) -> int:
     return num_parameters(entry.path)
 
 
-def habits(entry: ModelEntry) -> Habits:
-    """Test which kinds of messages a model's chat template renders; return `Habits()` if it is broken."""
+def template_support(entry: ModelEntry) -> TemplateSupport:
+    """Test which kinds of messages a model's chat template renders.
+
+    If the template is broken, return `TemplateSupport()`, by which it renders all kinds.
+    """
     template = _of_gguf(entry.path)[1] if is_gguf(entry.path) else _template(entry.path)
     try:
         code = CodeTemplate.of_folder(entry.path)
         chat = code or ChatTemplate(template, {"bos_token": "", "eos_token": ""})
     except Exception:  # noqa: BLE001  # a template is foreign code; Jinja raises many errors for one that it cannot read
-        return Habits()
+        return TemplateSupport()
     now = datetime.now(UTC)
-    return habits_of(
+    return support_of(
         lambda messages, tools: chat.render(messages, add_generation_prompt=False, started=now, tools=tools),
         template,
         renders_tools=renders_tools(template),

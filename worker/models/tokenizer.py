@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Final
 from .answer_markup import markup_of, renders_tools, with_calls, with_objects, with_short_ids, with_tools
 from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .control_tokens import ControlTokens, is_marked, unmarked
-from .habits import INSTEAD, Habits, habits_of, in_parts, joined_in_words
 from .image_parts import with_parts
 from .model_files import one_line, read_json, silent, text_config
+from .template_support import INSTEAD, TemplateSupport, in_parts, joined_in_words, support_of
 from .tokenizer_files import load
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class Tokenizer:
         self._code = code
         source = self.template or ""
         #: Which kinds of messages the chat template renders.
-        self.habits = Habits()
-        self.habits = habits_of(
+        self.support = TemplateSupport()
+        self.support = support_of(
             lambda messages, tools: self._probe(messages, tools=tools),
             source,
             renders_tools=renders_tools(source),
@@ -149,9 +149,10 @@ class Tokenizer:
         return self.controls.mark_tokens(tokens, self.decode)
 
     def answer_content(self, tokens: Sequence[int]) -> tuple[str, str]:
-        """Split an answer into the `answer_lead` at its start and its content for `render`.
+        """Return the `answer_lead` that an answer begins with (empty if it does not), and the rest.
 
-        Special tokens that the model sampled stay special; text that only spells one stays text.
+        The rest is marked text for `render` (see `as_text`): control tokens that the model sampled stay such
+        tokens, text that only spells a special one becomes none.
         """
         text = self.controls.mark_tokens(tokens, self.decode, in_answer=True)
         lead = self.answer_lead if unmarked(text).startswith(self.answer_lead) else ""
@@ -166,7 +167,7 @@ class Tokenizer:
 
     @cached_property
     def markup(self) -> AnswerMarkup:
-        """How the model writes reasoning and tool calls; found on first use."""
+        """How the model writes reasoning and tool calls; read from template and vocabulary on first use."""
         template = self.template if self.has_template and self.template else ""
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         return markup_of(template, vocabulary, self._tool_parser)
@@ -174,14 +175,15 @@ class Tokenizer:
     def adapted(
         self, messages: Sequence[dict[str, Any]], before: Mapping[str, Any] | None, noted: Counter[str]
     ) -> list[dict[str, Any]]:
-        """Return messages in a form that the template renders (see `Habits`), so that none is dropped.
+        """Return messages in forms that the template renders (see `TemplateSupport`), so none is dropped.
 
         Arguments of tool calls become objects or text, or calls move into the content. A system message that
-        the template does not render becomes a part of the user's next message, or a user message. `before` is
-        the session's last message so far. `noted` counts each change under its phrase in `Habits.in_words`.
-        The messages for results of calls keep their `call_index`.
+        the template does not render becomes a part of the user's next message, or a user message. Messages in
+        a row that `render` will join are only counted. `before` is the session's last message so far. `noted`
+        counts each change, under its phrase in `TemplateSupport.in_words`. The messages for results of calls
+        keep their `call_index`.
         """
-        habits, found, goes_on, has_call = self.habits, list[dict[str, Any]](), False, False
+        support, found, goes_on, has_call = self.support, list[dict[str, Any]](), False, False
         is_begun = before is not None
         for given in messages:
             role, message = given["role"], self._in_form(given, found, has_call, noted)
@@ -190,17 +192,17 @@ class Tokenizer:
             leads = not is_begun and all(one["role"] in ("system", "developer") for one in found)
             was_system, goes_on = goes_on, False
             if role in ("system", "developer"):
-                if leads and found and not habits.late_system:
+                if leads and found and not support.late_system:
                     message = {**found[-1], "content": f"{found.pop()['content']}\n\n{message['content']}"}
                     noted[joined_in_words("system", "system")] += 1
-                elif not leads and not habits.late_system:
+                elif not leads and not support.late_system:
                     message = {"role": "user", "content": f"<system>\n{message['content']}\n</system>"}
                     goes_on = True
                     noted[INSTEAD["late_system"]] += 1
             elif role == "user" and was_system:
                 message = {**message, "content": f"{found.pop()['content']}\n\n{message['content']}"}
             found.append(message)
-        if found and not is_begun and found[0]["role"] == "system" and not habits.system:
+        if found and not is_begun and found[0]["role"] == "system" and not support.system:
             head = found.pop(0)["content"]
             noted[INSTEAD["system"]] += 1
             if found and found[0]["role"] == "user":
@@ -214,40 +216,40 @@ class Tokenizer:
         self, given: dict[str, Any], before: Sequence[Mapping[str, Any]], has_call: bool, noted: Counter[str]
     ) -> dict[str, Any]:
         """Return one message in a role and a form that the template renders after the messages `before`."""
-        habits, message = self.habits, self._with_calls(given, noted)
-        if given["role"] == "developer" and not habits.developer:
+        support, message = self.support, self._with_calls(given, noted)
+        if given["role"] == "developer" and not support.developer:
             message = {**message, "role": "system"}
             noted[INSTEAD["developer"]] += 1
         if message.get("tool_calls") and before and not self._may_follow(before[-1], message):
             message = with_calls(given)
             noted[INSTEAD["calls"]] += 1
-        if given["role"] == "tool" and not (habits.results and (has_call or habits.results_alone)):
+        if given["role"] == "tool" and not (support.results and (has_call or support.results_alone)):
             said = f"<tool_response>\n{message['content']}\n</tool_response>"
             kept = {name: message[name] for name in ("call_index",) if name in message}
             message = {"role": "user", "content": said, **kept}
             noted[INSTEAD["results"]] += 1
-        return message if habits.any_ids else with_short_ids(message)
+        return message if support.any_ids else with_short_ids(message)
 
     def _joined_pairs(self, messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         """Yield a phrase for each message that will be joined to the one before it."""
         for earlier, later in pairwise(messages):
             pair = str(earlier.get("role")), str(later.get("role"))
-            if pair in self.habits.joined and self._may_follow(earlier, later):
+            if pair in self.support.joined and self._may_follow(earlier, later):
                 yield joined_in_words(*pair)
 
     def _with_calls(self, message: dict[str, Any], noted: Counter[str]) -> dict[str, Any]:
         """Return a message with its tool calls in the form that the template can render."""
         if not message.get("tool_calls"):
             return message
-        habits, made = self.habits, with_objects(message)
+        support, made = self.support, with_objects(message)
         are_objects = all(isinstance(call["function"]["arguments"], dict) for call in made["tool_calls"])
-        if habits.calls and not habits.several_calls and len(made["tool_calls"]) > 1:
+        if support.calls and not support.several_calls and len(made["tool_calls"]) > 1:
             noted[INSTEAD["several_calls"]] += 1
-        elif habits.calls and not habits.text_with_calls and message.get("content"):
+        elif support.calls and not support.text_with_calls and message.get("content"):
             noted[INSTEAD["text_with_calls"]] += 1
-        elif habits.objects and (are_objects or habits.texts):
+        elif support.objects and (are_objects or support.texts):
             return made
-        elif habits.texts:
+        elif support.texts:
             return message
         else:
             noted[INSTEAD["calls"]] += 1
@@ -256,9 +258,9 @@ class Tokenizer:
     def _may_follow(self, before: Mapping[str, Any], message: Mapping[str, Any]) -> bool:
         """Return whether a message can follow another one, as it is or joined as the template requires."""
         pair, has_calls = (before.get("role"), message.get("role")), bool(message.get("tool_calls"))
-        if pair not in self.habits.joined:
+        if pair not in self.support.joined:
             return True
-        return not before.get("tool_calls") and (not has_calls or self.habits.text_with_calls)
+        return not before.get("tool_calls") and (not has_calls or self.support.text_with_calls)
 
     def _probe(
         self,
@@ -269,30 +271,30 @@ class Tokenizer:
     ) -> str:
         """Render messages unchanged, to test the template; raises any error."""
         day = datetime.now(UTC)
-        told = messages if self.habits.plain else in_parts(messages)
+        told = messages if self.support.plain else in_parts(messages)
         return self._chat.render(told, add_generation_prompt=header, started=day, tools=tools)
 
     def _arranged(
         self, messages: Sequence[Mapping[str, Any]], *, has_tools: bool
     ) -> Sequence[Mapping[str, Any]]:
         """Join messages, and add empty user messages, so that the template renders the order of roles."""
-        habits = self.habits
+        support = self.support
         found: list[Mapping[str, Any]] = []
         for message in messages:
             role = message.get("role")
-            if role in ("assistant", "tool") and not habits.answer_first and not _has_others(found):
+            if role in ("assistant", "tool") and not support.answer_first and not _has_others(found):
                 found.append({"role": "user", "content": ""})
             before = found[-1] if found else None
-            if before and (before.get("role"), role) in habits.joined and self._may_follow(before, message):
+            if before and (before.get("role"), role) in support.joined and self._may_follow(before, message):
                 texts = (found.pop().get("content"), message.get("content"))
                 own = message if role == before.get("role") else before
                 message = {**own, "content": "\n\n".join(text for text in texts if text)}  # noqa: PLW2901
             found.append(message)
-        alone = habits.system_alone and (habits.tools_alone or not has_tools)
+        alone = support.system_alone and (support.tools_alone or not has_tools)
         if found and not alone and not _has_others(found):
             found.append({"role": "user", "content": ""})
         found = [with_parts(one) for one in found]
-        return found if habits.plain else in_parts(found)
+        return found if support.plain else in_parts(found)
 
     def render(
         self,
@@ -303,10 +305,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = MappingProxyType({}),
     ) -> str:
-        """Return the text of a whole conversation; raises `TemplateError`.
+        """Return the text of a whole conversation; with `add_generation_prompt`, also the answer header.
 
         If the template knows no tools, they are described in the system message (`with_tools`). Successive
-        messages whose roles it does not render in a row are joined. `variables` are passed to the template.
+        messages whose roles it does not render in a row are joined, and empty user messages are added where
+        it needs a user message. `variables` are passed to the template. Raises `TemplateError` if there is no
+        template, or it refuses the messages.
 
         A template that asks for the date gets `started`, the day when the session began: with the present
         date, the same conversation would render differently tomorrow.
@@ -316,7 +320,7 @@ class Tokenizer:
         try:
             chat = self._chat
             if tools and not self.markup.renders_tools:
-                role = "system" if self.habits.system else "user"
+                role = "system" if self.support.system else "user"
                 messages, tools = with_tools(messages, tools, role), ()
             return chat.render(
                 self._arranged(messages, has_tools=bool(tools)),

@@ -21,15 +21,15 @@ _LACKS: Final = "OpenTelemetry's SDK is missing; pip install 'turnkeep[traces]' 
 
 
 class TracesError(TurnkeepError):
-    """Spans cannot be created or exported; the message says how to fix this."""
+    """`otlp_endpoint` is given, but OpenTelemetry's SDK is missing; the message says how to install it."""
 
 
 def start_traces(endpoint: str | None, environ: Mapping[str, str], **attributes: str) -> Traces | None:
     """Start the export of spans.
 
-    Returns None if neither `endpoint` nor OpenTelemetry's environment variables name a collector.
-    `attributes` describe the worker. Raises `TracesError` if `endpoint` is given but the extra is not
-    installed.
+    Returns None if neither `endpoint` nor OpenTelemetry's environment variables name a collector, or only
+    these do and the extra is not installed, which is logged. `attributes` describe the worker. Raises
+    `TracesError` if `endpoint` is given but the extra is not installed.
     """
     is_off = environ.get("OTEL_SDK_DISABLED", "").lower() == "true"
     is_off = is_off or environ.get("OTEL_TRACES_EXPORTER") == "none"

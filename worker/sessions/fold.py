@@ -160,11 +160,12 @@ class Fold:
     ) -> ExtendedHistory:
         """Tokenise a request's input and add it to a history; for a generate, also add the answer header.
 
-        `grids` has the numbers of patches of the request's images, by digest, if the model sees. If `answer`
-        is given, it is added as a message instead of the header. If the session's tokens were made for
-        another tokenizer (`is_foreign`), the whole conversation is rendered and tokenised anew, and `grids`
-        has those of all its images. Raises `RefusedError` for tokens outside the vocabulary and for messages
-        that the chat template refuses.
+        `grids` has the numbers of patches of the request's images, by digest, for a model with vision. If
+        `answer` is given, it is added as a message instead of the header. If the session's tokens were made
+        for another tokenizer (`is_foreign`), the whole conversation is rendered and tokenised anew, and
+        `grids` has those of all its images. Raises `RefusedError`: `invalid_request` for tokens outside the
+        vocabulary, too deep nesting, and messages that the chat template refuses; `history_diverged` if this
+        worker may not continue another model's session, or cannot, as only tokens of a part are known.
         """
         self._check_model(history)
         kept, num_added, num_raw, warnings = history.position, 0, 0, list[str]()

@@ -81,7 +81,7 @@ class ServedSession:
         self.active: PendingRequest | None = None
         self._closing_seq = 0  # the log's last note that a worker is about to close the session
         self.num_users = 0  # users besides its task
-        self.used_s = monotonic()
+        self.used_s = monotonic()  # when it last answered or was looked up, by the monotonic clock
         self.counted_bytes = 0  # its size as `Sessions` last counted it
 
     @property
@@ -133,7 +133,11 @@ class ServedSession:
             self.services.shares.admit(self.key)
 
     async def run(self) -> None:
-        """Answer all requests without a result. Raises `StoppingError` if the worker stops first."""
+        """Answer all requests without a result, and acknowledge their delivery.
+
+        If another worker has taken the session over, hand the requests over to it instead. Raises
+        `StoppingError` if the worker stops first.
+        """
         while True:
             try:
                 async with self._share():
@@ -365,9 +369,10 @@ class ServedSession:
         return await self._num_shared(self.key, tokens, parent)
 
     async def commit(self, pending: PendingRequest, outcome: Outcome | None, *, waits: bool = False) -> bool:
-        """Store a result as `FencedLog.commit` does, count it, and end the token stream of a generate.
+        """Store a result (see `FencedLog.commit`), and count it.
 
-        Returns False, and does nothing else, if that has stored nothing. Raises what it raises.
+        Then wakes the retention after a close with `forget`, or ends the token stream of a generate. Returns
+        False if nothing was stored, and then does nothing else. Raises `FencedError`.
         """
         result = await self.log.commit(pending, outcome, waits=waits)
         if result is None:

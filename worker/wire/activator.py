@@ -80,7 +80,7 @@ class Activator:
         self._outbox = Outbox(nc, subjects)
         self._subscriptions: dict[str, Subscription] = {}
         self._held: list[Msg] = []
-        #: When the last noticed request came, by the event loop's clock.
+        #: When the last noticed request came, by the event loop's monotonic clock.
         self.used_s = current_time()
 
     async def open(self, settings: Settings, *, all_requests: bool) -> None:

@@ -43,7 +43,10 @@ export class ClientClosedError extends NoWorkerError {}
 /** There is no NATS server at the address, or the connection to it is lost at the moment. */
 export class NoServerError extends NoWorkerError {}
 
-/** The NATS server is there, but no worker serves the subject, or none answered in time. */
+/**
+ * The NATS server is there, but no worker serves the subject or answered in time, or the prefix's log does not
+ * exist or does not store the subject; the message says which.
+ */
 export class NoAnswerError extends NoWorkerError {}
 
 /** The NATS server refuses this user, or does not allow it to publish or subscribe. */

@@ -218,8 +218,8 @@ export interface Closed {
 /**
  * Count the tokens that a generate with this input would add; nothing runs (on `ctl`).
  *
- * For a session that does not exist, count the tokens that it would begin with. `tools` that differ from the
- * session's are counted as a generate would add them.
+ * For a session that does not exist or is closed, count the tokens that a new one would begin with. `tools`
+ * that differ from the session's are counted as a generate would add them.
  */
 export interface CountRequest {
   type: "count";
@@ -236,7 +236,7 @@ export interface CountRequest {
 }
 
 /**
- * Answer to `count`: the session would have `position` tokens, the last `tokens` of them new.
+ * Answer to `count`: with the input the session would have `position` tokens, the last `tokens` new.
  *
  * `rewritten_from` is set if the chat template would change earlier text: then `tokens` counts all tokens from
  * that position on.
@@ -279,7 +279,8 @@ export interface EmbedRequest {
 /**
  * Answer to `embed`: a vector for each input, normalised to Euclidean norm 1, and each input's tokens.
  *
- * A vector is base64 of 32-bit floats, little-endian. `tokens` has the number of tokens of each input.
+ * A vector is base64 of 32-bit floats, little-endian. `tokens` has the number of tokens of each input. `model`
+ * is the name of the worker's model.
  */
 export interface Embedded {
   type: "embedded";
@@ -805,7 +806,11 @@ export interface RerankRequest {
   document_tokens?: number | null;
 }
 
-/** Answer to `rerank`: for each document its score, from 0 to 1, and how many tokens were run for it. */
+/**
+ * Answer to `rerank`: for each document its score, from 0 to 1, and how many tokens were run for it.
+ *
+ * `model` is the name of the worker's model.
+ */
 export interface Reranked {
   type: "reranked";
   scores: readonly number[];
@@ -866,7 +871,11 @@ export interface SessionCache {
   snapshots?: string | null;
 }
 
-/** Answer to `info`: the state of a session. Optional fields that do not apply are left out. */
+/**
+ * Answer to `info`: the state of a session, and the metrics of its worker.
+ *
+ * Fields from `cache` to `answered_by` are left out if they do not apply.
+ */
 export interface SessionInfo {
   type: "session";
   tenant: string;

@@ -23,7 +23,7 @@ from tests.model.test_templates import TEMPLATES
 from tests.parts import CHAT_TEMPLATE
 from turnkeep_client.messages import Failed
 from worker.models.control_tokens import unmarked
-from worker.models.habits import Habits
+from worker.models.template_support import TemplateSupport
 from worker.models.tokenizer import Tokenizer
 from worker.text.conversation import said_in
 
@@ -143,7 +143,7 @@ ALL = (
 def tokenizers(
     model_with_template: Callable[[str, str], Path], packaged_folder: Path
 ) -> dict[str, Tokenizer]:
-    folders = {name: model_with_template(f"habit-{name}", text) for name, text in ALL.items()}
+    folders = {name: model_with_template(f"support-{name}", text) for name, text in ALL.items()}
     return {
         name: Tokenizer.from_folder(folder)
         for name, folder in {**folders, "packaged": packaged_folder}.items()
@@ -318,7 +318,7 @@ def test_each_kind_of_message_adaptation_is_counted_and_rendered(
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_directly_after_an_earlier_requests_user_message_counts_as_joined(
+def test_a_user_message_right_after_an_earlier_requests_one_is_noted_as_joined_for_the_template(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()
@@ -329,14 +329,14 @@ def test_a_user_message_directly_after_an_earlier_requests_user_message_counts_a
 def test_a_template_that_renders_all_other_kinds_needs_only_developer_messages_adapted(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
-    assert tokenizers["with_tools"].habits == Habits(developer=False)
+    assert tokenizers["with_tools"].support == TemplateSupport(developer=False)
 
 
 def test_the_adaptations_for_a_template_are_listed_in_words(tokenizers: dict[str, Tokenizer]) -> None:
-    assert tokenizers["silent"].habits.in_words() == ["developer as system", "tool results as user messages"]
+    assert tokenizers["silent"].support.in_words() == ["developer as system", "tool results as user messages"]
     lists = ["contents as lists of parts", "developer as system", "calls as text"]
-    assert tokenizers["lists"].habits.in_words() == lists
-    assert tokenizers["refusing"].habits.in_words() == [
+    assert tokenizers["lists"].support.in_words() == lists
+    assert tokenizers["refusing"].support.in_words() == [
         "late system within user messages",
         "developer as system",
         "several calls of a message as text",

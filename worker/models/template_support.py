@@ -22,16 +22,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Habits:
-    """Which kinds of messages a chat template renders: without an error, and with all of their text."""
+class TemplateSupport:
+    """Whether a chat template renders each kind of messages: without an error, and with all of their text.
 
-    #: Contents that are text; otherwise they must be lists of parts.
+    For what `Tokenizer` does with messages of the other kinds see `INSTEAD`.
+    """
+
+    #: Contents that are text; if False, contents must be lists of parts.
     plain: bool = True
     #: A system message before the user's first message.
     system: bool = True
     #: A system message and no other message.
     system_alone: bool = True
-    #: The same with tools.
+    #: A system message and no other message, in a conversation with tools.
     tools_alone: bool = True
     #: A system message after other messages.
     late_system: bool = True
@@ -60,7 +63,7 @@ class Habits:
 
     @property
     def calls(self) -> bool:
-        """Whether the template renders tool calls."""
+        """Whether the template renders tool calls, with arguments in at least one of the two forms."""
         return self.objects or self.texts
 
     def in_words(self) -> list[str]:
@@ -95,19 +98,19 @@ INSTEAD: Final = {
 }
 
 
-def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
+def support_of(render: Render, source: str, *, renders_tools: bool) -> TemplateSupport:
     """Test a template with the text `source`, by `render(messages, tools)`, which may raise anything.
 
-    If it renders no plain conversation, return `Habits()`, which says that it renders all kinds of messages.
+    If it renders no plain conversation, return `TemplateSupport()`: all kinds of messages pass unchanged.
     """
     shows = partial(_shows, render)
     if shows(_ASKED):
         if not shows(_ASKED, _ANSWERED, _said("user", "3")):
-            return Habits()
+            return TemplateSupport()
     elif not shows(*in_parts([_ASKED, _ANSWERED])):
-        return Habits()
+        return TemplateSupport()
     else:
-        found = habits_of(
+        found = support_of(
             lambda told, tools: render(in_parts(told), tools), source, renders_tools=renders_tools
         )
         return replace(found, plain=False)
@@ -117,7 +120,7 @@ def habits_of(render: Render, source: str, *, renders_tools: bool) -> Habits:
     # Some templates require reasoning in the last answer only: also try one that is not the last.
     results = any(shows(_ASKED, called, result, *rest) for rest in ([says], [says, _ASKS]))
     several_calls = shows(_ASKED, calls.several)
-    return Habits(
+    return TemplateSupport(
         system=shows(system, _ASKED),
         system_alone=shows(system) or not shows(system, _ASKED),
         tools_alone=not renders_tools or not shows(system) or shows(system, tools=[_TOOL]),
