@@ -163,7 +163,7 @@ async def test_a_rewound_session_continues_from_stored_kv_or_the_last_stored_rec
 
 def remade(path: Path, identity: Identity, change: Callable[[list[Tensor]], list[Tensor]]) -> None:
     """Replace a snapshot file's tensors by `change(tensors)`, with correct checksums."""
-    with header.opened(path) as (file, head, payload_bytes):
+    with header.open_file(path) as (file, head, payload_bytes):
         found, payload = header.parse(head, payload_bytes=payload_bytes), memoryview(file.read(payload_bytes))
     specs = [
         (name, dtype, (1, heads, found.name.num_tokens, dim)) for name, dtype, (heads, dim) in found.layout

@@ -95,7 +95,7 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
     make_model, open_process, kind, end
 ) -> None:
     """Also those that are just being published, while another turn lets snapshots be saved."""
-    growing, drawn, goes_on = answer(4 * BLOCK), asyncio.Event(), asyncio.Event()
+    growing, drawn, goes_on = answer(24 * BLOCK), asyncio.Event(), asyncio.Event()
     published: list[int] = []
 
     async def publish(chunk: Chunk) -> bool:
@@ -118,7 +118,7 @@ async def test_snapshots_of_an_answer_wait_until_its_tokens_are_published(
         drawn.set()
         await process.generate([*reversed(PROMPT)], 2, name="other")
         await quiet(process)
-        whole = asked.tokens(len(PROMPT) + 4 * BLOCK - 1)
+        whole = asked.tokens(len(PROMPT) + 24 * BLOCK - 1)
         chain = store.kv.chain(key("s").tenant, of=whole)
         assert 0 < store.kv.find(chain, whole).num_tokens <= len(PROMPT) + len(published)
         assert store.queue.vacant_bytes() < store.queue.queue_bytes
