@@ -22,7 +22,18 @@ from cache.names.marks import ErasureProgress
 from tests.parts import until
 from tests.simulation import device
 from tests.simulation.world import Server
-from turnkeep_client.messages import Append, Asked, Close, Closed, encode, encode_answer, failure
+from turnkeep_client.messages import (
+    Append,
+    Asked,
+    Close,
+    Closed,
+    Generated,
+    Seconds,
+    Usage,
+    encode,
+    encode_answer,
+    failure,
+)
 from turnkeep_client.subjects import SessionKey
 from worker.sessions import record, sessions
 from worker.sessions.dead_letters import RequestAttempts
@@ -577,12 +588,27 @@ async def test_removing_a_closed_session_from_the_log_removes_no_unanswered_requ
     assert removed == removed_below
 
 
-async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request() -> None:
+USAGE = Usage(prompt_tokens=1, cached_tokens=0, prefilled_tokens=1, completion_tokens=0)
+EMPTY = Generated(
+    id="r",
+    seq=5,
+    position=0,
+    text="",
+    tokens=(),
+    finish_reason="cancelled",
+    usage=USAGE,
+    kv_live_bytes=0,
+    seconds=Seconds(queued=0, prefill=0, first_token=0, total=0),
+)
+
+
+@pytest.mark.parametrize("cancelled", [failure("r", "expired", "cancelled", seq=5), EMPTY])
+async def test_the_result_of_a_close_is_found_after_the_result_of_a_cancelled_request(cancelled: Any) -> None:
     """Otherwise the note of the close would never have an effect."""
     now = datetime.now(UTC)
     asked = Asked(stored=now, request=msgspec.Raw(encode(Close(id="c", forget=True))))
     closed = encode_answer(Closed(id="c", seq=4, position=0), asked)
-    told = [encode(failure("r", "expired", "cancelled", seq=5)), closed]
+    told = [encode(cancelled), closed]
     entries = [StoredMessage(6 + n, now, body, {}) for n, body in enumerate(told)]
 
     class Log:
