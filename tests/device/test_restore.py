@@ -90,6 +90,15 @@ async def test_a_prefix_is_never_shared_between_tenants(open_process) -> None:
         assert (outcome.num_cached, outcome.num_prefilled) == (0, len(shared) - 1)
 
 
+async def test_turns_of_two_tenants_that_run_at_the_same_time_share_no_prefix(open_process) -> None:
+    shared = prompt(6 * BLOCK)
+    async with open_process() as process:
+        keys = [SessionKey("default", "a"), SessionKey("other", "s"), SessionKey("default", "b")]
+        running = (process.engine.run(TurnRequest(key, as_tokens(shared)), lambda: False) for key in keys)
+        cached = [outcome.num_cached for outcome in await asyncio.gather(*running)]
+    assert cached == [0, 0, len(shared) - 1]
+
+
 #: Models with recurrent layers, the first two also with attention: within each layer, or in other layers.
 STATEFUL = ["falcon_h1", "qwen3_next", "mamba2"]
 #: A model with sliding windows and full attention; KV of windows is stored token by token, like other KV.
