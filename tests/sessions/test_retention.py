@@ -475,6 +475,7 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     w = await quiet_wire()
     await w.send("s", append("a"))
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
+    monkeypatch.setattr(sessions, "_NUM_KEPT", 0)
     held = w.worker.app._parts.sessions
     there, go_on, look = asyncio.Event(), asyncio.Event(), ServedSession.refresh
 
@@ -491,6 +492,20 @@ async def test_a_session_stays_in_memory_while_an_info_request_reads_it(
     assert list(held._sessions) == [SessionKey("default", "s")]
     go_on.set()
     assert (await asked)["position"] == 5
+
+
+async def test_of_sessions_that_take_too_much_memory_the_last_used_one_stays_and_is_not_read_again(
+    quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    w = await quiet_wire()
+    monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
+    held = w.worker.app._parts.sessions._sessions
+    for name in ("a", "b"):
+        await w.send(name, append("1"))
+        await until(lambda name=name: list(held) == [SessionKey("default", name)])
+    session = held[SessionKey("default", "b")]
+    await w.send("b", append("2"))
+    assert held == {SessionKey("default", "b"): session}
 
 
 async def test_a_session_is_not_removed_while_its_log_is_being_read(

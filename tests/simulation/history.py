@@ -44,6 +44,7 @@ _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (parts, "_MAX_READINGS", 1),
     (endpoints, "_MAX_OPEN", 1),
     (sessions, "_MAX_IDLE_BYTES", 0),
+    (sessions, "_NUM_KEPT", 0),
     (retention, "_NEARLY_FULL", 0.0),
     (retention, "_RELIEVED", 0.0),
 )

@@ -47,6 +47,9 @@ _OVERTAKEN_S: Final = 0.05
 _LEAST_SWEEP_S = 0.1
 #: Memory limit of all sessions; above it, the least recently used idle sessions are evicted.
 _MAX_IDLE_BYTES = 64 * 2**20
+#: So many sessions stay, the most recently used ones. Else one that is larger than all may be, after some
+#: 40,000 turns, would be read from its log at each turn.
+_NUM_KEPT = 1
 
 
 class Sessions:
@@ -209,10 +212,10 @@ class Sessions:
         return most, found
 
     def _bound_memory(self) -> None:
-        """Evict the least recently used idle sessions while the sessions use too much memory."""
+        """Evict idle sessions but the last `_NUM_KEPT`, the least recently used first, above the limit."""
         if self._size_bytes <= _MAX_IDLE_BYTES:
             return
-        for key in list(self._sessions):
+        for key in list(self._sessions)[: len(self._sessions) - _NUM_KEPT]:
             if self._is_idle(key):
                 self._evict(key)
                 if self._size_bytes <= _MAX_IDLE_BYTES:
