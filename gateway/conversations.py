@@ -1,8 +1,7 @@
 """Answers one tenant's turns: finds the session with most of a conversation, and sends it only the rest.
 
 Each answer has a task, which waits for the result even after its client has disconnected, so the index always
-has the session's position. The task survives restarts of the worker and of NATS: an answer ends early only if
-its client disconnects.
+has the session's position. The task survives restarts of the worker and of NATS.
 """
 
 from __future__ import annotations

@@ -42,9 +42,8 @@ async def events(
 ) -> AsyncGenerator[bytes]:
     """Yield an answer as server-sent events, from its first token on: chunks, and changed Markdown blocks.
 
-    A second after each token, and then every second or two, an event says what the answer waits for
-    (`_waits`). `seq` is the sequence of the request `asked`. An error becomes the last event, `end`. The
-    stream ends without it once `is_stopping()`.
+    A second after each token, and then every second or two, an event says what it waits for (`_waits`).
+    `seq` is the sequence of `asked`. The last event is `end`, or an error; none comes once `is_stopping()`.
     """
     chunks = aiter(session.follow(asked, seq))
     yield _event("begin", {})

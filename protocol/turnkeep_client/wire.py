@@ -129,11 +129,14 @@ class NatsWire(Connection):
                 await asyncio.sleep(TRY_PAUSE_S)
             else:
                 if ack.stream != self.subjects.log_stream:
-                    raise NoAnswerError(
-                        f"{subject} is stored by the stream {ack.stream!r}, which is not a worker's:"
-                        f" it should be {self.subjects.log_stream!r}"
-                    )
+                    raise self._misplaced(subject, ack.stream)
                 return ack.seq
+
+    def _misplaced(self, subject: str, stream: str) -> NoAnswerError:
+        wanted = self.subjects.log_stream
+        return NoAnswerError(
+            f"{subject} is stored by the stream {stream!r}, which is not a worker's: it should be {wanted!r}"
+        )
 
     def _no_log(self, subject: str) -> NoAnswerError:
         why = "no worker was ever started on this NATS server"

@@ -80,12 +80,10 @@ class Tokenizer:
             source,
             renders_tools=renders_tools(source),
         )
-        #: The tokens that end an answer, among them the one that the chat template writes after an answer,
-        #: even if the model's files omit it.
+        #: The tokens that end an answer, also the one that the chat template writes after an answer.
         self.eos_ids: frozenset[int] = frozenset((*eos_ids, *own)) | self._turn_ends()
-        written = source if code else hf.chat_template
         #: The tokens that only the template may use; it marks texts, for `encode` and `render`.
-        self.controls = ControlTokens(self._rust, self.eos_ids, str(written))
+        self.controls = ControlTokens(self._rust, self.eos_ids, str(source if code else hf.chat_template))
         self._bytes: dict[int, bytes] = {}
         #: What images become in a prompt, set once the model is loaded; None if it does not see.
         self.image_processor: ImageProcessor | None = None
