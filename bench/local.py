@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -32,6 +33,8 @@ _BLAS: Final = re.compile(r"blas|lapack|mkl", re.IGNORECASE)
 _PRIVATE: Final = frozenset({"numpy.libs", "scipy.libs"})
 #: A word of the command line of a worker, which is a child of `turnkeep serve`.
 _WORKER: Final = "worker.main"
+#: Linux gives outgoing connections ports from 32768 on, macOS from 49152 on.
+_PORTS: Final = range(31_000, 32_768)
 READY_TIMEOUT_S: Final = 180.0
 STOP_TIMEOUT_S: Final = 30.0
 
@@ -284,10 +287,12 @@ def common_blas(*processes: Process) -> str:
 
 
 def free_port() -> int:
-    """Return a free port of 127.0.0.1."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """Return a free port of 127.0.0.1 that no outgoing connection gets before a server listens there."""
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            port = random.SystemRandom().choice(_PORTS)
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 async def reach(url: str, **where: Any) -> Client:

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from bench.faults import BenchError
-from bench.local import Program
+from bench.local import Program, free_port
 from bench.openai import parse
 from bench.turns import TimedTurn
 from commands.cli import main
@@ -145,3 +145,8 @@ async def test_a_bench_with_failed_turns_exits_with_code_1(
         out, err = await asyncio.to_thread(process.communicate, timeout=120)
     assert process.returncode == 1, err
     assert "2 of 4 turns break it: 2 broken_off" in out
+
+
+def test_the_port_of_a_measured_worker_is_below_those_of_outgoing_connections() -> None:
+    """One of these could take it before the worker's server listens there."""
+    assert all(free_port() < 32_768 for _ in range(20))
