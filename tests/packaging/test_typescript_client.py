@@ -26,7 +26,8 @@ from turnkeep_client.messages import Generated, decode_result
 PROJECT = Path(__file__).parents[2] / "protocol" / "typescript"
 EXAMPLE = PROJECT.parents[1] / "examples" / "typescript" / "agent.mts"
 INSTALL = ("install", "--no-audit", "--no-fund", "--ignore-scripts")
-MAX_TOKENS = 1500
+#: So many that a page which is behind has not let the worker reach the end before the first kill.
+MAX_TOKENS = 3000
 
 pytestmark = [
     pytest.mark.packaging,
