@@ -56,9 +56,10 @@ class Standby:
         return process
 
     async def dismiss(self) -> None:
-        """End the process that waits for an order."""
+        """End the process that waits for an order, if it has not ended by itself."""
         if self._process is not None:
-            self._process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
             await self._process.aclose()
 
 

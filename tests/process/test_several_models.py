@@ -31,6 +31,7 @@ from worker import model_memory, standby, supervisor
 from worker.model_memory import IdleModel, choose_to_unload
 from worker.model_process import UNKNOWN
 from worker.process.settings import Settings
+from worker.standby import Standby
 from worker.supervisor import Supervisor
 from worker.wire.activator import Activator
 from worker.wire.discovery import QUEUE
@@ -483,3 +484,12 @@ async def test_workers_assume_that_an_external_server_syncs_every_two_minutes_un
     told = Supervisor(dataclasses.replace(settings, nats_sync_interval="always"), {})
     await told.run()
     assert told._models[0].settings.sync_s == 0
+
+
+async def test_a_worker_ends_in_order_although_its_waiting_process_was_ended_before() -> None:
+    """As by whoever sends SIGTERM to all of its processes."""
+    waiting = Standby()
+    process = await waiting.hire()
+    process.kill()
+    await process.wait()
+    await waiting.dismiss()
