@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 from cluster import OPTIONS, Member, Nodes
-from harness import arguments, folder, judge, read_log, report, tiny_model
+from harness import arguments, folder, judge, read_log, report, size_bytes, tiny_model
 
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
@@ -117,22 +117,14 @@ class Day:
         times_s = sorted(self.times_s) or [0.0]
         self.times_s = []
         spans_ms = (1e3 * times_s[len(times_s) // 2], 1e3 * times_s[int(0.99 * len(times_s))])
-        used = (worker.memory_info().rss, server.memory_info().rss, _size(self.where / "n0"))
-        snapshots = sum(_size(one.process.data_dir / "snapshots") for one in self.members)
+        used = (worker.memory_info().rss, server.memory_info().rss, size_bytes(self.where / "n0"))
+        snapshots = sum(size_bytes(one.process.data_dir / "snapshots") for one in self.members)
         mib = [size / 2**20 for size in (*used, snapshots)]
         self.rows.append(
             f"{self.sent:7} {spans_ms[0]:8.0f} {spans_ms[1]:8.0f} {mib[0]:11.0f} {worker.num_fds():6}"
             f" {mib[1]:11.0f} {mib[2]:8.1f} {mib[3]:14.1f}"
         )
         print(self.rows[-1], flush=True)
-
-
-def _size(where: Path) -> int:
-    size_bytes = 0
-    for path in where.rglob("*"):
-        with contextlib.suppress(OSError):
-            size_bytes += path.stat().st_size
-    return size_bytes
 
 
 async def play(where: Path, *, requests: int, sessions: int, seed: int) -> tuple[Day, Verdict]:

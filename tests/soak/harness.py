@@ -91,6 +91,15 @@ def arguments(about: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def size_bytes(where: Path) -> int:
+    """Return the size of all files in a folder in which a worker runs."""
+    num_bytes = 0
+    for path in where.rglob("*"):
+        with contextlib.suppress(OSError):
+            num_bytes += path.stat().st_size
+    return num_bytes
+
+
 def tiny_model(where: Path, **changes: int) -> Path:
     """Make in a folder a tiny model that never ends an answer; return the model's folder."""
     return make_endless_model(make_tiny_model(where / "tiny", **changes), where / "endless")

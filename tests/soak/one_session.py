@@ -17,7 +17,7 @@ import time
 from typing import TYPE_CHECKING
 
 import psutil
-from harness import Target, arguments, folder, tiny_model
+from harness import Target, arguments, folder, size_bytes, tiny_model
 
 from turnkeep_client.client import connect
 from turnkeep_client.messages import CachePolicy
@@ -71,11 +71,6 @@ async def converse(where: Path, turns: int) -> list[str]:
     finally:
         await asyncio.to_thread(target.process.stop)
     return rows
-
-
-def size_bytes(where: Path) -> int:
-    """Return the size of all files in a folder."""
-    return sum(path.stat().st_size for path in where.rglob("*") if path.is_file())
 
 
 async def main() -> None:
