@@ -120,14 +120,17 @@ class SnapshotIndex:
         self._now = max(self._now + 1, int(self._clock() * 1e6))
         return self._now
 
-    def add(self, name: Name, size_bytes: int) -> Node:
+    def add(self, name: Name, size_bytes: int, used: int | None = None) -> Node:
         """Add a node for a snapshot that is queued for the disk, and return it.
 
         Its last use is that of the snapshot that it continues, so what a turn adds to a session is evicted
-        before the session's beginning. If that snapshot is not in the index, the last use is now.
+        before the session's beginning. If that snapshot is not in the index, the last use is `used`, or now.
         """
         digest, before = name.digest, self._nodes.get(name.parent)
-        used = self.next_use() if before is None else before.used
+        if before is not None:
+            used = before.used
+        elif used is None:
+            used = self.next_use()
         node = self._nodes[digest] = Node(
             digest, name.parent, name.start, name.num_tokens, size_bytes, used, name.resumable, name.mark
         )

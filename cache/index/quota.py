@@ -76,13 +76,21 @@ class Quota:
         held += self._queue.counts.in_flight_bytes - self._index.on_its_way_bytes
         return DiskUsage(capacity=used + free, free=free, held=held, evictable=used - held)
 
-    def add(self, name: Name, size_bytes: int) -> Node | None:
+    def has_room(self, size_bytes: int, used: int) -> bool:
+        """Return whether a snapshot last used at `used` may find room: free bytes, or an older snapshot."""
+        if self._excess() + size_bytes <= 0:
+            return True
+        self._queue.measure()  # nothing else would, until a save is accepted
+        oldest = self._index.oldest()
+        return not self._has_no_effect(size_bytes) and oldest is not None and oldest.used < used
+
+    def add(self, name: Name, size_bytes: int, used: int | None = None) -> Node | None:
         """Add a snapshot that is queued for the disk to the index, after evicting others if space is lacking.
 
-        Returns its node. None, and nothing is added, if too little can be evicted, or not in one step of
-        `EVICT_LIMIT` snapshots: then a later call may succeed.
+        `used` is as in `SnapshotIndex.add`. Returns its node. None, and nothing is added, if too little can
+        be evicted, or not in one step of `EVICT_LIMIT` snapshots: then a later call may succeed.
         """
-        node = self._index.add(name, size_bytes)
+        node = self._index.add(name, size_bytes, used)
         if self._has_evicted_for(node):
             return node
         self._index.remove(node)

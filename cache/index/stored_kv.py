@@ -171,6 +171,10 @@ class StoredKv:
         """Release a held prefix, or a match that will not be loaded. `load` releases its match itself."""
         self._release(prefix.nodes)
 
+    def next_use(self) -> int:
+        """Return the time of a use, for `save`: microseconds since 1970, always later than the last one."""
+        return self._index.next_use()
+
     def _release(self, nodes: Sequence[Node]) -> None:
         self._index.release(nodes)
         self._remover.discard_released(nodes)
@@ -338,9 +342,18 @@ class StoredKv:
         """
         return self._under(chain.policy).wanted(chain, as_tokens(tokens))
 
-    def save(self, chain: Chain, tokens: Sequence[int], span: Span, tensors: tuple[Tensor, ...]) -> bool:
+    def save(
+        self,
+        chain: Chain,
+        tokens: Sequence[int],
+        span: Span,
+        tensors: tuple[Tensor, ...],
+        used: int | None = None,
+    ) -> bool:
         """Queue the KV of `span` for the disk; False if it was dropped. `tokens` must include the span.
 
+        `used` is the `next_use` of an idle session's last turn: only KV that was used earlier is evicted for
+        it. None: the KV is in use now.
         Returns True also if the same KV is stored or queued already. Once the snapshot is on disk, smaller
         snapshots of the same tokens are removed. Raises `ValueError` if the tensors do not fit the span or
         the chain.
@@ -356,14 +369,14 @@ class StoredKv:
         encoded = snapshot_format.encode(name, prefixes.identity, prefixes.layout.ordered(tensors))
         size_bytes = self._folder.codec.size_bytes(encoded.size_bytes)
         reason = self._refusal(name, size_bytes)
-        node = self._quota.add(name, size_bytes) if reason is None else None
+        node = self._quota.add(name, size_bytes, used) if reason is None else None
         if node is None:
             self._queue.drop(reason or "disk_limit")
             return False
         self._queue.write(node, name.tokens, encoded)
-        used = prefixes.window(chain, tokens)
-        if used:  # the blocks that the session has left behind become the least recently used
-            self._queue.use(self._index.use([*used, node]), [one.digest for one in used])
+        window = prefixes.window(chain, tokens) if used is None else ()
+        if window:  # the blocks that the session has left behind become the least recently used
+            self._queue.use(self._index.use([*window, node]), [one.digest for one in window])
         return True
 
     async def close(self, timeout_s: float) -> bool:

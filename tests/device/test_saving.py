@@ -255,32 +255,49 @@ async def test_a_gpu_that_fails_while_idle_kv_is_copied_ends_neither_the_worker_
 
 
 @pytest.mark.parametrize("kind", ["llama", "exaone4", "qwen3_next"])
-async def test_while_the_disk_is_full_only_one_snapshot_of_a_session_is_copied_at_a_time(
+async def test_idle_kv_is_copied_only_once_the_full_disk_has_room_again(
     kind: str,
     make_model: Callable[..., Any],
     open_process: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All of them are stored once there is space: the device would copy all its KV again and again."""
     monkeypatch.setattr(unsaved_kv, "_RETRY_S", 0.2)
     async with open_process(make_model(kind)) as process, saved(process):
         engine, quota = process.engine, process.store.quota
         quota.set_limits(max_bytes=2**30, min_free_bytes=2**60)
-        copy, num_copied = engine._saving._copy_spans, list[int]()
+        copy, copied = engine._saving._copy_spans, list[DeviceTurn]()
 
         def counted(turn: DeviceTurn) -> None:
-            num_copied.append(len(turn.spans))
+            copied.append(turn)
             copy(turn)
 
         monkeypatch.setattr(engine._saving, "_copy_spans", counted)
         await process.append(PROMPT)
-        while len(num_copied) < 4:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-        assert num_copied[0] > 10
-        assert num_copied[1:] == [1] * len(num_copied[1:])
+        await asyncio.sleep(0.6)
+        assert not copied
         quota.set_limits(max_bytes=2**30, min_free_bytes=0)
         while engine._saving.unstored():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+        assert len(copied) == 1
+
+
+async def test_kv_that_is_saved_again_evicts_only_kv_that_was_used_earlier(make_model, open_process) -> None:
+    """The disk has room for two of four idle sessions: each would evict another's KV without end."""
+    prompts = {name: [number, *PROMPT] for number, name in enumerate("abcd", 1)}
+    async with open_process(make_model("llama")) as process, saved(process):
+        for name, prompt in prompts.items():
+            await process.append(prompt, name)
+            await quiet(process)
+        store, num_bytes = process.store, process.store.stats().stored_bytes
+        store.quota.set_limits(max_bytes=num_bytes // 2 + num_bytes // 20, min_free_bytes=0)
+        await quiet(process)
+        num_durable = store.stats().durable
+        process.engine._saving._lost()
+        await quiet(process)
+        chain = store.kv.chain(key("a").tenant)
+        found = {name: store.kv.find(chain, prompt).num_tokens for name, prompt in prompts.items()}
+        assert min(found["c"], found["d"]) > len(PROMPT) - BLOCK, found
+        assert store.stats().durable - num_durable < 3, "sessions that were used earlier were saved again"
 
 
 async def test_saving_snapshots_goes_on_after_a_session_whose_early_kv_has_left_the_device(

@@ -345,7 +345,8 @@ class Engine(EnginePort):
         elif num_cached:
             size_bytes = self.size_bytes(num_cached, request.policy)
             tokens = request.tokens(num_cached)
-            self._kv_on_device.put(request.key, tokens, size_bytes, end.earliest, request.policy)
+            used = 0 if self._store is None else self._store.kv.next_use()
+            self._kv_on_device.put(request.key, tokens, size_bytes, end.earliest, request.policy, used)
             if self._saving is not None and end.turn.plan.chain is not None:
                 self._saving.end_turn(request.key, end.cost.num_uncut)
 

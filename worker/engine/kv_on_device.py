@@ -31,9 +31,10 @@ class _Kv:
     size_bytes: int
     earliest: int
     policy: Policy
+    used: int
 
 
-_NO_KV: Final = _Kv(as_tokens(), 0, 0, FULL)
+_NO_KV: Final = _Kv(as_tokens(), 0, 0, FULL, 0)
 
 
 class KvOnDevice:
@@ -61,6 +62,10 @@ class KvOnDevice:
         """Return the cache policy of a session's KV; `FULL` if the session has no KV."""
         return self._kv.get(key, _NO_KV).policy
 
+    def used(self, key: SessionKey) -> int:
+        """Return when the turn ended that has left a session's KV: see `put`."""
+        return self._kv.get(key, _NO_KV).used
+
     def num_usable(self, key: SessionKey, num_tokens: int, policy: Policy) -> int:
         """Return `num_tokens` if a session's KV has this policy and can be trimmed to that length, else 0."""
         kv = self._kv.get(key, _NO_KV)
@@ -68,14 +73,21 @@ class KvOnDevice:
         return num_tokens if is_usable else 0
 
     def put(
-        self, key: SessionKey, tokens: Tokens, size_bytes: int, earliest: int = 0, policy: Policy = FULL
+        self,
+        key: SessionKey,
+        tokens: Tokens,
+        size_bytes: int,
+        earliest: int = 0,
+        policy: Policy = FULL,
+        used: int = 0,
     ) -> None:
         """Record the KV of a session whose turn has ended.
 
-        The KV can be trimmed to any number of tokens that is at least `earliest`.
+        The KV can be trimmed to any number of tokens that is at least `earliest`. `used` is the end's time in
+        the cache's index (`StoredKv.next_use`); 0 without a cache.
         """
         self.pop(key)
-        self._kv[key] = _Kv(tokens, size_bytes, earliest, policy)
+        self._kv[key] = _Kv(tokens, size_bytes, earliest, policy, used)
         self.num_bytes += size_bytes
         if len(tokens) >= LEAST_SHARED:
             self._alike[_beginning(key.tenant, tokens)][key] = None

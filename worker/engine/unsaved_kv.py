@@ -2,7 +2,8 @@
 
 Blocks are copied once they are full, and the tail (the last, partial block) when a turn ends. What then found
 no room, or was not written, is copied while its session is idle, and when the worker stops. An idle session's
-KV that is only on the device would be lost if the process ended.
+KV that is only on the device would be lost if the process ended. For it only KV of earlier turns is evicted:
+otherwise idle sessions would evict each other's without end if the disk has no room for all.
 
 A snapshot is saved only of tokens that the log has: otherwise no session might have these tokens, and no
 `forget` would erase them. An answer's snapshots wait until its tokens are published.
@@ -89,7 +90,8 @@ class UnsavedKv:
         request, chain = cut.turn.request, cut.turn.plan.chain
         try:
             tokens = request.tokens(cut.span.end)
-            is_queued = chain is not None and self._store.kv.save(chain, tokens, cut.span, cut.tensors)
+            used = None if run is not None else self._kv_on_device.used(request.key)
+            is_queued = chain is not None and self._store.kv.save(chain, tokens, cut.span, cut.tensors, used)
             if is_queued and cut.turn is self._copied:
                 self._lacking[request.key] = 0.0
         except Exception:
@@ -186,21 +188,25 @@ class UnsavedKv:
         spare_bytes = self._store.queue.spare_bytes()
         if self._copied is not None or not spare_bytes:
             return False
-        busy = self._at_work()
-        for key in self._due():
-            if key not in busy:
-                if spans := self._missing(key):
-                    return self._copy(key, spans, spare_bytes)
+        busy, due = self._at_work(), self._due()
+        for i, key in enumerate(due):
+            if key in busy:
+                continue
+            if not (spans := self._missing(key)):
                 self.discard(key)
+                continue
+            kv = self._kv(self._kv_on_device.policy(key))
+            sizes = [kv.snapshot(span.num_tokens, at=span.end) for span in spans]
+            if self._store.quota.has_room(min(sizes), self._kv_on_device.used(key)):
+                return self._copy(key, spans, sizes, spare_bytes)
+            # Nor is there room for the other sessions, which were used earlier.
+            self._lacking |= dict.fromkeys(due[i:], time.monotonic() + _RETRY_S)
+            break
         return False
 
-    def _copy(self, key: SessionKey, spans: list[Span], spare_bytes: int) -> bool:
+    def _copy(self, key: SessionKey, spans: list[Span], sizes: list[int], spare_bytes: int) -> bool:
         tokens, policy = self._kv_on_device.tokens(key), self._kv_on_device.policy(key)
-        kv = self._kv(policy)
-        if self._lacking[key]:  # the last copy was not saved: a full disk is tried with little
-            spans = spans[-1:]
-        sizes = accumulate(kv.snapshot(span.num_tokens, at=span.end) for span in spans)
-        num_fitting = sum(size_bytes <= spare_bytes for size_bytes in sizes)
+        num_fitting = sum(size_bytes <= spare_bytes for size_bytes in accumulate(sizes))
         if not num_fitting and not self._store.queue.is_idle:
             return False
         chain = self._store.kv.chain(key.tenant, policy, tokens)
