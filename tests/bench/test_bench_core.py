@@ -88,7 +88,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-async def test_checkpoints_are_written_only_between_turns_and_a_full_disk_does_not_stop_the_run(
+async def test_a_bench_writes_checkpoints_only_between_turns_and_a_full_disk_does_not_stop_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = BenchRun(BENCH.name, lies.RESTART, CommonOptions(out=tmp_path, checkpoint=1e-9))

@@ -405,7 +405,7 @@ async def test_an_export_fails_and_leaves_no_archive_if_no_file_can_be_opened(
     assert not (tmp_path / "all.tar").exists()
 
 
-async def test_stored_blocks_are_listed_with_all_tokens_before_them_unless_one_is_missing_or_an_image(
+async def test_stored_blocks_are_listed_only_if_all_blocks_before_them_are_stored_and_no_token_is_an_image(
     open_store: Callable[..., Awaitable[Store]], tmp_path: Path
 ) -> None:
     lost, forked, seen = [*range(10)], [*range(4), 77, 78], as_tokens(range(20, 32), [ImageSpan(5, 7, b"1")])

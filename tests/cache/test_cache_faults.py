@@ -293,7 +293,7 @@ def no_files_left():
     return lacking
 
 
-async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file(
+async def test_a_restore_without_free_file_descriptors_is_a_miss_and_quarantines_no_file(
     open_store, tmp_path, no_files_left
 ) -> None:
     """The files are undamaged, and moving them to quarantine would lose the whole session's KV."""

@@ -123,7 +123,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_that_an_erase_failed_to_remove_no_longer_delays_later_erases_once_it_was_saved_again(
+async def test_a_file_that_an_erase_left_behind_and_that_was_saved_again_delays_no_later_erase(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)

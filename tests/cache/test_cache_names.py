@@ -134,7 +134,9 @@ def take(folder, **changes) -> Identity:
     return folder_identity(folder, **{"kv_dtype": "float32", "block_tokens": 64, **changes})
 
 
-def test_a_model_moved_elsewhere_keeps_its_identity(folder, tmp_path) -> None:
+def test_a_model_keeps_its_identity_after_its_folder_is_moved_and_its_readme_changes(
+    folder, tmp_path
+) -> None:
     before = take(folder)
     moved = folder.rename(tmp_path / "elsewhere")
     (moved / "config.json").write_text(json.dumps({"_name_or_path": "there", "hidden_size": 8}))

@@ -499,7 +499,7 @@ async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_its_erasur
     assert in_tier(tmp_path) == []
 
 
-async def test_a_tier_restored_from_a_backup_tells_which_erasures_to_repeat_and_then_has_nothing_forgotten(
+async def test_a_tier_restored_from_a_backup_names_the_erasures_to_repeat_and_then_has_no_erased_block_left(
     open_two: Any, tmp_path: Path
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""

@@ -63,7 +63,7 @@ async def test_a_model_with_recurrent_states_is_restored_only_to_the_end_of_a_st
     assert store.kv.wanted(store.kv.chain("a"), TOKENS[:11]) == []
 
 
-async def test_later_states_can_be_restored_once_a_missing_block_is_saved_even_without_a_state(
+async def test_recurrent_states_behind_a_missing_block_can_be_restored_once_that_block_is_saved(
     open_store,
 ) -> None:
     """The second block was dropped with its state; until it is saved again, no later block is used."""

@@ -56,7 +56,7 @@ def file_of(store, node):
     return store._folder.path(node.digest)
 
 
-def test_a_restore_buffer_gives_the_offset_of_each_part_of_a_span_or_none_if_it_is_not_visible() -> None:
+def test_a_restore_buffer_gives_an_offset_for_each_visible_part_of_a_span_and_none_for_the_rest() -> None:
     place = TensorBuffers((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
     assert [*place.segments(Span(0, 4))] == [(0, 2), (None, 2)]
     assert [*place.segments(Span(4, 8))] == [(None, 4)]

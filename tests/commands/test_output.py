@@ -126,7 +126,7 @@ def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_p
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 
 
-def test_a_long_step_whose_output_is_piped_prints_lines_with_its_progress(
+def test_a_long_step_prints_lines_with_its_progress_into_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.observe.progress._EVERY_S", 0.0)
@@ -214,7 +214,7 @@ def test_the_help_shows_which_values_an_option_takes(shown: str) -> None:
     assert shown in help_of("serve", flag="--help-all")
 
 
-def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
+def test_only_the_commands_that_load_or_find_a_model_have_the_option_model() -> None:
     own = [command for command in commands() if command[0] != "bench"]
     having = {command for command in own if "\n  --model " in help_of(*command)}
     assert having == {("serve",), ("doctor",), ("demo",), ("model", "path"), ("cache", "verify")}

@@ -459,7 +459,7 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
         assert tokens == alone(make_model("llama"), context, len(tokens))[0]
 
 
-def test_kv_on_the_device_is_used_only_under_its_policy_and_where_it_can_be_trimmed() -> None:
+def test_kv_on_the_device_is_reused_only_under_its_policy_and_at_positions_it_can_be_trimmed_to() -> None:
     held = KvOnDevice()
     held.put(SessionKey("t", "s"), as_tokens(range(10)), 100, earliest=4, policy=FULL)
     other = Policy(sink=4, window=128)

@@ -93,7 +93,9 @@ DRAFTED = [
         for way in ("greedy", "sampled", "penalised")
     ],
 )
-def test_a_draft_model_changes_only_the_number_of_steps(make_model, draft_model, kind, num_rows, way) -> None:
+def test_a_draft_model_changes_no_token_and_lowers_the_number_of_steps(
+    make_model, draft_model, kind, num_rows, way
+) -> None:
     """The models have plain layers, or windows that wrap."""
     model, sampling = make_model(kind), {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}[way]
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
@@ -309,7 +311,7 @@ def test_prompt_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_is_never_skipped_where_some_next_token_would_lead_to_a_draft(
+def test_prompt_lookup_runs_whenever_some_next_token_would_lead_to_a_draft(
     tokens: list[int],
 ) -> None:
     for token in range(4):

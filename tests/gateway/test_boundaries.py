@@ -110,7 +110,7 @@ def test_an_answer_sent_back_is_recognised_with_or_without_white_space_around_it
     assert after not in boundaries.after_answer(prompt, result("\n"))
 
 
-def test_digests_are_decoded_from_request_ids_and_from_the_tags_of_forks() -> None:
+def test_only_request_ids_and_fork_tags_of_the_gateway_decode_to_conversation_digests() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):

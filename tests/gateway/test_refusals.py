@@ -337,7 +337,7 @@ def refusal(path: str, told: Any) -> tuple[str, str | None]:
 @pytest.mark.parametrize(
     ("model", "rows"), [("tiny_model", TINY), ("embedding_model", EMBEDDING), ("reranker", RANKING)]
 )
-async def test_what_cannot_be_served_is_refused_with_a_sentence_and_the_field_at_fault(
+async def test_each_unsupported_request_is_refused_with_a_sentence_and_the_field_at_fault(
     model: str, rows: list[Row], local_worker: Any, door: Any, request: pytest.FixtureRequest
 ) -> None:
     worker = await local_worker(model=str(request.getfixturevalue(model)))

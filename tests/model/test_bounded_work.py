@@ -78,7 +78,7 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_one_long_schema_check_of_a_call_is_made_but_a_schema_that_repeats_it_allows_no_call(
+def test_a_call_gets_one_long_schema_check_but_a_schema_that_repeats_long_checks_allows_no_call(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema)
@@ -147,7 +147,7 @@ def test_a_long_answer_of_markers_is_searched_to_its_end_a_few_times_only(family
 
 
 @pytest.mark.parametrize("family", ["generic", "mistral", "qwen3_coder"])
-def test_an_answer_of_white_space_is_searched_once(family: str) -> None:
+def test_long_white_space_in_an_answer_is_searched_for_calls_in_linear_time(family: str) -> None:
     opens = markup(family).calls[0]
     for begun in ("", f'{opens}{{"name": "run", "arguments": {{"code": "'):
         pieces = [begun, *[" " * 64] * 10_000]

@@ -210,7 +210,7 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     assert not [path for path in cache.glob("**/*") if path.is_file() and path.stat().st_size > 1000]
 
 
-def test_removing_a_gguf_file_keeps_what_was_converted_from_another_one_of_the_same_name(
+def test_removing_a_gguf_file_keeps_the_conversion_of_another_file_with_the_same_name(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     made = []

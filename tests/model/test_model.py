@@ -348,7 +348,7 @@ def tiny_copy(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", READ.values(), ids=READ)
-def test_a_model_folder_is_loaded_as_other_programs_leave_it(
+def test_a_model_folder_in_any_layout_that_other_programs_write_loads_with_the_same_logits(
     tiny_model: Path, tiny_copy: Path, tmp_path: Path, change: Callable[[Path], Path]
 ) -> None:
     changed, tokens = change(tiny_copy), mx.array([[3, 4, 5]])

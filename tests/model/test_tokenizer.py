@@ -259,7 +259,7 @@ def test_any_text_survives_encoding_and_streaming_unchanged(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("word", ["café", "Ã©", "naïf ça"])
-def test_an_added_word_with_letters_that_stand_for_bytes_elsewhere_is_text(
+def test_an_added_word_whose_letters_are_also_byte_symbols_decodes_to_its_text(
     tiny_model: Path, word: str
 ) -> None:
     hf = AutoTokenizer.from_pretrained(tiny_model)

@@ -277,7 +277,7 @@ async def test_the_console_shows_a_question_with_the_digests_by_which_the_files_
         assert [one["begins"] for one in listed] == ["Which colour?"]
 
 
-async def test_a_fork_shows_the_images_of_what_it_has_from_its_parent(local_worker: Start) -> None:
+async def test_a_fork_shows_the_images_of_the_turns_that_it_has_from_its_parent(local_worker: Start) -> None:
     worker = await local_worker()
     async with opened(worker.client) as page:
         await page.post("a/ask", {"id": "one", "text": "?", "images": [b64encode(PNG).decode()]})

@@ -85,7 +85,7 @@ def test_every_field_of_the_metrics_message_is_exported() -> None:
 
 
 @pytest.mark.parametrize("field", Totals.__struct_fields__)
-def test_each_field_of_totals_is_in_the_metrics_message_and_in_prometheus_without_further_code(
+def test_each_field_of_totals_appears_in_the_metrics_message_and_in_prometheus(
     field: str,
 ) -> None:
     telemetry = Telemetry()
@@ -270,7 +270,7 @@ class Page:
         return families([], None, connected=True)
 
 
-async def test_the_exporter_on_loopback_answers_only_local_host_names() -> None:
+async def test_an_exporter_on_a_loopback_address_answers_only_requests_for_local_host_names() -> None:
     with listening("127.0.0.1", 0) as listener:
         running = server(metrics_app(Page()), 1)
         task, url = asyncio.create_task(running.serve(sockets=[listener])), url_of(listener)

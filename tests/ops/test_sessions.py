@@ -407,7 +407,7 @@ def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:
     ] == [["a", "b", "c"]]
 
 
-def test_forks_of_more_levels_than_can_be_shown_are_refused_in_one_line() -> None:
+def test_a_tree_of_more_fork_levels_than_can_be_shown_is_refused_in_one_line() -> None:
     with pytest.raises(TurnkeepError, match="too many levels deep"):
         trees([row(f"s{number}", f"s{number - 1}") for number in range(5000)])
 

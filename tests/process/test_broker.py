@@ -131,7 +131,7 @@ async def test_a_nats_server_ends_with_the_process_that_started_it_and_the_next_
 
 
 @pytest.mark.process
-async def test_a_killed_shell_of_a_nats_server_takes_the_server_with_it(embed, directory, settings):
+async def test_a_nats_server_whose_shell_is_killed_ends_and_is_started_again(embed, directory, settings):
     server = embed(directory, settings)
     await server.start()
     killed = server.pid

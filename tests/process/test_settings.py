@@ -98,7 +98,7 @@ def test_words_such_as_auto_and_packaged_reset_a_setting_of_the_file_to_its_defa
     assert (settings.nats, settings.device_memory, settings.model) == (None, None, None)
 
 
-def test_the_limits_of_tenants_are_a_table_of_the_file_or_one_text(tmp_path):
+def test_tenant_limits_can_be_a_table_of_the_settings_file_or_one_text(tmp_path):
     write(tmp_path, "[tenants]\nrows = 2\nmemory = '1GiB'\n[models.a]\nmodel = 'x'\n")
     expected = TenantLimits(rows=2, memory=2**30)
     assert load({}, {}, None, tmp_path).tenants == expected

@@ -212,7 +212,7 @@ async def test_a_request_to_load_a_model_gets_an_answer_also_if_the_supervisor_f
     await nc.close()
 
 
-async def test_one_tenants_questions_to_a_model_that_is_being_loaded_leave_room_for_another_tenants(
+async def test_waiting_requests_of_one_tenant_for_a_loading_model_leave_places_for_other_tenants(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.wire.activator._MOST_HELD", 8)

@@ -113,7 +113,7 @@ async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_cou
 
 
 @pytest.mark.parametrize("told", ["ack", "keep alive", "return"])
-async def test_a_restarted_server_is_told_nothing_of_deliveries_whose_sequences_it_may_have_reused(
+async def test_a_worker_tells_a_restarted_server_nothing_of_deliveries_whose_sequences_may_be_reused(
     told: str,
 ) -> None:
     """The last three deliveries are lost: there another session's request may have been delivered."""
