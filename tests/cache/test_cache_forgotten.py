@@ -150,7 +150,7 @@ async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_keeps_the_snapshots_of_first_tokens_that_are_marked_as_shared(
+async def test_an_erase_keeps_the_snapshots_of_a_sessions_first_tokens_if_they_are_marked_as_shared(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)

@@ -148,7 +148,7 @@ def test_the_description_of_a_models_caches_lists_their_classes_and_parameters(m
     )
 
 
-def test_trimming_also_shortens_concatenating_caches_and_cache_lists() -> None:
+def test_trimming_shortens_concatenating_caches_and_cache_lists() -> None:
     """mlx-lm's trim of `ConcatenateKVCache` leaves the old tokens before the new ones."""
     joined, listed = ConcatenateKVCache(), KVCache()
     first, second = mx.random.normal((1, 2, 10, 4)), mx.random.normal((1, 2, 3, 4))

@@ -162,7 +162,7 @@ async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too
     assert in_tier(tmp_path) == []
 
 
-async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier_until_its_block_is_saved_again(
+async def test_a_damaged_tier_file_is_removed_and_is_uploaded_again_once_its_block_is_saved_anew(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()

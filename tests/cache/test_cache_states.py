@@ -161,7 +161,7 @@ def load(path, name: Name, *, state: bool = True):
     return blank.arrays()
 
 
-def test_any_change_in_a_file_with_a_state_is_detected(tmp_path) -> None:
+def test_any_changed_byte_in_a_snapshot_file_with_a_recurrent_state_is_detected(tmp_path) -> None:
     path = tmp_path / "x.safetensors"
     name = write(path, 4, (*cut(TOKENS, Span(0, 4)), state(4)))
     whole = path.read_bytes()

@@ -277,7 +277,7 @@ def test_help_does_not_truncate_the_descriptions_of_commands(group: tuple[str, .
     assert "..." not in help_of(*group, columns=columns).partition("Commands:")[2]
 
 
-def test_help_lists_every_command_with_its_description_without_importing_them() -> None:
+def test_the_help_lists_every_command_with_its_description_without_importing_the_commands() -> None:
     program = "import sys, commands.cli as cli; cli.main(['--help'], standalone_mode=False);"
     program += "names = {'structlog', 'nats', 'asyncio', 'psutil', 'cache.store', 'bench'};"
     program += "print(names & set(sys.modules), file=sys.stderr)"

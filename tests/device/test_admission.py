@@ -234,7 +234,7 @@ def test_small_turns_overtake_a_large_one_and_pause_once_their_memory_is_enough_
     assert told(admission.begin(small[1], 10)) == ["large"]
 
 
-def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn_each_time() -> None:
+def test_a_growing_answer_drops_idle_sessions_first_and_then_pauses_the_youngest_turn() -> None:
     admission = Admission(Ledger(CAPACITY))
     old = begin(admission, "old", 30)
     young = begin(admission, "young", 30)

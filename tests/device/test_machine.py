@@ -173,7 +173,7 @@ def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tm
 
 
 @pytest.mark.parametrize("told", ["", "Pages free: 10.", "page size of many bytes\nPages free: 1."])
-def test_an_unknown_output_of_vm_stat_counts_as_no_memory(told: str) -> None:
+def test_vm_stat_output_in_an_unknown_form_counts_as_0_bytes_of_memory(told: str) -> None:
     assert system_memory.parse_vm_stat(told) == 0
 
 

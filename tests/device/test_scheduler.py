@@ -156,7 +156,7 @@ def test_turns_of_higher_priority_are_prefilled_first_and_others_get_the_rest_of
     assert carry_out(scheduler).prefill == ((high, 4), (low, 4))
 
 
-def test_turns_of_a_lower_priority_are_not_starved() -> None:
+def test_a_turn_of_low_priority_regularly_gets_a_step_while_turns_of_higher_priority_keep_coming() -> None:
     """A priority rises while its turns wait, even if new turns of a higher one keep coming."""
     low = Turn(1000, priority=-1)
     scheduler = scheduler_of(low)

@@ -32,7 +32,7 @@ def fitted(value: Any, schema: Any, **defined: Any) -> Any:
     return json.loads(tools.believed(WrittenCall("f", {"x": value})).arguments)["x"]
 
 
-def test_a_schemas_patterns_are_compiled_before_its_calls_and_matched_a_limited_number_of_times(
+def test_the_patterns_of_a_schema_are_compiled_before_any_call_and_matched_a_limited_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: Counter[str] = Counter()

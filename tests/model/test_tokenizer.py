@@ -208,7 +208,7 @@ def test_the_template_named_tool_use_renders_conversations_with_tools(
     assert Tokenizer.from_folder(folder).markup.renders_tools
 
 
-def test_several_templates_without_a_default_are_refused_with_their_names(
+def test_a_model_with_several_templates_but_no_default_is_refused_with_their_names(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     named = [{"name": name, "template": CHAT_TEMPLATE} for name in ("rag", "tool_use")]

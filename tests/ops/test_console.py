@@ -238,7 +238,9 @@ async def test_one_console_shows_the_sessions_of_each_of_several_models_separate
             assert (await http.get("/of/p1/api/sessions")).status_code == 401
 
 
-async def test_a_read_only_console_refuses_every_action_and_still_exports(local_worker: Start) -> None:
+async def test_a_read_only_console_refuses_every_action_but_still_exports_sessions(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     await worker.client.session("a").append(tokens=[5] * 10)
     before = await worker.client.log()

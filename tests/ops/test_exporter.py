@@ -125,7 +125,7 @@ def test_histogram_buckets_are_cumulative_and_end_with_the_count() -> None:
     assert (found[key(f"{name}_sum")], found[key(f"{name}_count")]) == (1.5, 3)
 
 
-def test_a_histogram_that_a_worker_does_not_send_is_left_out() -> None:
+def test_the_metrics_page_leaves_out_a_histogram_that_a_worker_does_not_send() -> None:
     histogram = Histogram(bounds=(1.0,), counts=(1, 0), sum=0.5, count=1)
     assert key("queue_time_seconds_count") in shown(structs.replace(metrics("w1"), queue_time=histogram))
     assert key("queue_time_seconds_count") not in shown(structs.replace(metrics("w1"), queue_time=UNSET))

@@ -259,7 +259,7 @@ async def test_a_worker_that_stops_renewing_its_record_counts_as_present_while_i
     assert list(first.others) == ["second"]
 
 
-async def test_garbage_in_the_membership_stream_is_ignored(members):
+async def test_invalid_messages_in_the_membership_stream_are_ignored(members):
     one = await members("w", "d")
     await ensure_records(one._js, one._subjects, None)
     for garbage in (b"", b"{}", b"\xff", b'{"worker":1}'):

@@ -92,7 +92,7 @@ def test_a_setting_takes_the_common_spellings_of_its_value_from_flags_variables_
         assert getattr(load({}, {}, None, tmp_path), name) == read
 
 
-def test_words_such_as_auto_and_packaged_reset_a_setting_of_the_file_to_its_default(tmp_path):
+def test_the_words_embedded_auto_and_packaged_reset_settings_of_the_file_to_their_defaults(tmp_path):
     write(tmp_path, 'nats = "nats://queue:4222"\ndevice_memory = "1GiB"\nmodel = "some/model"\n')
     settings = load({"nats": "embedded", "device_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
     assert (settings.nats, settings.device_memory, settings.model) == (None, None, None)

@@ -92,7 +92,7 @@ async def test_an_input_that_cannot_be_embedded_is_refused_with_the_reason(
         await small.client.embed([[40] * TINY_CONTEXT])
 
 
-async def test_with_input_tokens_an_input_is_cut_to_them_or_to_what_fits_and_keeps_its_end_token(
+async def test_an_embedding_input_is_cut_to_the_requested_length_or_to_what_fits_and_keeps_its_end_token(
     local_worker: Start, embedding_model: Path
 ) -> None:
     """This model's tokens are bytes, and each text ends with a token for its end."""

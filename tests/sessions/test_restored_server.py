@@ -332,7 +332,7 @@ async def test_a_damaged_session_can_be_removed_and_its_name_used_again(
         assert (await session.append(text="more", timeout_s=15)).position == 4
 
 
-async def test_a_session_continues_after_its_last_turn_before_the_damage_in_the_log_file(
+async def test_a_session_continues_from_its_last_turn_before_the_damage_in_the_log_file(
     log: Damaged, local_worker: Start
 ) -> None:
     """The server drops the entries after the damage, so its consumer may have passed the next sequences."""
