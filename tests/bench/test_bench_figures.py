@@ -79,7 +79,7 @@ def test_the_throughput_of_a_load_level_is_measured_only_while_its_whole_concurr
 BLOCK = 128
 
 
-def test_the_batch_rate_counts_tokens_after_all_answers_have_begun_until_the_first_ends():
+def test_the_batch_rate_counts_only_tokens_between_the_start_of_the_last_answer_and_the_end_of_the_first():
     early, late = [1, 2, 3, 4, 5], [2.5, 3.5, 4.5, 5.5, 6.5]
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
     assert rate_of([early]) == 1

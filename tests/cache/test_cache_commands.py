@@ -77,7 +77,7 @@ async def test_cache_ls_reports_chains_and_sizes_that_match_the_files(filled, tu
     assert "max_disk" in shown
 
 
-async def test_read_only_cache_commands_work_while_a_worker_runs_and_the_others_are_refused(
+async def test_a_running_worker_allows_cache_commands_that_only_read_and_refuses_those_that_write(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()

@@ -34,7 +34,9 @@ async def secrets(worker: LocalWorker) -> list[str]:
     return [entry.key.session for entry in await worker.client.log() if b"a secret" in entry.body]
 
 
-async def test_close_closes_the_named_sessions_or_removes_them(local_worker: Start) -> None:
+async def test_the_command_close_closes_the_named_sessions_or_removes_them_with_the_option_forget(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     for name in ("a", "b", "c"):
         await worker.client.session(name).append(text="a secret")
@@ -193,7 +195,7 @@ async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(
     assert "give --last or --position, not both" in said
 
 
-async def test_rewind_removes_nothing_if_a_running_answer_ends_before_it(
+async def test_rewind_removes_nothing_if_the_running_answer_ends_before_the_rewind_begins(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

@@ -80,7 +80,7 @@ def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     assert {"list": LONG, "doctor": "data directory"}[command[-1]] in names
 
 
-async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
+async def test_info_without_a_session_shows_the_current_state_of_the_worker(local_worker: Callable) -> None:
     """The command asks for the metrics: the worker publishes its next metrics message only in an hour."""
     worker = await local_worker(metrics_interval_s=3600.0, tenants=TenantLimits(metrics=5))
     await worker.client.session("s").append(text="hello")

@@ -304,7 +304,7 @@ def test_a_batching_trial_in_which_the_gpu_fails_raises_the_error_and_gives_no_v
         batch_kinds.batch_for(make_model("llama"))
 
 
-def test_the_model_tried_longest_ago_is_dropped_from_the_file_of_trial_results(path: Path) -> None:
+def test_a_full_file_of_trial_results_drops_the_model_that_was_tried_longest_ago(path: Path) -> None:
     for i, name in [*((i, "merge") for i in range(16)), (0, "share"), (16, "merge")]:
         Trials(path, f"model {i}").way(name, lambda: 0, 2)
     assert [*json.loads(path.read_text())] == [f"model {i}" for i in (*range(2, 16), 0, 16)]

@@ -27,7 +27,7 @@ from worker.device import machine
 ON_CPU = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
 
 
-def test_the_longest_draft_on_metal_still_fits_its_attention_kernel_for_few_queries() -> None:
+def test_the_longest_draft_fits_the_attention_kernel_of_metal_for_few_queries() -> None:
     assert machine._PROFILES["metal"].max_draft + 1 == metal._MOST_QUERIES
 
 

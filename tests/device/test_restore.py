@@ -362,7 +362,9 @@ async def test_the_same_prompt_gets_the_same_answer_in_two_sessions(open_model) 
 
 
 @pytest.mark.metal
-async def test_sessions_restored_beside_a_running_answer_get_the_same_tokens(open_model) -> None:
+async def test_sessions_restored_beside_a_running_answer_get_the_same_tokens_as_before_the_restart(
+    open_model,
+) -> None:
     texts = [prompt(6 * BLOCK + n, salt=n + 2) for n in range(4)]
     async with open_model() as before:
         expected = [(await before.generate(text, 8, name=f"s{n}"))[1] for n, text in enumerate(texts)]

@@ -52,7 +52,7 @@ def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_
     assert PrefillBudget(0.25, 1024).shrink(8) is False
 
 
-def test_prompt_pieces_grow_again_after_many_short_enough_ones_and_more_slowly_after_each_failure() -> None:
+def test_prompt_pieces_grow_again_after_many_quick_ones_and_more_slowly_after_each_further_failure() -> None:
     """What made them too long, such as another program on the GPU, may be over."""
     pace = PrefillBudget(0.25, 1024)
 

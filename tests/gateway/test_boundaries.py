@@ -80,7 +80,7 @@ def test_a_changed_message_or_tool_changes_its_digest_and_all_later_digests() ->
     assert len({chain(user("a"), one)[-1] for one in two}) == 4
 
 
-def test_conversation_digests_treat_developer_as_system_and_cover_template_variables() -> None:
+def test_a_conversation_digest_is_equal_for_developer_and_system_and_differs_by_template_variables() -> None:
     told = {"role": "system", "content": "Be brief."}
     one = chain(told, user("a"))
     assert chain({**told, "role": "developer"}, user("a")) == one

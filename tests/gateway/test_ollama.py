@@ -36,7 +36,7 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
 
 
-async def test_an_ollama_request_without_a_prompt_loads_or_unloads_the_model(
+async def test_an_ollama_request_without_a_prompt_loads_the_model_and_an_unload_without_supervisor_is_refused(
     http: httpx2.AsyncClient,
 ) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):

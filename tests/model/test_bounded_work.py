@@ -165,7 +165,7 @@ def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(par
 
 
 @pytest.mark.parametrize("prefix", ["f", "rF"])
-def test_a_call_with_a_formatted_string_is_not_parsed_by_python(
+def test_a_tool_call_that_contains_an_f_string_is_never_given_to_the_python_parser(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opens, closes = markup("llama4_bare").calls

@@ -72,7 +72,7 @@ def names(data_dir: Path) -> list[str]:
     return [entry.name for entry in catalog.list_models(data_dir) if entry.origin != "packaged"]
 
 
-def test_the_default_model_is_downloaded_once_with_progress_and_then_works_offline(
+def test_the_default_model_is_downloaded_once_with_progress_and_is_then_loaded_offline(
     server: FakeHub, resolved: Callable[..., dict[str, Any]], tiny_model: Path
 ) -> None:
     reports = resolved(server.url)["reports"]

@@ -68,7 +68,7 @@ def test_a_rope_scaling_that_mlx_lm_would_ignore_is_refused(folder: Path) -> Non
 
 
 @pytest.mark.model
-def test_loading_a_model_prints_and_warns_nothing(packaged_folder: Path) -> None:
+def test_loading_a_model_prints_nothing_and_raises_no_warning(packaged_folder: Path) -> None:
     code = (
         "import sys, pathlib\nfrom worker.models import model\n"
         "model.load(pathlib.Path(sys.argv[1]), dtype=model.default_dtype())"

@@ -197,7 +197,7 @@ def _tags(nodes: Any) -> list[str]:
 
 @pytest.mark.parametrize("levels", [8, 15, 400])
 @pytest.mark.parametrize("mark", ["- ", "1. ", "> "])
-def test_no_text_is_left_out_however_deep_it_is_nested(mark: str, levels: int) -> None:
+def test_markdown_is_rendered_without_loss_of_text_however_deep_it_is_nested(mark: str, levels: int) -> None:
     lines = [f"{' ' * len(mark) * at if mark != '> ' else mark * at}{mark}word{at}" for at in range(levels)]
     text = "\n".join(lines)
     growing = GrowingText()

@@ -75,7 +75,7 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert shown.stdout.splitlines()[-1] == last
 
 
-async def test_sessions_are_listed_the_same_after_their_answered_requests_have_left_the_log(
+async def test_the_list_of_sessions_does_not_change_when_their_answered_requests_leave_the_log(
     local_worker: Start,
 ) -> None:
     worker = await filled(local_worker)

@@ -209,7 +209,9 @@ async def test_the_nats_server_speaks_websocket_only_on_the_port_set_for_it(
     check_port(unused_port)
 
 
-async def test_the_nats_server_works_in_a_data_directory_with_odd_characters(embed, tmp_path, settings):
+async def test_the_nats_server_starts_in_a_data_directory_with_odd_characters_in_its_name(
+    embed, tmp_path, settings
+):
     with DataDir.open(tmp_path / 'a b$HOME "ü\\n') as directory:
         server = embed(directory, settings)
         await server.start()

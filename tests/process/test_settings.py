@@ -179,7 +179,7 @@ HEALTHLESS = ("", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80
         ("log_level", ["info"], "one of auto, debug, info, warning, error"),
     ],
 )
-def test_an_invalid_value_is_refused_with_the_values_that_are_allowed(tmp_path, name, value, right):
+def test_an_invalid_value_of_a_setting_is_refused_with_the_allowed_values(tmp_path, name, value, right):
     message = refusal({name: value}, cwd=tmp_path)
     assert message.startswith("--" + name.replace("_", "-") + ": ")
     assert right in message

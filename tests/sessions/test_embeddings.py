@@ -31,7 +31,7 @@ def expected(loaded: Any, text: str) -> np.ndarray[Any, Any]:
     return np.array(hidden / mx.linalg.norm(hidden))
 
 
-async def test_an_embedding_is_the_last_tokens_hidden_state_also_for_texts_of_many_blocks(
+async def test_an_embedding_is_the_hidden_state_of_the_last_token_even_for_texts_of_many_blocks(
     local_worker: Start, embedding_model: Path
 ) -> None:
     """With fewer dimensions it has the length 1 too. It leaves neither log entries nor KV."""

@@ -353,7 +353,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_repeat_answered_by_a_worker_that_could_not_read_the_log_does_not_break_the_session(
+async def test_a_session_continues_after_a_repeat_was_answered_by_a_worker_that_could_not_read_the_log(
     world: World, repeated: Any
 ) -> None:
     for request in ASKED.values():

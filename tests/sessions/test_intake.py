@@ -98,7 +98,7 @@ async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unackno
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_count_as_at_work() -> None:
+async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_count_as_active() -> None:
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -304,7 +304,7 @@ def delivery() -> Any:
 
 
 @pytest.mark.parametrize("drains", ["", "a", "ab", "abc"])
-async def test_exactly_one_worker_takes_a_delivery_whatever_owners_they_remember_and_whichever_drain(
+async def test_exactly_one_worker_takes_a_delivery_whatever_owners_the_workers_remember_and_whichever_drain(
     drains: str,
 ) -> None:
     """One that takes sessions, and after three requests to others at most."""

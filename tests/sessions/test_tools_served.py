@@ -202,7 +202,9 @@ async def test_a_forced_harmony_call_follows_the_reasoning_even_after_a_restart_
     assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
 
 
-async def test_run_tools_calls_functions_and_sends_their_results_and_errors(random: Client) -> None:
+async def test_run_tools_calls_the_functions_and_sends_their_results_and_errors_to_the_session(
+    random: Client,
+) -> None:
     asked: list[Any] = []
 
     async def get_weather(city: str, days: int) -> dict[str, Any]:
