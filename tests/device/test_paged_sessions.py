@@ -255,9 +255,7 @@ def test_the_most_relevant_chunk_takes_the_slot_of_the_least_relevant_one() -> N
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_chunk_that_only_the_last_question_matches_is_recalled_before_one_that_all_questions_match() -> (
-    None
-):
+def test_a_chunk_that_only_the_last_question_matches_is_recalled_before_one_that_all_match() -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
     for asked in ({5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.3}, {5: 0.9, 29: 0.8}):
         pages.note(mx.array([asked.get(page, 0.0) for page in range(40)]))

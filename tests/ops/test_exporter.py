@@ -109,7 +109,7 @@ def test_metrics_by_tenant_are_exported_only_if_a_worker_sends_them() -> None:
     assert found[key("tenant_restored_tokens_total", tenant="acme")] == 5
 
 
-def test_exported_metrics_are_labelled_by_worker_and_by_outcome_or_reason() -> None:
+def test_exported_metrics_have_labels_for_the_worker_and_for_the_outcome_or_reason() -> None:
     found = shown(metrics("w1"))
     assert found[key("prefilled_tokens_total")] == 10
     assert found[key("resident_kv_bytes")] == 1024

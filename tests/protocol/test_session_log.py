@@ -105,7 +105,7 @@ async def test_recorded_logs_are_read_as_the_typescript_client_reads_them(name: 
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_reading_any_part_of_a_log_gives_its_results_with_their_requests_and_its_waiting_requests() -> (
+async def test_reading_a_part_of_a_log_gives_its_results_with_their_requests_and_its_waiting_requests() -> (
     None
 ):
     whole = await read(stream(), GARDEN)

@@ -75,9 +75,7 @@ async def test_a_tenant_gets_sessions_up_to_its_limit_and_in_a_full_worker_up_to
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
 
-async def test_requests_returned_for_one_tenant_come_back_one_after_another_and_delay_no_other_tenants() -> (
-    None
-):
+async def test_requests_returned_for_one_tenant_come_back_one_by_one_and_delay_no_other_tenants() -> None:
     intake = intake_for(9)
     flood = [Delivered(f"s{seq}", seq, tenant="loud") for seq in range(10_000)]
     mine = [Delivered(f"s{seq}", 10_000 + seq, tenant="quiet") for seq in range(3)]

@@ -80,7 +80,7 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
 
 
 @pytest.mark.simulated
-async def test_a_request_that_is_not_delivered_again_is_answered_even_if_its_worker_left_it_to_another(
+async def test_a_request_that_the_server_has_lost_and_not_delivered_again_is_searched_for_and_answered(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has lost a result and kept the ack; the session's worker was away when it was looked for."""
