@@ -174,7 +174,11 @@ def test_a_bench_check_whose_bound_lies_inside_the_interval_is_undecided() -> No
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
 
 
-@pytest.mark.parametrize(("kept", "wrong", "fails"), [(120, 0, False), (120, 128, True), (None, 0, False)])
+@pytest.mark.parametrize(
+    ("kept", "wrong", "fails"),
+    [(120, 0, False), (120, 128, True), (None, 0, False)],
+    ids=["a window", "a window with one wrong size", "no window"],
+)
 def test_the_session_bench_detects_kv_whose_size_does_not_match_the_cache_policy(
     kept: int | None, wrong: int, fails: bool
 ) -> None:

@@ -119,7 +119,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT)
+@pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT, ids=str)
 async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_for_bit(
     open_process, kind, kv_bits, policy
 ) -> None:

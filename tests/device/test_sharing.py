@@ -145,8 +145,10 @@ def test_a_source_session_that_has_changed_shares_only_equal_tokens_and_one_that
 WINDOWS = Policy(3, 20), Policy(3, 40)
 
 
-@pytest.mark.parametrize(("own", "other"), [WINDOWS, WINDOWS[::-1], (FULL, WINDOWS[0]), (WINDOWS[0], FULL)])
-@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize(
+    ("own", "other"), [WINDOWS, WINDOWS[::-1], (FULL, WINDOWS[0]), (WINDOWS[0], FULL)], ids=str
+)
+@pytest.mark.parametrize("is_running", [False, True], ids=["idle source", "running source"])
 def test_a_source_session_that_was_reopened_under_another_policy_shares_nothing(
     make_rig, model, own: Policy, other: Policy, *, is_running: bool
 ) -> None:

@@ -407,8 +407,17 @@ class World:
         (1.0, 0.05, 0.8, 0.35, 1.25),
         (1.3, 0.01, 0.9, 0.15, 1.4),
     ],
+    ids=[
+        "useless draft",
+        "rare drafts",
+        "costly drafts",
+        "useless draft, late",
+        "fair draft, late",
+        "good draft",
+        "best draft, late",
+    ],
 )
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, 4], ids=["one row", "four rows"])
 def test_speculation_slows_answers_by_at_most_3_percent_and_good_drafts_make_them_faster(
     num_rows: int, late: float, checked: float, right: float, pass_share: float, least: float
 ) -> None:

@@ -76,6 +76,7 @@ def test_prompt_pieces_grow_again_after_many_quick_ones_and_more_slowly_after_ea
 @pytest.mark.parametrize(
     ("token_s", "row_s", "budget"),
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],
+    ids=["fast answers", "slow answers", "fast prompts", "slow prompts"],
 )
 def test_prompt_pieces_fill_the_part_of_the_stall_limit_that_answers_leave(
     token_s: float, row_s: float, budget: int

@@ -410,6 +410,20 @@ def rows(forks: Forks) -> list[SessionRow]:
         # names that lead in a circle
         ({"a": ("b", 7, True), "b": ("a", 7, True)}, "a", {}),
     ],
+    ids=[
+        "alone",
+        "the first of two",
+        "the second of two",
+        "the first of three",
+        "v2 of v2 and v10",
+        "the first, changed later",
+        "the last, changed later",
+        "changed earlier",
+        "parent of a named fork",
+        "a named fork",
+        "without the first",
+        "a circle of names",
+    ],
 )
 def test_the_console_shows_a_switch_at_each_message_where_variants_of_a_conversation_differ(
     forks: Forks, name: str, at: dict[int, tuple[str, ...]]

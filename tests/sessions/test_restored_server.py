@@ -173,6 +173,7 @@ async def test_after_each_start_of_the_server_undelivered_requests_are_searched_
 @pytest.mark.parametrize(
     ("after", "comes_back", "is_stored"),
     [(0, "same", True), (0, "other", False), (0, "same, without the request", False), (1, "other", False)],
+    ids=["same server", "other server", "without the request", "other server after a result"],
 )
 async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_still_has_the_request(
     after: int, comes_back: str, is_stored: bool
