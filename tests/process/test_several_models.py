@@ -168,7 +168,7 @@ async def test_an_unloaded_model_is_listed_as_one_that_reads_images_if_it_does(
     assert at.workers() == {}
 
 
-async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_just_before_it_gets_them(
+async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_before_they_are_passed_on(
     nats_url: str,
 ) -> None:
     """The supervisor then cancels `end`."""
