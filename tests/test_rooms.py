@@ -361,7 +361,7 @@ def sizes() -> dict[str, int]:
     return dict(sorted(found.items()))
 
 
-def test_each_room_has_exactly_the_number_of_lines_of_its_figure_in_sizes():
+def test_each_room_has_exactly_as_many_lines_as_its_entry_in_sizes_says():
     """Size is a cost. The message has the figures of `SIZES` that are to change."""
     now = sizes()
     assert {name: num for name, num in now.items() if SIZES.get(name) != num} == {}
@@ -374,7 +374,7 @@ def test_at_most_12_files_mention_paged_sessions():
     assert len(knowing) <= 12, knowing
 
 
-def test_a_sampling_option_is_named_in_three_files_only() -> None:
+def test_the_sampling_option_min_p_is_named_in_only_three_files() -> None:
     """In the protocol's table, and where the worker applies it; all others are made from the table."""
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md")]
     paths = [path for path in (*modules(), *pages) if "reference" not in path.parts]

@@ -88,7 +88,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-async def test_checkpoints_are_written_only_between_turns_and_a_full_disk_does_not_stop_the_run(
+async def test_a_bench_writes_checkpoints_only_between_turns_and_a_full_disk_does_not_stop_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = BenchRun(BENCH.name, lies.RESTART, CommonOptions(out=tmp_path, checkpoint=1e-9))
@@ -174,7 +174,11 @@ def test_a_bench_check_whose_bound_lies_inside_the_interval_is_undecided() -> No
     assert found == [Verdict.HOLDS, Verdict.CANNOT_TELL, Verdict.FAILS, Verdict.CANNOT_TELL]
 
 
-@pytest.mark.parametrize(("kept", "wrong", "fails"), [(120, 0, False), (120, 128, True), (None, 0, False)])
+@pytest.mark.parametrize(
+    ("kept", "wrong", "fails"),
+    [(120, 0, False), (120, 128, True), (None, 0, False)],
+    ids=["a window", "a window with one wrong size", "no window"],
+)
 def test_the_session_bench_detects_kv_whose_size_does_not_match_the_cache_policy(
     kept: int | None, wrong: int, fails: bool
 ) -> None:

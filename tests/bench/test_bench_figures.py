@@ -39,13 +39,13 @@ def test_an_interval_contains_the_true_median_in_93_percent_of_runs_or_more(bloc
 
 
 @pytest.mark.parametrize("numbers", range(1, 5))
-def test_fewer_than_five_blocks_give_no_interval_and_no_verdict(numbers: int) -> None:
+def test_a_figure_measured_in_fewer_than_five_blocks_has_no_interval_and_no_verdict(numbers: int) -> None:
     found = stats.estimate([1.0, 1.1, 1.2, 1.3][:numbers])
     assert (found.low, found.high) == (-math.inf, math.inf)
     assert bounded("it is small", {"": [5.0] * numbers}, at_most=1.0).outcome is Verdict.CANNOT_TELL
 
 
-def test_quantiles_medians_and_slopes_have_their_known_values() -> None:
+def test_quantiles_block_medians_and_slopes_of_small_samples_equal_values_computed_by_hand() -> None:
     """A p99 needs five values above it; a block counts once, however many values it has."""
     assert stats.quantile([1.0] * 499, 0.99) is None
     assert stats.quantile([1.0] * 500, 0.99) == 1.0
@@ -79,14 +79,14 @@ def test_the_throughput_of_a_load_level_is_measured_only_while_its_whole_concurr
 BLOCK = 128
 
 
-def test_the_batch_rate_counts_tokens_after_all_answers_have_begun_until_the_first_ends():
+def test_the_batch_rate_counts_only_tokens_between_the_start_of_the_last_answer_and_the_end_of_the_first():
     early, late = [1, 2, 3, 4, 5], [2.5, 3.5, 4.5, 5.5, 6.5]
     assert rate_of([early, late]) == (3 + 2) / 2.5  # at 3, 4 and 5; at 3.5 and 4.5
     assert rate_of([early]) == 1
     assert rate_of([early, [6, 7]]) is None
 
 
-def test_the_bench_ends_with_a_table_of_each_constant_in_use_and_the_value_that_it_suggests():
+def test_the_device_bench_ends_with_a_table_of_each_constant_in_use_and_its_suggested_value():
     samples = []
 
     def add(measure: Measure, case: str, x: int, value: float) -> None:
@@ -126,7 +126,7 @@ def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[DeviceMeter]:
     directory.close()
 
 
-def test_the_device_program_measures_every_figure_that_the_bench_lists(measuring: DeviceMeter):
+def test_the_device_bench_measures_every_figure_that_it_lists(measuring: DeviceMeter):
     found = measuring.prefill(32, TOKENS) | measuring.decode(True, 3, PROMPTS)
     assert found.keys() == MEASURES.keys()
     assert all(value > 0 for value in found.values())

@@ -129,7 +129,7 @@ async def test_a_recall_reads_the_kv_of_exactly_the_tokens_that_were_asked_for(
     }
 
 
-async def test_a_recall_of_tokens_that_are_not_stored_keeps_no_snapshot_in_use(stored) -> None:
+async def test_a_recall_of_tokens_that_are_not_stored_returns_nothing_and_holds_no_snapshot(stored) -> None:
     store, chain = stored
     span = Span(len(TOKENS), len(TOKENS) + 3)
     assert await store.kv.recall(chain, [*TOKENS, 1, 2, 3], [span]) == ((), {})

@@ -77,7 +77,7 @@ async def test_cache_ls_reports_chains_and_sizes_that_match_the_files(filled, tu
     assert "max_disk" in shown
 
 
-async def test_read_only_cache_commands_work_while_a_worker_runs_and_the_others_are_refused(
+async def test_a_running_worker_allows_cache_commands_that_only_read_and_refuses_those_that_write(
     open_store, filled, turnkeep, tmp_path
 ) -> None:
     store = await open_store()
@@ -405,7 +405,7 @@ async def test_an_export_fails_and_leaves_no_archive_if_no_file_can_be_opened(
     assert not (tmp_path / "all.tar").exists()
 
 
-async def test_stored_blocks_are_listed_with_all_tokens_before_them_unless_one_is_missing_or_an_image(
+async def test_stored_blocks_are_listed_only_if_all_blocks_before_them_are_stored_and_no_token_is_an_image(
     open_store: Callable[..., Awaitable[Store]], tmp_path: Path
 ) -> None:
     lost, forked, seen = [*range(10)], [*range(4), 77, 78], as_tokens(range(20, 32), [ImageSpan(5, 7, b"1")])

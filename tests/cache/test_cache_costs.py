@@ -19,7 +19,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only there threads c
 
 
 @linux
-async def test_a_restore_still_works_if_cpu_affinity_cannot_be_set(open_store, monkeypatch) -> None:
+async def test_a_restore_succeeds_even_if_cpu_affinity_cannot_be_set(open_store, monkeypatch) -> None:
     def forbidden(thread: int, mask: object) -> None:
         raise PermissionError
 

@@ -89,7 +89,9 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_b
 
 
 @pytest.mark.process
-def test_the_cache_stays_correct_and_works_again_after_any_failed_disk_write(faulty_disk, base) -> None:
+def test_a_cache_survives_any_failed_disk_write_and_saves_and_restores_again_afterwards(
+    faulty_disk, base
+) -> None:
     """One call fails with EIO, ENOSPC or EDQUOT, or all calls from some call on, also with EROFS."""
     assert run(faulty_disk, "failing", base)["changes"] > 100
 

@@ -239,7 +239,7 @@ async def test_after_an_unexpected_exception_in_a_removal_snapshots_are_still_re
 
 
 @pytest.mark.parametrize("error", [sqlite3.OperationalError("database or disk is full"), MemoryError()])
-async def test_an_index_that_cannot_be_written_does_not_lose_the_snapshots(
+async def test_a_cache_whose_index_cannot_be_written_keeps_its_snapshots(
     open_store, monkeypatch, error
 ) -> None:
     """For example, SQLite out of memory raises no `sqlite3.Error`."""
@@ -293,7 +293,7 @@ def no_files_left():
     return lacking
 
 
-async def test_running_out_of_file_descriptors_is_a_miss_and_quarantines_no_file(
+async def test_a_restore_without_free_file_descriptors_is_a_miss_and_quarantines_no_file(
     open_store, tmp_path, no_files_left
 ) -> None:
     """The files are undamaged, and moving them to quarantine would lose the whole session's KV."""

@@ -123,7 +123,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_that_an_erase_failed_to_remove_no_longer_delays_later_erases_once_it_was_saved_again(
+async def test_a_file_that_an_erase_left_behind_and_that_was_saved_again_delays_no_later_erase(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -150,7 +150,7 @@ async def test_an_erase_is_not_confirmed_while_another_turn_still_uses_the_files
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_an_erase_keeps_the_snapshots_of_first_tokens_that_are_marked_as_shared(
+async def test_an_erase_keeps_the_snapshots_of_a_sessions_first_tokens_if_they_are_marked_as_shared(
     open_store, tmp_path
 ) -> None:
     store = await stored(open_store, TOKENS)

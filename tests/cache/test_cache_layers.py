@@ -123,7 +123,7 @@ def test_copying_tokens_that_the_cache_does_not_hold_raises_an_error(model, star
         layers.cut(caches, start, end)
 
 
-def test_the_first_unsupported_cache_class_is_named(model) -> None:
+def test_the_check_of_a_models_caches_names_the_first_unsupported_class(model) -> None:
     class Odd(KVCache):
         pass
 
@@ -134,7 +134,7 @@ def test_the_first_unsupported_cache_class_is_named(model) -> None:
     assert layers.unsupported([caches[0], CacheList(caches[1], Odd()), KVCache()]) == "Odd"
 
 
-def test_describe_lists_the_classes_of_the_caches_and_their_parameters(model) -> None:
+def test_the_description_of_a_models_caches_lists_their_classes_and_parameters(model) -> None:
     """Snapshots do not contain them. They are a part of the model's identity."""
     assert layers.describe(make_prompt_cache(model)) == "2*KVCache"
     caches = [
@@ -148,7 +148,7 @@ def test_describe_lists_the_classes_of_the_caches_and_their_parameters(model) ->
     )
 
 
-def test_trimming_also_shortens_concatenating_caches_and_cache_lists() -> None:
+def test_trimming_shortens_concatenating_caches_and_cache_lists() -> None:
     """mlx-lm's trim of `ConcatenateKVCache` leaves the old tokens before the new ones."""
     joined, listed = ConcatenateKVCache(), KVCache()
     first, second = mx.random.normal((1, 2, 10, 4)), mx.random.normal((1, 2, 3, 4))

@@ -134,7 +134,9 @@ def take(folder, **changes) -> Identity:
     return folder_identity(folder, **{"kv_dtype": "float32", "block_tokens": 64, **changes})
 
 
-def test_a_model_moved_elsewhere_keeps_its_identity(folder, tmp_path) -> None:
+def test_a_model_keeps_its_identity_after_its_folder_is_moved_and_its_readme_changes(
+    folder, tmp_path
+) -> None:
     before = take(folder)
     moved = folder.rename(tmp_path / "elsewhere")
     (moved / "config.json").write_text(json.dumps({"_name_or_path": "there", "hidden_size": 8}))
@@ -156,13 +158,13 @@ def test_a_model_moved_elsewhere_keeps_its_identity(folder, tmp_path) -> None:
         ("tokenizer_config.json", "\udcff"),
     ],
 )
-def test_any_change_of_weights_config_or_tokenizer_gives_another_identity(folder, name, text) -> None:
+def test_any_change_of_weights_config_or_tokenizer_gives_a_model_another_identity(folder, name, text) -> None:
     before = take(folder).digest()
     (folder / name).write_text(text, errors="surrogateescape")
     assert take(folder).digest() != before
 
 
-def test_a_chat_template_in_any_file_does_not_change_the_identity(folder) -> None:
+def test_a_chat_template_in_any_file_does_not_change_the_identity_of_a_model(folder) -> None:
     """A template determines only the tokens, which are in the blocks' names. Other settings do change it."""
     config = folder / "tokenizer_config.json"
     config.write_text(json.dumps({"eos_token": "</s>"}))
@@ -174,7 +176,7 @@ def test_a_chat_template_in_any_file_does_not_change_the_identity(folder) -> Non
     assert take(folder) != before
 
 
-def test_code_dtype_block_size_policy_and_cache_classes_each_change_the_identity(folder) -> None:
+def test_code_dtype_block_size_policy_and_cache_classes_each_change_the_identity_of_a_model(folder) -> None:
     variants = [
         take(folder),
         take(folder, code="other"),
@@ -186,7 +188,7 @@ def test_code_dtype_block_size_policy_and_cache_classes_each_change_the_identity
     assert len({identity.digest() for identity in variants}) == 6
 
 
-def test_weight_files_that_swap_their_contents_give_another_identity(folder) -> None:
+def test_weight_files_that_swap_their_contents_give_a_model_another_identity(folder) -> None:
     one, two = folder / "model-1.safetensors", folder / "model-2.safetensors"
     before = take(folder).weights
     content = one.read_bytes(), two.read_bytes()
@@ -209,7 +211,7 @@ def test_a_cached_weight_digest_is_not_used_after_a_change_that_keeps_size_and_m
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"PATH": 3}', b'{"PATH": {"a": 1}}'])
-def test_a_damaged_file_of_cached_weight_digests_does_not_change_the_result(
+def test_a_damaged_file_of_cached_weight_digests_does_not_change_the_digest_of_the_weights(
     folder, tmp_path, content
 ) -> None:
     memo = tmp_path / "digests.json"
@@ -219,7 +221,7 @@ def test_a_damaged_file_of_cached_weight_digests_does_not_change_the_result(
     assert files_digest([weights], memo=memo) == files_digest([weights])
 
 
-def test_a_file_of_cached_weight_digests_that_cannot_be_written_does_not_change_the_result(
+def test_the_digest_of_weights_is_the_same_if_the_file_of_cached_digests_cannot_be_written(
     folder, tmp_path
 ) -> None:
     (tmp_path / "file").write_text("")

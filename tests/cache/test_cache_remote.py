@@ -117,7 +117,7 @@ async def test_an_erase_by_one_store_removes_the_snapshots_from_the_shared_tier(
     assert await fetched(two, TOKENS) == 0
 
 
-async def test_an_erase_is_confirmed_only_if_the_tier_s_directories_could_be_synced(
+async def test_an_erase_is_confirmed_only_if_the_directories_of_the_tier_could_be_synced(
     open_store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -162,7 +162,7 @@ async def test_an_erase_removes_the_snapshots_of_another_model_from_the_tier_too
     assert in_tier(tmp_path) == []
 
 
-async def test_a_damaged_file_is_not_used_and_is_removed_from_the_tier_until_its_block_is_saved_again(
+async def test_a_damaged_tier_file_is_removed_and_is_uploaded_again_once_its_block_is_saved_anew(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -299,7 +299,7 @@ def test_a_full_tier_stops_evicting_once_a_removal_has_freed_no_space(
     assert len(in_tier(tmp_path)) == 10
 
 
-async def test_a_worker_s_own_cache_directory_is_refused_as_a_tier(open_store: Any, tmp_path: Path) -> None:
+async def test_a_workers_own_cache_directory_is_refused_as_a_tier(open_store: Any, tmp_path: Path) -> None:
     await open_store(tmp_path / "one")
     with pytest.raises(FileExistsError, match="a worker's own directory"):
         SharedDirectory(tmp_path / "one", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
@@ -321,7 +321,7 @@ async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any
             SharedDirectory(tmp_path / "tier", other, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_erase_also_removes_tier_snapshots_of_a_policy_that_the_erasing_store_never_used(
+async def test_an_erase_removes_even_the_tier_snapshots_of_a_policy_that_the_erasing_store_never_used(
     open_two: Any, tmp_path: Path
 ) -> None:
     one, two = await open_two()
@@ -395,7 +395,7 @@ async def test_only_the_visible_blocks_of_a_sink_window_session_are_fetched(
     assert two.kv.match(chain, LONG[:120]).num_tokens == 120
 
 
-async def test_an_erase_also_removes_the_blocks_that_a_fetch_left_out(
+async def test_an_erase_removes_even_the_tier_blocks_that_a_fetch_left_out(
     open_store: Any, tmp_path: Path, tier: Tier
 ) -> None:
     _, two = await windowed(open_store, tmp_path, tier)
@@ -499,7 +499,7 @@ async def test_an_erase_that_the_tier_did_not_answer_is_repeated_when_its_erasur
     assert in_tier(tmp_path) == []
 
 
-async def test_a_tier_restored_from_a_backup_tells_which_erasures_to_repeat_and_then_has_nothing_forgotten(
+async def test_a_tier_restored_from_a_backup_names_the_erasures_to_repeat_and_then_has_no_erased_block_left(
     open_two: Any, tmp_path: Path
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""

@@ -127,7 +127,7 @@ def rings() -> list:
     return layers.make(model(KVCache, KVCache), POLICY)
 
 
-def test_a_ring_caches_fork_and_its_source_keep_their_own_kv_while_the_other_goes_on() -> None:
+def test_a_ring_cache_and_its_fork_do_not_overwrite_each_other_as_both_grow() -> None:
     """Both go on past the end of their arrays, where a ring overwrites its earliest tokens in place."""
     caches = run(rings(), 0, 600)
     other = layers.fork(caches, rings(), 500)

@@ -268,7 +268,7 @@ def test_a_key_file_that_others_can_access_or_that_is_missing_is_refused(tmp_pat
         codec_by(tmp_path / "none")
 
 
-def test_cryptography_is_imported_only_for_a_key_and_its_absence_names_the_extra(
+def test_a_cache_imports_cryptography_only_if_it_has_a_key_and_names_the_extra_that_is_missing(
     tmp_path, monkeypatch
 ) -> None:
     done = subprocess.run(

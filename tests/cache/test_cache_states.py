@@ -63,7 +63,7 @@ async def test_a_model_with_recurrent_states_is_restored_only_to_the_end_of_a_st
     assert store.kv.wanted(store.kv.chain("a"), TOKENS[:11]) == []
 
 
-async def test_later_states_can_be_restored_once_a_missing_block_is_saved_even_without_a_state(
+async def test_recurrent_states_behind_a_missing_block_can_be_restored_once_that_block_is_saved(
     open_store,
 ) -> None:
     """The second block was dropped with its state; until it is saved again, no later block is used."""
@@ -161,7 +161,7 @@ def load(path, name: Name, *, state: bool = True):
     return blank.arrays()
 
 
-def test_any_change_in_a_file_with_a_state_is_detected(tmp_path) -> None:
+def test_any_changed_byte_in_a_snapshot_file_with_a_recurrent_state_is_detected(tmp_path) -> None:
     path = tmp_path / "x.safetensors"
     name = write(path, 4, (*cut(TOKENS, Span(0, 4)), state(4)))
     whole = path.read_bytes()

@@ -165,7 +165,7 @@ async def test_a_cache_directory_remembers_up_to_which_log_position_it_has_carri
     assert await (await open_store()).eraser.erased_up_to("log") == ErasureProgress("log", 7, 2.5, 2.125)
 
 
-async def test_a_cache_that_lost_its_index_counts_as_having_carried_out_erasures_only_until_its_last_use(
+async def test_a_cache_that_lost_its_index_reports_erasures_as_carried_out_only_up_to_its_last_use(
     open_store, tmp_path
 ) -> None:
     """Else a worker that was away while notes expired would keep what they were to erase."""
@@ -217,7 +217,7 @@ async def test_a_forgotten_block_in_use_by_a_turn_stays_if_a_snapshot_that_conti
     assert await num_restored(store, TOKENS) == 8
 
 
-async def test_closing_with_a_short_timeout_cancels_queued_snapshots(open_store, gate) -> None:
+async def test_closing_a_store_with_a_short_timeout_cancels_queued_snapshots(open_store, gate) -> None:
     store = await open_store()
     save_all(store, "a", TOKENS)
     assert not await store.close(timeout_s=0.2)

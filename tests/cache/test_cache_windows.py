@@ -56,7 +56,7 @@ def file_of(store, node):
     return store._folder.path(node.digest)
 
 
-def test_a_restore_buffer_gives_the_offset_of_each_part_of_a_span_or_none_if_it_is_not_visible() -> None:
+def test_a_restore_buffer_gives_an_offset_for_each_visible_part_of_a_span_and_none_for_the_rest() -> None:
     place = TensorBuffers((), 0, Policy(2, 6), seen(Policy(2, 6), 20))
     assert [*place.segments(Span(0, 4))] == [(0, 2), (None, 2)]
     assert [*place.segments(Span(4, 8))] == [(None, 4)]
@@ -96,7 +96,11 @@ async def test_a_restore_reads_only_the_file_sections_that_its_layers_need(open_
     assert (await store.kv.load(match)).size_bytes == expected
 
 
-@pytest.mark.parametrize(("node", "section", "num_left"), [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)])
+@pytest.mark.parametrize(
+    ("node", "section", "num_left"),
+    [(0, 0, 0), (3, 0, 12), (0, 1, 0), (9, 1, 36)],
+    ids=["file 0, section 0", "file 3, section 0", "file 0, section 1", "file 9, section 1"],
+)
 async def test_damage_in_a_file_section_that_is_read_drops_the_file_and_all_later_ones(
     open_store, node, section, num_left
 ) -> None:

@@ -139,7 +139,7 @@ async def test_ask_prints_the_answer_into_a_pipe_exactly_as_it_was_logged_as_tex
     assert result["seconds"]["total"] >= result["seconds"]["first_token"] > 0
 
 
-async def test_an_answer_is_cancelled_when_the_reader_of_the_pipe_closes_it(
+async def test_ask_cancels_its_answer_when_the_reader_of_its_pipe_closes_the_pipe(
     local_worker: Callable[..., Any], endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

@@ -311,7 +311,7 @@ def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
 
 
-async def test_the_last_exchanges_that_a_chat_shows_omit_failed_repeated_rewound_and_closed_ones(
+async def test_the_list_of_last_exchanges_omits_failed_repeated_rewound_and_closed_ones(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()
@@ -339,7 +339,7 @@ async def test_the_last_exchanges_that_a_chat_shows_omit_failed_repeated_rewound
     assert await seen() == [("raw", 0)]
 
 
-async def test_a_chat_cannot_rewind_to_an_exchange_whose_tokens_a_later_one_has_moved(
+async def test_a_chat_cannot_rewind_to_an_exchange_whose_position_a_later_exchange_has_changed(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

@@ -34,7 +34,9 @@ async def secrets(worker: LocalWorker) -> list[str]:
     return [entry.key.session for entry in await worker.client.log() if b"a secret" in entry.body]
 
 
-async def test_close_closes_the_named_sessions_or_removes_them(local_worker: Start) -> None:
+async def test_the_command_close_closes_the_named_sessions_or_removes_them_with_the_option_forget(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     for name in ("a", "b", "c"):
         await worker.client.session(name).append(text="a secret")
@@ -79,7 +81,7 @@ async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_ses
     assert done.stderr == "turnkeep: there is no folder no/folder for the file; make it first\n"
 
 
-async def test_close_handles_the_other_sessions_if_some_names_are_unknown(local_worker: Start) -> None:
+async def test_close_removes_the_known_sessions_and_reports_each_unknown_name(local_worker: Start) -> None:
     worker = await local_worker()
     for name in ("garden", "house", "lake"):
         await worker.client.session(name).append(text="x")
@@ -157,7 +159,7 @@ async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(l
     assert await states(worker) == {"s": "idle"}
 
 
-async def test_a_fork_at_what_its_parent_is_still_writing_fails_and_says_so(
+async def test_a_fork_at_a_position_inside_a_running_answer_fails_and_says_where_the_session_ends(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -193,7 +195,7 @@ async def test_rewind_removes_the_last_exchanges_or_everything_after_a_position(
     assert "give --last or --position, not both" in said
 
 
-async def test_rewind_removes_nothing_if_a_running_answer_ends_before_it(
+async def test_rewind_removes_nothing_if_the_running_answer_ends_before_the_rewind_begins(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

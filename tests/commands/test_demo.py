@@ -76,7 +76,7 @@ def test_a_demo_that_is_ended_from_outside_leaves_no_worker_and_no_nats_server(
 
 
 @pytest.mark.packaging
-def test_the_other_worker_of_a_cluster_demo_continues_the_killed_worker_s_answer(
+def test_the_other_worker_of_a_cluster_demo_continues_the_answer_of_the_killed_worker(
     tmp_path: Path, model: Path
 ) -> None:
     done = turnkeep("demo", "--cluster", "--data-dir", tmp_path / "data", TURNKEEP_MODEL=str(model))

@@ -147,7 +147,7 @@ def test_a_command_waits_for_no_worker_that_has_ended_or_that_has_been_starting_
         assert "start a worker with" in turnkeep("info", *where).stderr, "it has been there for long"
 
 
-def test_if_the_worker_of_this_machine_does_not_answer_a_command_does_not_advise_to_start_another(
+def test_a_command_does_not_advise_to_start_a_worker_while_one_runs_here_without_answering(
     tmp_path: Path,
 ) -> None:
     async def ask() -> None:
@@ -163,7 +163,7 @@ def test_if_the_worker_of_this_machine_does_not_answer_a_command_does_not_advise
         run_until_signal(settings, ask)
 
 
-def test_a_worker_whose_standard_error_is_closed_still_serves(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_worker_whose_standard_error_is_closed_serves_requests(tmp_path: Path, tiny_model: Path) -> None:
     words = [sys.executable, "-m", "commands", "serve", "--data-dir", str(tmp_path / "data"), "--until-eof"]
     words += ["--nats-port", str(free_port()), "--model", str(tiny_model)]
     with Popen(

@@ -80,7 +80,7 @@ def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
     assert {"list": LONG, "doctor": "data directory"}[command[-1]] in names
 
 
-async def test_info_without_a_session_shows_the_worker_s_current_state(local_worker: Callable) -> None:
+async def test_info_without_a_session_shows_the_current_state_of_the_worker(local_worker: Callable) -> None:
     """The command asks for the metrics: the worker publishes its next metrics message only in an hour."""
     worker = await local_worker(metrics_interval_s=3600.0, tenants=TenantLimits(metrics=5))
     await worker.client.session("s").append(text="hello")
@@ -126,7 +126,7 @@ def test_cache_commands_say_that_a_fresh_data_directory_has_nothing_cached(tmp_p
     assert data_dir.exists() == (made != "nothing"), "looking makes nothing"
 
 
-def test_a_long_step_whose_output_is_piped_prints_lines_with_its_progress(
+def test_a_long_step_prints_lines_with_its_progress_into_a_pipe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.observe.progress._EVERY_S", 0.0)
@@ -214,7 +214,7 @@ def test_the_help_shows_which_values_an_option_takes(shown: str) -> None:
     assert shown in help_of("serve", flag="--help-all")
 
 
-def test_the_option_model_names_the_model_to_load_in_every_command() -> None:
+def test_only_the_commands_that_load_or_find_a_model_have_the_option_model() -> None:
     own = [command for command in commands() if command[0] != "bench"]
     having = {command for command in own if "\n  --model " in help_of(*command)}
     assert having == {("serve",), ("doctor",), ("demo",), ("model", "path"), ("cache", "verify")}
@@ -277,7 +277,7 @@ def test_help_does_not_truncate_the_descriptions_of_commands(group: tuple[str, .
     assert "..." not in help_of(*group, columns=columns).partition("Commands:")[2]
 
 
-def test_help_lists_every_command_with_its_description_without_importing_them() -> None:
+def test_the_help_lists_every_command_with_its_description_without_importing_the_commands() -> None:
     program = "import sys, commands.cli as cli; cli.main(['--help'], standalone_mode=False);"
     program += "names = {'structlog', 'nats', 'asyncio', 'psutil', 'cache.store', 'bench'};"
     program += "print(names & set(sys.modules), file=sys.stderr)"

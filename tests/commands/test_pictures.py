@@ -98,7 +98,7 @@ def test_a_chat_line_counts_as_dragged_images_only_if_it_consists_of_existing_im
         assert dragged(line) == found, line
 
 
-async def test_a_chat_sends_dragged_images_with_the_next_question_and_again_with_a_retry_and_saves_them(
+async def test_a_chat_sends_dragged_images_with_the_next_question_and_with_its_retry_and_saves_them(
     local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     worker = await local_worker()

@@ -222,7 +222,9 @@ def test_launchd_does_not_restart_a_worker_whose_settings_are_wrong(run: Run, co
         assert (done.returncode, "modle" in done.stderr) == (code, True), done.stderr
 
 
-def test_the_log_that_launchd_appends_to_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_of_a_launchd_service_is_rotated_before_it_grows_too_large(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "log"
     monkeypatch.setenv(launchd.LOG, str(path))
     monkeypatch.setattr(launchd, "_MAX_LOG_BYTES", 100)
@@ -246,7 +248,7 @@ def test_service_install_on_macos_refuses_folders_that_are_closed_to_services(
     assert f"macOS keeps services out of {documents.parent}; move {documents}" in done.stderr
 
 
-def test_service_install_recognises_a_folder_closed_by_macos_in_any_case_of_its_name(
+def test_service_install_refuses_a_folder_closed_by_macos_however_its_name_is_capitalised(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """macOS's file system ignores case: ~/documents is ~/Documents."""
@@ -304,7 +306,7 @@ def test_the_completion_script_for_bash_uses_only_what_the_bash_3_2_of_macos_has
     assert not re.search(newer, done.stdout)
 
 
-def test_commands_raise_the_limit_of_open_files() -> None:
+def test_a_command_raises_the_soft_limit_of_open_files_to_10240_or_to_the_hard_limit() -> None:
     program = (
         "import resource as r, atexit, sys; files = r.RLIMIT_NOFILE; hard = r.getrlimit(files)[1];"
         "r.setrlimit(files, (256, hard));"

@@ -234,7 +234,7 @@ def test_small_turns_overtake_a_large_one_and_pause_once_their_memory_is_enough_
     assert told(admission.begin(small[1], 10)) == ["large"]
 
 
-def test_a_growing_answer_drops_idle_sessions_and_then_pauses_the_youngest_turn_each_time() -> None:
+def test_a_growing_answer_drops_idle_sessions_first_and_then_pauses_the_youngest_turn() -> None:
     admission = Admission(Ledger(CAPACITY))
     old = begin(admission, "old", 30)
     young = begin(admission, "young", 30)
@@ -459,7 +459,7 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
         assert tokens == alone(make_model("llama"), context, len(tokens))[0]
 
 
-def test_kv_on_the_device_is_used_only_under_its_policy_and_where_it_can_be_trimmed() -> None:
+def test_kv_on_the_device_is_reused_only_under_its_policy_and_at_positions_it_can_be_trimmed_to() -> None:
     held = KvOnDevice()
     held.put(SessionKey("t", "s"), as_tokens(range(10)), 100, earliest=4, policy=FULL)
     other = Policy(sink=4, window=128)

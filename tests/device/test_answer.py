@@ -72,7 +72,7 @@ def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(tokenizer
     assert ("".join(texts), answer.finish_reason, len(answer.tokens)) == ("x", "stop", 4)
 
 
-def test_the_last_token_of_max_tokens_releases_text_held_back_for_a_stop_string(
+def test_an_answer_that_ends_at_max_tokens_releases_text_held_back_for_a_stop_string(
     tokenizer, new_answer
 ) -> None:
     answer = new_answer(max_tokens=3)

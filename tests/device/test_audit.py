@@ -115,7 +115,7 @@ async def test_the_audit_quarantines_a_block_with_wrong_kv_and_removes_all_block
 
 
 @pytest.mark.parametrize("fault", ["the worker stops", "the disk fails"])
-async def test_a_stop_or_a_disk_error_during_an_audit_does_not_end_the_task_of_audits_and_with_it_the_worker(
+async def test_a_stop_of_the_worker_or_a_disk_error_during_an_audit_does_not_end_the_audit_task(
     make_model, open_process, monkeypatch, fault
 ) -> None:
     model = make_model("llama")

@@ -120,7 +120,9 @@ def test_rows_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone(
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
-def test_prompts_prefilled_in_one_pass_with_answers_and_other_prompts_change_no_token(make_model) -> None:
+def test_prompts_that_share_a_pass_with_answers_and_other_prompts_get_the_same_tokens_as_alone(
+    make_model,
+) -> None:
     """One pass runs pieces of three prompts and two answers; each gets the tokens that it gets alone."""
     model = make_model("llama")
     batch = batched(model)
@@ -238,7 +240,7 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
     ],
     ids=["M1", "M4", "M5", "M5 in float32", "H200", "unknown"],
 )
-def test_only_a_gpu_that_may_multiply_with_reduced_precision_may_deviate_much_in_a_batching_trial(
+def test_a_batching_trial_allows_large_deviations_only_on_a_gpu_that_may_use_reduced_precision(
     a_gpu, monkeypatch, make_model, told, tf32, is_coarse
 ) -> None:
     """Otherwise a wrong mask could pass."""
@@ -302,7 +304,7 @@ def test_a_batching_trial_in_which_the_gpu_fails_raises_the_error_and_gives_no_v
         batch_kinds.batch_for(make_model("llama"))
 
 
-def test_the_model_tried_longest_ago_is_dropped_from_the_file_of_trial_results(path: Path) -> None:
+def test_a_full_file_of_trial_results_drops_the_model_that_was_tried_longest_ago(path: Path) -> None:
     for i, name in [*((i, "merge") for i in range(16)), (0, "share"), (16, "merge")]:
         Trials(path, f"model {i}").way(name, lambda: 0, 2)
     assert [*json.loads(path.read_text())] == [f"model {i}" for i in (*range(2, 16), 0, 16)]

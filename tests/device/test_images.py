@@ -427,7 +427,7 @@ async def test_a_windowed_session_gives_the_same_answer_about_an_image_after_a_r
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", *JOINT])
-async def test_a_model_that_does_not_place_image_tokens_in_a_line_refuses_windowed_policies(
+async def test_a_vision_model_with_position_grids_or_two_way_attention_in_images_refuses_windowed_policies(
     seeing, open_process, kind
 ) -> None:
     async with open_process(seeing(kind)) as process:

@@ -27,12 +27,12 @@ from worker.device import machine
 ON_CPU = pytest.mark.skipif(mx.default_device() != mx.cpu, reason="this is the way on a CPU alone")
 
 
-def test_the_longest_draft_on_metal_still_fits_its_attention_kernel_for_few_queries() -> None:
+def test_the_longest_draft_fits_the_attention_kernel_of_metal_for_few_queries() -> None:
     assert machine._PROFILES["metal"].max_draft + 1 == metal._MOST_QUERIES
 
 
 @pytest.mark.parametrize("most_queries", [8, 0], ids=["few tokens", "more than the kernel takes"])
-def test_rows_of_a_pool_have_one_contiguous_mask_for_all_heads_and_layers(
+def test_a_step_of_pooled_rows_builds_one_contiguous_mask_for_all_heads_and_layers(
     make_model, monkeypatch, most_queries: int
 ) -> None:
     masks: list[mx.array] = []

@@ -151,7 +151,7 @@ MACS = {8: 5.33, 16: 10.67, 24: 16, 32: 21.33, 36: 27, 48: 36, 64: 48, 96: 72, 1
         pytest.param(Weights(39.7e9, 80, 64, 8, 128, 8192, 28672), [0] * 6 + [16, 88, 161], id="Llama 3 70B"),
     ],
 )
-def test_the_tokens_of_kv_that_fit_beside_known_models_on_each_mac_are_as_listed(
+def test_each_mac_has_memory_for_the_listed_number_of_kv_tokens_beside_each_listed_model(
     weights: Weights, rooms: list[int]
 ) -> None:
     """The table has thousands of tokens of KV; a model with none is refused."""
@@ -173,7 +173,7 @@ def test_macos_memory_with_copies_of_files_counts_as_free(a_gpu, monkeypatch, tm
 
 
 @pytest.mark.parametrize("told", ["", "Pages free: 10.", "page size of many bytes\nPages free: 1."])
-def test_an_unknown_output_of_vm_stat_counts_as_no_memory(told: str) -> None:
+def test_vm_stat_output_in_an_unknown_form_counts_as_0_bytes_of_memory(told: str) -> None:
     assert system_memory.parse_vm_stat(told) == 0
 
 
@@ -292,7 +292,7 @@ def test_the_default_memory_limit_of_a_device_respects_the_control_group(
     assert machine.default_limit().size_bytes > 0
 
 
-def test_the_memory_limit_of_a_real_control_group_is_read() -> None:
+def test_a_worker_process_reads_the_memory_limit_of_a_real_control_group() -> None:
     """Skipped where this process may not create a control group."""
     roots = [Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")]
     names = ["memory.limit_in_bytes", "memory.max"]

@@ -173,7 +173,7 @@ def test_peak_memory_stays_within_the_limit_under_random_prompts(make_rig, model
 GIB = 2**30
 
 
-def test_only_some_head_sizes_use_fused_attention_which_needs_no_memory_for_scores() -> None:
+def test_fused_attention_needs_no_memory_for_scores_and_is_used_only_for_some_head_sizes() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
@@ -237,7 +237,7 @@ def test_the_shape_of_a_model_is_read_from_legacy_and_nested_configurations(
     assert shape_of(config) == Shape(8, 64, 512, 1024, 99)
 
 
-def test_sizes_that_a_models_config_json_leaves_out_get_usual_values() -> None:
+def test_sizes_that_a_models_config_leaves_out_get_default_values() -> None:
     assert shape_of({"hidden_size": 64}) == Shape(1, 64, 64, 256, 1)
 
 

@@ -264,7 +264,7 @@ def test_a_chunk_that_only_the_last_question_matches_is_recalled_before_one_that
 
 
 @pytest.mark.parametrize(("page", "chunks"), [(21, [5, 8]), (22, [5, 8]), (23, [5, 6, 8]), (20, [5, 4, 8])])
-def test_a_match_at_the_edge_of_a_chunk_also_recalls_the_neighbouring_chunk(
+def test_a_match_at_the_edge_of_a_chunk_recalls_the_neighbouring_chunk_as_well(
     page: int, chunks: list[int]
 ) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
@@ -372,7 +372,7 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_and_stores_its_blocks(model,
         assert match.num_tokens > 19 * CHUNK
 
 
-async def test_a_paged_prompt_whose_pieces_have_more_kv_than_the_writer_s_queue_takes_stores_all_blocks(
+async def test_a_paged_prompt_whose_pieces_exceed_the_queue_of_the_writer_stores_all_its_blocks(
     model, open_process, monkeypatch
 ) -> None:
     """The queue takes six of a piece's seven blocks; the disk writes a block in 20 ms."""

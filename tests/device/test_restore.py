@@ -119,7 +119,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT)
+@pytest.mark.parametrize(("kind", "kv_bits", "policy"), EXACT, ids=str)
 async def test_turns_in_new_processes_prefill_only_new_tokens_and_continue_bit_for_bit(
     open_process, kind, kv_bits, policy
 ) -> None:
@@ -362,7 +362,9 @@ async def test_the_same_prompt_gets_the_same_answer_in_two_sessions(open_model) 
 
 
 @pytest.mark.metal
-async def test_sessions_restored_beside_a_running_answer_get_the_same_tokens(open_model) -> None:
+async def test_sessions_restored_beside_a_running_answer_get_the_same_tokens_as_before_the_restart(
+    open_model,
+) -> None:
     texts = [prompt(6 * BLOCK + n, salt=n + 2) for n in range(4)]
     async with open_model() as before:
         expected = [(await before.generate(text, 8, name=f"s{n}"))[1] for n, text in enumerate(texts)]

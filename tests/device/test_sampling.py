@@ -49,7 +49,7 @@ def some_draw(dice: random.Random) -> Draw:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_penalties_biases_and_min_tokens_change_logits_as_their_definitions_say(seed) -> None:
+def test_penalties_biases_and_min_tokens_change_logits_exactly_as_a_plain_python_reference_does(seed) -> None:
     """The reference is plain Python: presence and frequency as OpenAI's API, repetition as CTRL."""
     dice = random.Random(seed)
     logits = rows(seed, 8)

@@ -60,7 +60,7 @@ def test_prompt_pieces_end_at_block_boundaries() -> None:
     assert turn.ran == [3, 8, 8, 6]
 
 
-def test_a_large_budget_gives_several_blocks_at_a_time_to_prompts_that_allow_it() -> None:
+def test_a_large_prefill_budget_gives_several_blocks_at_once_to_prompts_that_allow_it() -> None:
     long, short = Turn(77, most_blocks=100, num_cached=5), Turn(20, most_blocks=2, place_s=1.0)
     one = Turn(20, place_s=1.0)
     scheduler = scheduler_of(long, short, one)
@@ -149,14 +149,14 @@ SCRIPT = st.lists(
 )
 
 
-def test_the_higher_priority_runs_first_and_the_lower_one_gets_the_rest_of_the_budget() -> None:
+def test_turns_of_higher_priority_are_prefilled_first_and_others_get_the_rest_of_the_budget() -> None:
     low, high = Turn(30), Turn(12, priority=2)
     scheduler = scheduler_of(low, high)
     assert carry_out(scheduler).prefill == ((high, 8),)
     assert carry_out(scheduler).prefill == ((high, 4), (low, 4))
 
 
-def test_turns_of_a_lower_priority_are_not_starved() -> None:
+def test_a_turn_of_low_priority_regularly_gets_a_step_while_turns_of_higher_priority_keep_coming() -> None:
     """A priority rises while its turns wait, even if new turns of a higher one keep coming."""
     low = Turn(1000, priority=-1)
     scheduler = scheduler_of(low)

@@ -126,7 +126,7 @@ def test_a_session_cancelled_while_it_waits_copies_no_kv(make_rig, model) -> Non
     assert (waiting.num_reused, waiting.num_prefilled) == (0, 0)
 
 
-def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_shares_none(
+def test_a_source_session_that_has_changed_shares_only_equal_tokens_and_one_that_is_gone_shares_none(
     make_rig, model
 ) -> None:
     """The event loop, which names the source, may be a step behind the device."""
@@ -145,8 +145,10 @@ def test_a_changed_source_session_shares_only_equal_tokens_and_a_missing_one_sha
 WINDOWS = Policy(3, 20), Policy(3, 40)
 
 
-@pytest.mark.parametrize(("own", "other"), [WINDOWS, WINDOWS[::-1], (FULL, WINDOWS[0]), (WINDOWS[0], FULL)])
-@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize(
+    ("own", "other"), [WINDOWS, WINDOWS[::-1], (FULL, WINDOWS[0]), (WINDOWS[0], FULL)], ids=str
+)
+@pytest.mark.parametrize("is_running", [False, True], ids=["idle source", "running source"])
 def test_a_source_session_that_was_reopened_under_another_policy_shares_nothing(
     make_rig, model, own: Policy, other: Policy, *, is_running: bool
 ) -> None:

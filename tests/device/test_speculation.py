@@ -93,7 +93,9 @@ DRAFTED = [
         for way in ("greedy", "sampled", "penalised")
     ],
 )
-def test_a_draft_model_changes_only_the_number_of_steps(make_model, draft_model, kind, num_rows, way) -> None:
+def test_a_draft_model_changes_no_token_and_lowers_the_number_of_steps(
+    make_model, draft_model, kind, num_rows, way
+) -> None:
     """The models have plain layers, or windows that wrap."""
     model, sampling = make_model(kind), {"greedy": GREEDY, "sampled": SAMPLED, "penalised": PENALISED}[way]
     contexts = [prompt(20 + 7 * i, salt=i) for i in range(num_rows)]
@@ -309,7 +311,7 @@ def test_prompt_lookup_finds_the_latest_occurrence_at_any_position(tokens: list[
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_is_never_skipped_where_some_next_token_would_lead_to_a_draft(
+def test_prompt_lookup_runs_whenever_some_next_token_would_lead_to_a_draft(
     tokens: list[int],
 ) -> None:
     for token in range(4):
@@ -405,8 +407,17 @@ class World:
         (1.0, 0.05, 0.8, 0.35, 1.25),
         (1.3, 0.01, 0.9, 0.15, 1.4),
     ],
+    ids=[
+        "useless draft",
+        "rare drafts",
+        "costly drafts",
+        "useless draft, late",
+        "fair draft, late",
+        "good draft",
+        "best draft, late",
+    ],
 )
-@pytest.mark.parametrize("num_rows", [1, 4])
+@pytest.mark.parametrize("num_rows", [1, 4], ids=["one row", "four rows"])
 def test_speculation_slows_answers_by_at_most_3_percent_and_good_drafts_make_them_faster(
     num_rows: int, late: float, checked: float, right: float, pass_share: float, least: float
 ) -> None:

@@ -23,9 +23,7 @@ def learned(token_s: float, row_s: float, *, stall_s: float = 0.25, most: int = 
     return pace
 
 
-def test_a_prompt_alone_runs_in_smaller_pieces_where_its_context_makes_a_piece_too_long_for_the_device() -> (
-    None
-):
+def test_a_lone_prompt_runs_in_smaller_pieces_once_a_long_context_makes_each_piece_too_slow() -> None:
     """As on a Mac: 1,024 tokens of a short context take 1 s, and of a context of 100,000 tokens 10 s."""
     pace = PrefillBudget(0.25, 1024, alone_s=2.0)
     pace.learn(0, 1024, 1.0)
@@ -35,7 +33,7 @@ def test_a_prompt_alone_runs_in_smaller_pieces_where_its_context_makes_a_piece_t
     assert pace.budget(0) == 200
 
 
-def test_a_workers_first_prompt_for_which_a_gpu_compiles_kernels_makes_only_the_next_piece_small() -> None:
+def test_a_slow_first_piece_during_kernel_compilation_makes_only_the_next_prompt_piece_small() -> None:
     pace = PrefillBudget(0.25, 1024, alone_s=2.0)
     pace.learn(0, 20, 3.0)
     assert (pace.budget(0), pace.budget(1)) == (LEAST, LEAST)
@@ -54,7 +52,7 @@ def test_a_piece_that_was_too_long_for_the_device_halves_all_later_ones_down_to_
     assert PrefillBudget(0.25, 1024).shrink(8) is False
 
 
-def test_prompt_pieces_grow_again_after_many_that_were_short_enough_and_after_each_failure_later() -> None:
+def test_prompt_pieces_grow_again_after_many_quick_ones_and_more_slowly_after_each_further_failure() -> None:
     """What made them too long, such as another program on the GPU, may be over."""
     pace = PrefillBudget(0.25, 1024)
 
@@ -78,6 +76,7 @@ def test_prompt_pieces_grow_again_after_many_that_were_short_enough_and_after_ea
 @pytest.mark.parametrize(
     ("token_s", "row_s", "budget"),
     [(0.003, 0.05, 64), (0.003, 0.2, 16), (0.0001, 0.01, 128), (0.02, 0.3, 16)],
+    ids=["fast answers", "slow answers", "fast prompts", "slow prompts"],
 )
 def test_prompt_pieces_fill_the_part_of_the_stall_limit_that_answers_leave(
     token_s: float, row_s: float, budget: int

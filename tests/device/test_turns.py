@@ -133,7 +133,7 @@ def test_an_answer_snapshots_only_new_tokens_of_its_partial_block_and_merges_sho
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_while_the_snapshot_queue_is_full_no_kv_is_copied_and_afterwards_all_of_it_is_in_order(
+def test_no_kv_is_copied_while_the_snapshot_queue_is_full_and_afterwards_all_of_it_in_order(
     make_rig, model
 ) -> None:
     room_bytes = 0

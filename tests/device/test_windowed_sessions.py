@@ -175,9 +175,7 @@ def test_ring_attention_over_any_split_of_the_tokens_equals_attention_with_masks
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_the_reference_model_has_other_logits_with_attention_sinks_than_without(
-    make_model, build_model
-) -> None:
+def test_attention_sinks_change_the_logits_of_the_reference_model(make_model, build_model) -> None:
     model = make_model("llama")
     with_sinks, without = (
         Naive(model, build_model("llama"), [(sink, WINDOW)] * 2).logits(TOKENS) for sink in (SINK, 0)

@@ -80,7 +80,7 @@ def test_a_changed_message_or_tool_changes_its_digest_and_all_later_digests() ->
     assert len({chain(user("a"), one)[-1] for one in two}) == 4
 
 
-def test_conversation_digests_treat_developer_as_system_and_cover_template_variables() -> None:
+def test_a_conversation_digest_is_equal_for_developer_and_system_and_differs_by_template_variables() -> None:
     told = {"role": "system", "content": "Be brief."}
     one = chain(told, user("a"))
     assert chain({**told, "role": "developer"}, user("a")) == one
@@ -110,7 +110,7 @@ def test_an_answer_sent_back_is_recognised_with_or_without_white_space_around_it
     assert after not in boundaries.after_answer(prompt, result("\n"))
 
 
-def test_digests_are_decoded_from_request_ids_and_from_the_tags_of_forks() -> None:
+def test_only_request_ids_and_fork_tags_of_the_gateway_decode_to_conversation_digests() -> None:
     name = RequestName(b"\xab" * 16, b"\x02" * 8, 3)
     assert RequestName.parse(str(name)) == name
     for other in ("turn-1", "a-b-c", str(name).upper(), f"{name}-1", ""):

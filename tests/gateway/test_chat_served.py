@@ -95,7 +95,7 @@ async def test_a_gateway_that_could_not_read_the_log_at_first_continues_earlier_
     assert (await ask(other, messages))[1:] == (session, "continued")
 
 
-async def test_a_session_that_another_gateway_continued_is_forked(
+async def test_a_gateway_forks_a_session_that_another_gateway_has_continued_meanwhile(
     worker: Any, served: Any, door: Any
 ) -> None:
     first, session, _ = await ask(served, [user("One?")])

@@ -70,6 +70,7 @@ def test_a_cors_option_that_is_no_origin_is_refused(origin: str) -> None:
         ("0.0.0.0", True, False),
         ("0.0.0.0", False, True),
     ],
+    ids=["IPv4 loopback", "IPv6 loopback", "network with keys", "network without keys"],
 )
 def test_a_gateway_open_to_the_network_without_keys_warns_at_its_start(
     host: str, has_keys: bool, warns: bool

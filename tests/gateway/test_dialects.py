@@ -14,7 +14,7 @@ NUM = 12
 
 @pytest.mark.serves("endless_model")
 @pytest.mark.parametrize("name", APIS)
-async def test_a_stream_equals_the_whole_answer_and_each_turn_prefills_only_what_is_new(
+async def test_a_stream_has_the_text_of_the_whole_answer_and_each_turn_prefills_only_its_new_messages(
     name: str, http: httpx2.AsyncClient
 ) -> None:
     """Also if a message has a part that the model cannot read, of which each answer warns."""

@@ -113,7 +113,7 @@ async def test_a_worker_killed_in_mid_answer_only_pauses_a_chat_stream(started: 
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
-async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_that_runs(
+async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_the_server_runs(
     worker_process: Any, tmp_path: Path
 ) -> None:
     port, nats_port, log = free_port(), free_port(), tmp_path / "gateway.log"

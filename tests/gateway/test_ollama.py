@@ -36,7 +36,7 @@ async def test_ollamas_generate_endpoint_answers_a_prompt_whole_and_streamed(
     assert raw["prompt_eval_count"] < whole["prompt_eval_count"] < system["prompt_eval_count"]
 
 
-async def test_an_ollama_request_without_a_prompt_loads_or_unloads_the_model(
+async def test_an_ollama_request_without_a_prompt_loads_the_model_and_an_unload_without_supervisor_is_refused(
     http: httpx2.AsyncClient,
 ) -> None:
     for path, more in (("generate", {}), ("chat", {"messages": []})):
@@ -46,7 +46,7 @@ async def test_an_ollama_request_without_a_prompt_loads_or_unloads_the_model(
         assert refused.status_code == 503, "this worker has no supervisor"
 
 
-async def test_models_are_listed_in_the_shapes_of_ollama_and_lm_studio(http: httpx2.AsyncClient) -> None:
+async def test_models_are_listed_in_the_formats_of_ollama_and_lm_studio(http: httpx2.AsyncClient) -> None:
     (listed,) = (await http.get("/api/tags")).json()["models"]
     (running,) = (await http.get("/api/ps")).json()["models"]
     assert listed["name"] == running["model"]

@@ -101,7 +101,9 @@ async def test_a_schema_with_unsupported_keywords_gets_a_warning_or_a_refusal_if
             assert answer.headers["x-turnkeep-warnings"].startswith("answer: ")
 
 
-async def test_a_token_count_warns_of_blocks_that_placeholders_replaced(http: httpx2.AsyncClient) -> None:
+async def test_a_token_count_lists_blocks_that_were_replaced_by_placeholders_in_a_warning_header(
+    http: httpx2.AsyncClient,
+) -> None:
     api = APIS["messages"]
     answer = await http.post(f"{api.path}/count_tokens", json=api.body([user([api.picture] * 30)]))
     assert answer.json()["input_tokens"] > 30

@@ -130,7 +130,7 @@ ERRORS: list[tuple[TurnkeepError | Fault, int, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("error", "status", "code", "kind"), ERRORS, ids=str)
-def test_each_error_maps_to_an_http_status_and_to_codes_of_the_apis(
+def test_each_error_maps_to_an_http_status_an_openai_code_and_an_anthropic_error_type(
     error: TurnkeepError | Fault, status: int, code: str | None, kind: str
 ) -> None:
     fault = error if isinstance(error, Fault) else fault_of(error)
@@ -337,7 +337,7 @@ def refusal(path: str, told: Any) -> tuple[str, str | None]:
 @pytest.mark.parametrize(
     ("model", "rows"), [("tiny_model", TINY), ("embedding_model", EMBEDDING), ("reranker", RANKING)]
 )
-async def test_what_cannot_be_served_is_refused_with_a_sentence_and_the_field_at_fault(
+async def test_each_unsupported_request_is_refused_with_a_sentence_and_the_field_at_fault(
     model: str, rows: list[Row], local_worker: Any, door: Any, request: pytest.FixtureRequest
 ) -> None:
     worker = await local_worker(model=str(request.getfixturevalue(model)))
@@ -354,7 +354,7 @@ async def test_what_cannot_be_served_is_refused_with_a_sentence_and_the_field_at
             assert field == param, (path, fields)
 
 
-async def test_an_invalid_request_to_count_tokens_is_refused_like_one_for_an_answer(
+async def test_an_invalid_request_to_count_tokens_is_refused_with_status_400_and_the_reason(
     http: httpx2.AsyncClient,
 ) -> None:
     answer = await http.post(f"{MESSAGES}/count_tokens", json=USUAL[MESSAGES] | saying(7))

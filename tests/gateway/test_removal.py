@@ -27,7 +27,9 @@ async def indexed(worker: LocalWorker) -> tuple[SessionIndex, IndexedSession]:
     return index, session
 
 
-async def test_a_session_that_another_gateway_has_used_since_stays_open(worker: Any) -> None:
+async def test_a_session_that_another_gateway_has_used_is_dropped_from_the_index_but_stays_open(
+    worker: Any,
+) -> None:
     index, session = await indexed(worker)
     await worker.client.session("s").append(text="more")
     await remove(worker.client, index, session)
@@ -67,7 +69,7 @@ async def test_an_idle_session_is_closed_only_while_its_model_is_loaded(worker: 
         await worker.client.session("s").append(text="on")
 
 
-async def test_a_session_that_was_running_when_the_gateway_started_stays_open_once_its_end_is_known(
+async def test_a_session_that_was_running_at_the_start_of_the_gateway_stays_open_after_its_answer_ends(
     worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(removal, "_SWEEP_S", 0.05)

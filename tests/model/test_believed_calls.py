@@ -555,6 +555,7 @@ WHOLE, NUMBER, NULL = {"type": "integer"}, {"type": "number"}, {"type": "null"}
         ("2", {"type": "any"}, "2"),
         ("3", {"$ref": "#/$defs/none"}, "3"),
     ],
+    ids=repr,
 )
 def test_an_argument_is_converted_to_its_schemas_type_only_if_that_type_is_unambiguous(
     value: Any, schema: Any, wanted: Any
@@ -583,6 +584,7 @@ def test_an_argument_is_converted_to_its_schemas_type_only_if_that_type_is_unamb
         ("False", {"type": "boolean"}, False),
         ("2", {"enum": [1, 2, "a"]}, 2),
     ],
+    ids=repr,
 )
 def test_an_argument_written_as_plain_text_is_parsed_as_its_schema_says(
     text: str, schema: Any, wanted: Any
@@ -618,6 +620,7 @@ PATH_OF_FILES = {
         ("\ud800", {"pattern": "."}),
         ({"n": 3}, {"if": {"required": ["n"]}, "then": {"properties": {"n": WHOLE}}}),
     ],
+    ids=repr,
 )
 def test_an_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_unchanged(
     value: Any, schema: Any
@@ -655,6 +658,7 @@ def test_an_argument_that_fits_its_schema_or_cannot_be_checked_is_accepted_uncha
         ({"A": 1}, {"propertyNames": {"pattern": "^[a-z]$"}}),
         ([1, {"a": 1, "b": 2}, {"b": 2, "a": 1}], {"uniqueItems": True}),
     ],
+    ids=repr,
 )
 def test_an_argument_that_does_not_fit_its_schema_makes_the_call_invalid(value: Any, schema: Any) -> None:
     with pytest.raises(NoCallError):

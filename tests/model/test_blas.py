@@ -71,7 +71,7 @@ def test_preload_after_mlx_warns_that_openblas_is_not_used() -> None:
     assert "loaded after MLX and is not used" in run("import mlx.core\nprint(preload().advice)")[0]
 
 
-def test_a_second_preload_returns_the_same_status() -> None:
+def test_a_second_preload_of_openblas_returns_the_same_status_as_the_first() -> None:
     assert run("first = preload()\nimport mlx.core\nprint(preload() == first)") == ["True"]
 
 

@@ -32,7 +32,7 @@ def fitted(value: Any, schema: Any, **defined: Any) -> Any:
     return json.loads(tools.believed(WrittenCall("f", {"x": value})).arguments)["x"]
 
 
-def test_a_schemas_patterns_are_compiled_before_its_calls_and_matched_a_limited_number_of_times(
+def test_the_patterns_of_a_schema_are_compiled_before_any_call_and_matched_a_limited_number_of_times(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: Counter[str] = Counter()
@@ -78,7 +78,7 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_one_long_schema_check_of_a_call_is_made_but_a_schema_that_repeats_it_allows_no_call(
+def test_a_call_gets_one_long_schema_check_but_a_schema_that_repeats_long_checks_allows_no_call(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema)
@@ -147,7 +147,7 @@ def test_a_long_answer_of_markers_is_searched_to_its_end_a_few_times_only(family
 
 
 @pytest.mark.parametrize("family", ["generic", "mistral", "qwen3_coder"])
-def test_an_answer_of_white_space_is_searched_once(family: str) -> None:
+def test_long_white_space_in_an_answer_is_searched_for_calls_in_linear_time(family: str) -> None:
     opens = markup(family).calls[0]
     for begun in ("", f'{opens}{{"name": "run", "arguments": {{"code": "'):
         pieces = [begun, *[" " * 64] * 10_000]
@@ -165,7 +165,7 @@ def test_strings_of_a_call_in_python_syntax_may_contain_end_markers_and_code(par
 
 
 @pytest.mark.parametrize("prefix", ["f", "rF"])
-def test_a_call_with_a_formatted_string_is_not_parsed_by_python(
+def test_a_tool_call_that_contains_an_f_string_is_never_given_to_the_python_parser(
     prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opens, closes = markup("llama4_bare").calls

@@ -182,7 +182,7 @@ def test_masks_force_the_end_of_reasoning_when_its_token_budget_is_used_up(token
     assert next_of(tokenizer, ended) == [None]
 
 
-def test_white_space_before_an_answers_reasoning_is_spelled_once(tokenizer: Tokenizer) -> None:
+def test_each_token_of_white_space_before_the_reasoning_is_decoded_only_once(tokenizer: Tokenizer) -> None:
     spelled: list[int] = []
 
     def spell(token: int) -> bytes:
@@ -220,7 +220,7 @@ async def test_a_grammar_lets_an_answer_begin_with_reasoning_or_without_it(
 
 
 @pytest.mark.parametrize("answered", ["", "\n", "<", "\n<", "<t", "<think>", "<think>x</think>", "yes", "y"])
-async def test_an_answer_that_has_not_begun_to_reason_is_complete_where_its_grammar_says_so(
+async def test_an_answer_without_reasoning_so_far_is_complete_exactly_where_its_grammar_allows_an_end(
     grammars: Grammars, tokenizer: Tokenizer, answered: str
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: ("yes" | "<")?'))

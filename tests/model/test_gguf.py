@@ -306,7 +306,9 @@ def test_a_gguf_file_with_an_unsupported_or_missing_part_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
-def test_token_ids_that_files_have_for_no_token_are_no_fault(path: Path) -> None:
+def test_a_gguf_file_whose_special_token_ids_name_no_token_is_converted_without_these_tokens(
+    path: Path,
+) -> None:
     none = 2**32 - 1
     TINY.but(tokenizer__ggml__padding_token_id=320, tokenizer__ggml__unknown_token_id=none).write(path)
     config = json.loads((convert(path) / "tokenizer_config.json").read_text())

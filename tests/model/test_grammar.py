@@ -70,7 +70,7 @@ async def test_the_masks_of_a_grammar_allow_exactly_the_tokens_that_may_follow(
     assert not accepts(grammar, [*no, min(tokenizer.eos_ids)])
 
 
-async def test_text_that_a_grammar_forces_may_be_written_in_single_bytes_or_longer_tokens(
+async def test_text_that_a_grammar_forces_may_be_generated_as_single_bytes_or_as_longer_tokens(
     grammars: Grammars, tokenizer: Tokenizer
 ) -> None:
     text = '<|im_end|>/"é' + chr(0x1F98A)

@@ -72,7 +72,7 @@ def names(data_dir: Path) -> list[str]:
     return [entry.name for entry in catalog.list_models(data_dir) if entry.origin != "packaged"]
 
 
-def test_the_default_model_is_downloaded_once_with_progress_and_then_works_offline(
+def test_the_default_model_is_downloaded_once_with_progress_and_is_then_loaded_offline(
     server: FakeHub, resolved: Callable[..., dict[str, Any]], tiny_model: Path
 ) -> None:
     reports = resolved(server.url)["reports"]
@@ -210,7 +210,7 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     assert not [path for path in cache.glob("**/*") if path.is_file() and path.stat().st_size > 1000]
 
 
-def test_removing_a_gguf_file_keeps_what_was_converted_from_another_one_of_the_same_name(
+def test_removing_a_gguf_file_keeps_the_conversion_of_another_file_with_the_same_name(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     made = []

@@ -320,7 +320,7 @@ def test_a_special_token_split_across_two_messages_stays_text(
             assert read(tokenizer, tokens) == read(tokenizer, full(tokenizer, parts))
 
 
-def test_names_ids_and_tool_calls_in_a_message_never_become_special_tokens(
+def test_names_ids_and_tool_calls_in_a_message_never_add_special_tokens_to_a_prompt(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["qwen"]
@@ -331,7 +331,7 @@ def test_names_ids_and_tool_calls_in_a_message_never_become_special_tokens(
     assert controls(tokenizer, told(tokenizer, messages), "assistant") == expected
 
 
-def test_reasoning_markers_work_in_an_assistants_message_and_stay_text_in_a_users_message(
+def test_reasoning_markers_begin_reasoning_in_assistant_messages_but_stay_text_in_user_messages(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["qwen"]

@@ -68,7 +68,7 @@ def test_a_rope_scaling_that_mlx_lm_would_ignore_is_refused(folder: Path) -> Non
 
 
 @pytest.mark.model
-def test_loading_a_model_prints_and_warns_nothing(packaged_folder: Path) -> None:
+def test_loading_a_model_prints_nothing_and_raises_no_warning(packaged_folder: Path) -> None:
     code = (
         "import sys, pathlib\nfrom worker.models import model\n"
         "model.load(pathlib.Path(sys.argv[1]), dtype=model.default_dtype())"
@@ -348,7 +348,7 @@ def tiny_copy(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", READ.values(), ids=READ)
-def test_a_model_folder_is_loaded_as_other_programs_leave_it(
+def test_a_model_folder_in_any_layout_that_other_programs_write_loads_with_the_same_logits(
     tiny_model: Path, tiny_copy: Path, tmp_path: Path, change: Callable[[Path], Path]
 ) -> None:
     changed, tokens = change(tiny_copy), mx.array([[3, 4, 5]])

@@ -529,7 +529,7 @@ def _take(chat: Chat, turn: tuple[str, Any]) -> str:
     return ""
 
 
-def test_a_chat_has_the_text_of_the_full_render_if_the_template_treats_its_beginning_specially(
+def test_a_chat_has_the_text_of_the_full_render_if_its_template_renders_the_beginning_differently(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     """The chats begin with a system message; some answers lack an end token; one template has a date."""

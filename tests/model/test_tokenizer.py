@@ -208,7 +208,7 @@ def test_the_template_named_tool_use_renders_conversations_with_tools(
     assert Tokenizer.from_folder(folder).markup.renders_tools
 
 
-def test_several_templates_without_a_default_are_refused_with_their_names(
+def test_a_model_with_several_templates_but_no_default_is_refused_with_their_names(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     named = [{"name": name, "template": CHAT_TEMPLATE} for name in ("rag", "tool_use")]
@@ -259,7 +259,7 @@ def test_any_text_survives_encoding_and_streaming_unchanged(tokenizer: Tokenizer
 
 
 @pytest.mark.parametrize("word", ["café", "Ã©", "naïf ça"])
-def test_an_added_word_with_letters_that_stand_for_bytes_elsewhere_is_text(
+def test_an_added_word_whose_letters_are_also_byte_symbols_decodes_to_its_text(
     tiny_model: Path, word: str
 ) -> None:
     hf = AutoTokenizer.from_pretrained(tiny_model)

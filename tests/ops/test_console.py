@@ -238,7 +238,9 @@ async def test_one_console_shows_the_sessions_of_each_of_several_models_separate
             assert (await http.get("/of/p1/api/sessions")).status_code == 401
 
 
-async def test_a_read_only_console_refuses_every_action_and_still_exports(local_worker: Start) -> None:
+async def test_a_read_only_console_refuses_every_action_but_still_exports_sessions(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     await worker.client.session("a").append(tokens=[5] * 10)
     before = await worker.client.log()
@@ -254,7 +256,7 @@ async def test_a_read_only_console_refuses_every_action_and_still_exports(local_
     assert await worker.client.log() == before
 
 
-async def test_the_session_list_has_pages_first_words_states_costs_search_and_filters(
+async def test_the_session_list_shows_first_words_states_and_costs_and_can_be_paged_searched_and_filtered(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -412,7 +414,7 @@ async def test_the_console_forks_exports_closes_reopens_and_forgets_a_session(
         assert [row["session"] for row in (await page.get("sessions"))["rows"]] == ["b"]
 
 
-async def test_a_close_behind_a_running_answer_says_that_it_comes_later(
+async def test_closing_a_session_with_a_running_answer_says_that_it_closes_after_the_answer(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client

@@ -197,7 +197,7 @@ def _tags(nodes: Any) -> list[str]:
 
 @pytest.mark.parametrize("levels", [8, 15, 400])
 @pytest.mark.parametrize("mark", ["- ", "1. ", "> "])
-def test_no_text_is_left_out_however_deep_it_is_nested(mark: str, levels: int) -> None:
+def test_markdown_is_rendered_without_loss_of_text_however_deep_it_is_nested(mark: str, levels: int) -> None:
     lines = [f"{' ' * len(mark) * at if mark != '> ' else mark * at}{mark}word{at}" for at in range(levels)]
     text = "\n".join(lines)
     growing = GrowingText()
@@ -277,7 +277,7 @@ async def test_the_console_shows_a_question_with_the_digests_by_which_the_files_
         assert [one["begins"] for one in listed] == ["Which colour?"]
 
 
-async def test_a_fork_shows_the_images_of_what_it_has_from_its_parent(local_worker: Start) -> None:
+async def test_a_fork_shows_the_images_of_the_turns_that_it_has_from_its_parent(local_worker: Start) -> None:
     worker = await local_worker()
     async with opened(worker.client) as page:
         await page.post("a/ask", {"id": "one", "text": "?", "images": [b64encode(PNG).decode()]})
@@ -409,6 +409,20 @@ def rows(forks: Forks) -> list[SessionRow]:
         ({"a-v2": ("a", 7, True), "a-v3": ("a", 7, True)}, "a-v2", {7: ("a-v2", "a-v3")}),
         # names that lead in a circle
         ({"a": ("b", 7, True), "b": ("a", 7, True)}, "a", {}),
+    ],
+    ids=[
+        "alone",
+        "the first of two",
+        "the second of two",
+        "the first of three",
+        "v2 of v2 and v10",
+        "the first, changed later",
+        "the last, changed later",
+        "changed earlier",
+        "parent of a named fork",
+        "a named fork",
+        "without the first",
+        "a circle of names",
     ],
 )
 def test_the_console_shows_a_switch_at_each_message_where_variants_of_a_conversation_differ(

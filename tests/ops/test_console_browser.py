@@ -338,7 +338,7 @@ async def test_scripts_in_names_and_messages_are_shown_as_text(
         await asyncio.to_thread(look, url)
 
 
-async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by_itself(
+async def test_the_console_page_says_when_worker_nats_or_console_is_down_and_recovers_by_itself(
     browser: Browser, worker_process: Callable[..., WorkerProcess]
 ) -> None:
     worker = worker_process()  # so that its silence would be noticed late
@@ -379,7 +379,7 @@ async def test_the_page_says_when_worker_nats_or_console_is_down_and_recovers_by
 
 
 @pytest.mark.parametrize("dark", [False, True])
-async def test_each_console_page_works_with_a_keyboard_and_a_screen_reader(
+async def test_each_console_page_passes_accessibility_checks_and_its_controls_are_in_reach_of_the_keyboard(
     browser: Browser, local_worker: Callable[..., Awaitable[LocalWorker]], *, dark: bool
 ) -> None:
     client = (await local_worker()).client
@@ -494,7 +494,7 @@ def a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed(browser: Browse
         a_dialog_keeps_the_keyboard_focus_and_returns_it_when_closed,
     ],
 )
-async def test_a_user_can_do_the_tasks_of_each_console_page_in_a_browser(
+async def test_a_browser_user_can_download_a_model_chart_a_worker_and_use_dialogs_by_keyboard(
     browser: Browser,
     local_worker: Callable[..., Awaitable[LocalWorker]],
     walk: Callable[[Browser, str], None],

@@ -65,7 +65,7 @@ def choose(browser: Browser, words: str) -> None:
     browser.run(script, words)
 
 
-async def test_turns_that_came_meanwhile_have_no_gap_and_those_of_a_removed_session_go(
+async def test_the_console_shows_all_turns_that_arrive_in_a_burst_and_drops_those_of_a_removed_session(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -99,7 +99,7 @@ async def test_turns_that_came_meanwhile_have_no_gap_and_those_of_a_removed_sess
     await walked(browser, client, walk)
 
 
-async def test_an_answer_that_more_requests_follow_than_a_page_has_ends_on_the_page_too(
+async def test_the_console_shows_the_end_of_an_answer_even_if_more_requests_wait_than_a_page_has(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -132,7 +132,7 @@ async def test_an_answer_that_more_requests_follow_than_a_page_has_ends_on_the_p
     await walked(browser, client, walk)
 
 
-async def test_the_menu_stays_open_while_an_answer_ends_and_delete_ends_a_running_one(
+async def test_the_menu_stays_open_while_an_answer_ends_and_delete_removes_a_session_with_a_running_answer(
     browser: Browser, local_worker: Start, endless_model: Any
 ) -> None:
     client = (await local_worker(model=str(endless_model))).client
@@ -168,7 +168,7 @@ async def test_the_menu_stays_open_while_an_answer_ends_and_delete_ends_a_runnin
     await walked(browser, client, walk)
 
 
-async def test_another_answer_needs_no_name_that_is_taken_and_leaves_nothing_when_it_fails(
+async def test_regenerate_picks_a_free_session_name_and_creates_no_session_if_its_options_are_invalid(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -195,7 +195,9 @@ async def test_another_answer_needs_no_name_that_is_taken_and_leaves_nothing_whe
     await walked(browser, client, walk)
 
 
-async def test_a_double_click_on_regenerate_asks_once(browser: Browser, local_worker: Start) -> None:
+async def test_a_double_click_on_regenerate_starts_only_one_new_answer(
+    browser: Browser, local_worker: Start
+) -> None:
     client = (await local_worker()).client
     await client.session("plan").generate(messages=[{"role": "user", "content": "?"}], max_tokens=3)
 
@@ -214,7 +216,9 @@ async def test_a_double_click_on_regenerate_asks_once(browser: Browser, local_wo
     await walked(browser, client, walk)
 
 
-async def test_close_ends_the_variants_that_are_still_open(browser: Browser, local_worker: Start) -> None:
+async def test_close_ends_a_variant_that_is_still_open_although_another_one_is_closed(
+    browser: Browser, local_worker: Start
+) -> None:
     client = (await local_worker()).client
     session = client.session("plan")
     await session.generate(messages=[{"role": "user", "content": "?"}], max_tokens=3)
@@ -234,7 +238,7 @@ async def test_close_ends_the_variants_that_are_still_open(browser: Browser, loc
     await walked(browser, client, walk)
 
 
-async def test_a_question_that_arrives_late_shows_no_page_that_was_left(
+async def test_a_question_that_is_sent_late_does_not_take_the_user_back_from_another_page(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -258,7 +262,7 @@ async def test_a_question_that_arrives_late_shows_no_page_that_was_left(
     await walked(browser, client, walk)
 
 
-async def test_an_option_that_is_not_valid_is_shown_also_if_it_was_folded(
+async def test_an_invalid_option_is_shown_and_focused_even_if_the_options_were_folded(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -275,7 +279,7 @@ async def test_an_option_that_is_not_valid_is_shown_also_if_it_was_folded(
     await walked(browser, client, walk)
 
 
-async def test_the_list_of_sessions_keeps_its_focus_and_has_no_page_behind_the_last(
+async def test_the_session_list_keeps_its_focus_after_a_refresh_and_shows_no_page_behind_the_last(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -300,7 +304,7 @@ async def test_the_list_of_sessions_keeps_its_focus_and_has_no_page_behind_the_l
     await walked(browser, client, walk)
 
 
-async def test_the_list_of_models_keeps_its_focus_while_a_download_goes_on(
+async def test_the_model_list_keeps_its_focus_while_a_download_goes_on(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -319,7 +323,7 @@ async def test_the_list_of_models_keeps_its_focus_while_a_download_goes_on(
     await walked(browser, client, walk)
 
 
-async def test_a_page_whose_first_request_was_lost_gets_all_that_it_may_do(
+async def test_a_page_whose_first_request_failed_recovers_with_its_message_field_once_the_console_answers(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -342,7 +346,7 @@ async def test_a_page_whose_first_request_was_lost_gets_all_that_it_may_do(
     await walked(browser, client, walk)
 
 
-async def test_the_count_of_a_message_that_cannot_be_counted_goes(
+async def test_the_token_count_disappears_if_the_current_message_cannot_be_counted(
     browser: Browser, local_worker: Start
 ) -> None:
     """It is of an earlier text; and the browser may have no place for the draft of the new one."""
@@ -363,7 +367,9 @@ async def test_the_count_of_a_message_that_cannot_be_counted_goes(
     await walked(browser, client, walk)
 
 
-async def test_a_page_that_was_left_asks_for_nothing(browser: Browser, local_worker: Start) -> None:
+async def test_a_page_that_the_user_has_left_sends_no_requests_when_its_download_ends(
+    browser: Browser, local_worker: Start
+) -> None:
     client = (await local_worker()).client
 
     def walk(_: Any) -> None:
@@ -388,7 +394,7 @@ async def test_a_page_that_was_left_asks_for_nothing(browser: Browser, local_wor
     await walked(browser, client, walk)
 
 
-async def test_the_list_of_conversations_takes_no_focus_from_the_tree_of_forks(
+async def test_a_refresh_of_the_conversation_list_leaves_the_focus_in_the_tree_of_forks(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client

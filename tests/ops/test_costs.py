@@ -66,7 +66,9 @@ async def total(kept: SessionCosts, log: Log) -> Cost:
     return found
 
 
-async def test_costs_are_summed_of_new_results_alone_and_of_all_once_a_log_was_restored(log: Log) -> None:
+async def test_session_costs_count_only_new_results_and_start_again_if_the_log_has_lost_entries(
+    log: Log,
+) -> None:
     """A log that has lost its end gives the lost sequences to other entries."""
     client: Any = SimpleNamespace(stored=None)
     kept = SessionCosts(client)

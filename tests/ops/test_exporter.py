@@ -85,7 +85,7 @@ def test_every_field_of_the_metrics_message_is_exported() -> None:
 
 
 @pytest.mark.parametrize("field", Totals.__struct_fields__)
-def test_each_field_of_totals_is_in_the_metrics_message_and_in_prometheus_without_further_code(
+def test_each_field_of_totals_appears_in_the_metrics_message_and_in_prometheus(
     field: str,
 ) -> None:
     telemetry = Telemetry()
@@ -109,7 +109,7 @@ def test_metrics_by_tenant_are_exported_only_if_a_worker_sends_them() -> None:
     assert found[key("tenant_restored_tokens_total", tenant="acme")] == 5
 
 
-def test_exported_metrics_are_labelled_by_worker_and_by_outcome_or_reason() -> None:
+def test_exported_metrics_have_labels_for_the_worker_and_for_the_outcome_or_reason() -> None:
     found = shown(metrics("w1"))
     assert found[key("prefilled_tokens_total")] == 10
     assert found[key("resident_kv_bytes")] == 1024
@@ -125,7 +125,7 @@ def test_histogram_buckets_are_cumulative_and_end_with_the_count() -> None:
     assert (found[key(f"{name}_sum")], found[key(f"{name}_count")]) == (1.5, 3)
 
 
-def test_a_histogram_that_a_worker_does_not_send_is_left_out() -> None:
+def test_the_metrics_page_leaves_out_a_histogram_that_a_worker_does_not_send() -> None:
     histogram = Histogram(bounds=(1.0,), counts=(1, 0), sum=0.5, count=1)
     assert key("queue_time_seconds_count") in shown(structs.replace(metrics("w1"), queue_time=histogram))
     assert key("queue_time_seconds_count") not in shown(structs.replace(metrics("w1"), queue_time=UNSET))
@@ -270,7 +270,7 @@ class Page:
         return families([], None, connected=True)
 
 
-async def test_the_exporter_on_loopback_answers_only_local_host_names() -> None:
+async def test_an_exporter_on_a_loopback_address_answers_only_requests_for_local_host_names() -> None:
     with listening("127.0.0.1", 0) as listener:
         running = server(metrics_app(Page()), 1)
         task, url = asyncio.create_task(running.serve(sockets=[listener])), url_of(listener)

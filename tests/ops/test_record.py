@@ -104,7 +104,7 @@ def test_a_replay_leaves_out_a_forgotten_session_and_repeats_no_close_that_forge
     assert [getattr(one.request, "forget", None) for one in kept] == [None, False, None]
 
 
-def test_a_time_range_selects_sessions_that_began_in_it_with_their_entries_before_its_end() -> None:
+def test_a_time_range_selects_sessions_that_began_within_it_and_their_entries_before_its_end() -> None:
     log = paired(KEY, [entry(seq, "in", APPEND, at_s) for seq, at_s in ((1, 0), (2, 5), (3, 9))])
     first, second, third = (one.entry.stored for one in log.asked)
     assert [one.entry.seq for one in within(log, None, None).asked] == [1, 2, 3]

@@ -75,7 +75,7 @@ async def test_sessions_are_listed_with_their_state_position_worker_model_and_en
     assert shown.stdout.splitlines()[-1] == last
 
 
-async def test_sessions_are_listed_the_same_after_their_answered_requests_have_left_the_log(
+async def test_the_list_of_sessions_does_not_change_when_their_answered_requests_leave_the_log(
     local_worker: Start,
 ) -> None:
     worker = await filled(local_worker)
@@ -407,7 +407,7 @@ def test_sessions_forked_from_each_other_in_a_circle_are_shown_once() -> None:
     ] == [["a", "b", "c"]]
 
 
-def test_forks_of_more_levels_than_can_be_shown_are_refused_in_one_line() -> None:
+def test_a_tree_of_more_fork_levels_than_can_be_shown_is_refused_in_one_line() -> None:
     with pytest.raises(TurnkeepError, match="too many levels deep"):
         trees([row(f"s{number}", f"s{number - 1}") for number in range(5000)])
 

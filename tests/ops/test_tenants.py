@@ -224,7 +224,9 @@ async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(server:
     assert (shown.returncode, shown.stderr) == (0, "")
 
 
-async def test_the_metrics_user_may_publish_and_subscribe_to_nothing_else(server: Server) -> None:
+async def test_the_metrics_user_may_neither_publish_nor_subscribe_to_anything_but_its_few_allowed_subjects(
+    server: Server,
+) -> None:
     refused: list[str] = []
     watcher = await server.raw("metrics", refused)
     kinds = ("in", "image.x", "ctl", "ask", "commit", "out", "chunk.g", "checkpoint", "dead", "closed")

@@ -155,7 +155,9 @@ async def test_verify_reports_a_result_that_was_changed_or_duplicated(local_work
 
 
 @pytest.mark.parametrize(
-    ("what", "lie"), [("", 0), ("position", 0), ("position", 7777), (HISTORY_HEADER, "00" * 16)]
+    ("what", "lie"),
+    [("", 0), ("position", 0), ("position", 7777), (HISTORY_HEADER, "00" * 16)],
+    ids=["sound", "position 0", "position 7777", "other history"],
 )
 async def test_verify_reports_a_cancelled_request_whose_result_states_an_earlier_position_or_other_tokens(
     local_worker: Start, what: str, lie: object

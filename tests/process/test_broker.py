@@ -131,7 +131,7 @@ async def test_a_nats_server_ends_with_the_process_that_started_it_and_the_next_
 
 
 @pytest.mark.process
-async def test_a_killed_shell_of_a_nats_server_takes_the_server_with_it(embed, directory, settings):
+async def test_a_nats_server_whose_shell_is_killed_ends_and_is_started_again(embed, directory, settings):
     server = embed(directory, settings)
     await server.start()
     killed = server.pid
@@ -209,7 +209,9 @@ async def test_the_nats_server_speaks_websocket_only_on_the_port_set_for_it(
     check_port(unused_port)
 
 
-async def test_the_nats_server_works_in_a_data_directory_with_odd_characters(embed, tmp_path, settings):
+async def test_the_nats_server_starts_in_a_data_directory_with_odd_characters_in_its_name(
+    embed, tmp_path, settings
+):
     with DataDir.open(tmp_path / 'a b$HOME "ü\\n') as directory:
         server = embed(directory, settings)
         await server.start()

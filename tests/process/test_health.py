@@ -156,7 +156,7 @@ async def test_a_worker_that_cannot_renew_its_membership_record_is_not_ready(
     await unready(worker.app)
 
 
-async def test_a_worker_whose_device_thread_hangs_reports_it(
+async def test_a_worker_whose_device_thread_hangs_reports_itself_as_not_ready_with_the_reason(
     local_worker: Callable[..., Awaitable[LocalWorker]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker()

@@ -49,7 +49,7 @@ def faults(size_bytes: int) -> list[int]:
 
 
 @needs_glibc
-def test_allocating_within_the_memory_reserve_causes_few_page_faults_also_the_second_time() -> None:
+def test_repeated_allocation_within_the_memory_reserve_causes_few_page_faults() -> None:
     assert max(faults(64 * MIB)) < PAGES / 10
 
 

@@ -199,7 +199,7 @@ async def test_a_worker_that_ends_is_reported_gone_once_and_within_a_second(memb
     assert not ended(first), "once, though its record is there for two seconds"
 
 
-async def test_a_worker_that_is_back_under_its_name_before_its_end_is_noticed_is_reported_gone_once(members):
+async def test_a_worker_that_rejoins_before_its_death_is_noticed_is_reported_gone_exactly_once(members):
     """Else nobody takes the sessions that it had and that belong to other workers."""
     first, dead, back = await members("a", "one"), await members("b", "two"), await members("b", "two")
     await first.join()
@@ -259,7 +259,7 @@ async def test_a_worker_that_stops_renewing_its_record_counts_as_present_while_i
     assert list(first.others) == ["second"]
 
 
-async def test_garbage_in_the_membership_stream_is_ignored(members):
+async def test_invalid_messages_in_the_membership_stream_are_ignored(members):
     one = await members("w", "d")
     await ensure_records(one._js, one._subjects, None)
     for garbage in (b"", b"{}", b"\xff", b'{"worker":1}'):

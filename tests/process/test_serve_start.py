@@ -98,7 +98,7 @@ def test_a_worker_without_a_terminal_logs_without_colours_that_it_converts_a_mod
     assert "\x1b" not in done.stderr
 
 
-def test_serve_does_not_take_what_a_models_code_prints_for_a_report_of_the_worker(
+def test_serve_does_not_mistake_the_output_of_a_models_code_for_a_report_of_its_worker(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     """Importing mlx-lm's olmo prints a line on standard output, and then exits."""

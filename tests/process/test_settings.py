@@ -92,13 +92,13 @@ def test_a_setting_takes_the_common_spellings_of_its_value_from_flags_variables_
         assert getattr(load({}, {}, None, tmp_path), name) == read
 
 
-def test_words_such_as_auto_and_packaged_reset_a_setting_of_the_file_to_its_default(tmp_path):
+def test_the_words_embedded_auto_and_packaged_reset_settings_of_the_file_to_their_defaults(tmp_path):
     write(tmp_path, 'nats = "nats://queue:4222"\ndevice_memory = "1GiB"\nmodel = "some/model"\n')
     settings = load({"nats": "embedded", "device_memory": "auto", "model": "packaged"}, {}, None, tmp_path)
     assert (settings.nats, settings.device_memory, settings.model) == (None, None, None)
 
 
-def test_the_limits_of_tenants_are_a_table_of_the_file_or_one_text(tmp_path):
+def test_tenant_limits_can_be_a_table_of_the_settings_file_or_one_text(tmp_path):
     write(tmp_path, "[tenants]\nrows = 2\nmemory = '1GiB'\n[models.a]\nmodel = 'x'\n")
     expected = TenantLimits(rows=2, memory=2**30)
     assert load({}, {}, None, tmp_path).tenants == expected
@@ -179,7 +179,7 @@ HEALTHLESS = ("", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80
         ("log_level", ["info"], "one of auto, debug, info, warning, error"),
     ],
 )
-def test_an_invalid_value_is_refused_with_the_values_that_are_allowed(tmp_path, name, value, right):
+def test_an_invalid_value_of_a_setting_is_refused_with_the_allowed_values(tmp_path, name, value, right):
     message = refusal({name: value}, cwd=tmp_path)
     assert message.startswith("--" + name.replace("_", "-") + ": ")
     assert right in message

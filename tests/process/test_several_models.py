@@ -168,7 +168,7 @@ async def test_an_unloaded_model_is_listed_as_one_that_reads_images_if_it_does(
     assert at.workers() == {}
 
 
-async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_just_before_it_gets_them(
+async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_before_they_are_passed_on(
     nats_url: str,
 ) -> None:
     """The supervisor then cancels `end`."""
@@ -194,7 +194,7 @@ async def test_requests_for_a_loading_model_stay_held_if_its_worker_dies_just_be
     await nc.close()
 
 
-async def test_a_request_to_load_a_model_gets_an_answer_also_if_the_supervisor_fails_on_it(
+async def test_a_request_to_load_a_model_is_answered_with_an_error_if_the_supervisor_fails(
     nats_url: str,
 ) -> None:
     async def fails(_: object) -> str:
@@ -212,7 +212,7 @@ async def test_a_request_to_load_a_model_gets_an_answer_also_if_the_supervisor_f
     await nc.close()
 
 
-async def test_one_tenants_questions_to_a_model_that_is_being_loaded_leave_room_for_another_tenants(
+async def test_waiting_requests_of_one_tenant_for_a_loading_model_leave_places_for_other_tenants(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("worker.wire.activator._MOST_HELD", 8)
@@ -336,7 +336,7 @@ async def test_a_model_in_use_is_unloaded_only_when_another_has_waited_long_enou
         await waiting
 
 
-async def test_a_model_that_is_unloaded_while_another_waits_for_its_memory_spares_a_third_one(
+async def test_a_model_that_waits_for_memory_unloads_no_other_model_once_one_has_been_unloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is unloaded while the other models are asked whether they have work."""
@@ -486,7 +486,7 @@ async def test_workers_assume_that_an_external_server_syncs_every_two_minutes_un
     assert told._models[0].settings.sync_s == 0
 
 
-async def test_a_worker_ends_in_order_although_its_waiting_process_was_ended_before() -> None:
+async def test_a_worker_that_stops_raises_no_error_if_its_standby_process_was_killed_before() -> None:
     """As by whoever sends SIGTERM to all of its processes."""
     waiting = Standby()
     process = await waiting.hire()

@@ -286,7 +286,7 @@ async def test_leaving_the_async_with_block_before_the_acknowledgement_cancels_t
     assert len(ids) == 1
 
 
-async def test_a_reader_s_pauses_do_not_count_as_waiting_for_the_next_chunk(
+async def test_a_readers_pauses_do_not_count_as_waiting_for_the_next_chunk(
     client: Client, worker: FakeWorker
 ) -> None:
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -455,7 +455,7 @@ async def test_a_call_whose_result_was_removed_from_the_log_raises_an_error_inst
         await client.session("s1").append(text="hi", timeout_s=20)
 
 
-async def test_a_call_whose_request_was_the_log_s_last_entry_and_was_removed_raises_after_a_delay(
+async def test_a_call_whose_request_was_the_last_log_entry_and_was_removed_raises_an_error_after_a_delay(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only after that time is it certain that no replica merely lags behind."""
@@ -673,7 +673,7 @@ async def test_a_second_waiter_gets_the_answer_if_the_first_is_cancelled_before_
     assert subscriptions(client) == 0
 
 
-async def test_both_waiters_for_an_answer_get_the_error_of_the_session_s_refused_open(
+async def test_both_waiters_for_an_answer_get_the_error_of_the_refused_open_of_their_session(
     client: Client, worker: FakeWorker
 ) -> None:
     worker.script = refuse
@@ -768,7 +768,7 @@ async def acknowledge_by_hand(
     await heard(worker.nats)
 
 
-async def test_a_result_that_arrives_before_its_request_s_acknowledgement_is_not_lost(
+async def test_a_result_that_arrives_before_the_acknowledgement_of_its_request_is_not_lost(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is kept until the acknowledgement names the request's sequence; other results are ignored."""

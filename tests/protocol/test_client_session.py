@@ -113,7 +113,7 @@ async def test_a_result_of_an_unknown_type_raises_an_error_that_asks_to_update_t
             await call
 
 
-def test_the_session_s_generate_method_takes_every_field_of_a_generate_request() -> None:
+def test_the_generate_method_of_a_session_takes_every_field_of_a_generate_request() -> None:
     own = {field.name for field in msgspec.structs.fields(Generate)}
     explicit = set(inspect.signature(Session.generate).parameters) - {
         "self",

@@ -63,7 +63,7 @@ _PIECES = st.sampled_from([b"Name", b"a", b":", b" ", b"\r\n", b"\n", b"\t", b"\
 
 @given(st.lists(_PIECES).map(b"".join))
 @example(b"a: \xff\r\n")
-def test_headers_are_parsed_as_by_nats_py(raw: bytes) -> None:
+def test_message_headers_are_parsed_as_nats_py_parses_them(raw: bytes) -> None:
     assert Nats._parse_header_lines(raw) == Client._parse_header_lines(raw)
 
 
@@ -155,7 +155,7 @@ async def test_a_url_without_a_valid_host_and_port_raises_an_error_that_names_it
 
 
 @pytest.mark.parametrize(("platform", "is_named"), [("darwin", True), ("linux", False)])
-def test_a_host_without_route_names_macos_permission_for_the_local_network(
+def test_the_error_for_an_unreachable_host_names_the_local_network_permission_only_on_macos(
     monkeypatch: pytest.MonkeyPatch, platform: str, is_named: bool
 ) -> None:
     monkeypatch.setattr(nats_client.sys, "platform", platform)

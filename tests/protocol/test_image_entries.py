@@ -36,7 +36,7 @@ async def test_a_client_stores_an_image_again_that_it_had_stored_before_a_close_
     assert (await client.stored.subjects())[KEY] == {"image": 2, "closed": 1}
 
 
-async def test_a_request_with_an_image_waits_like_others_while_the_nats_server_is_down(
+async def test_a_request_with_an_image_waits_while_the_nats_server_is_down_and_is_stored_afterwards(
     client: Client, worker: FakeWorker, server: NatsServer
 ) -> None:
     server.kill()

@@ -227,14 +227,16 @@ def test_the_asyncapi_document_matches_the_code() -> None:
     assert asyncapi.main(["--check", str(WRITTEN)]) == 0
 
 
-def test_every_schema_of_the_document_is_valid_json_schema(document: dict[str, Any]) -> None:
+def test_every_schema_of_the_asyncapi_document_is_valid_json_schema(document: dict[str, Any]) -> None:
     """Valid under draft 7 and 2020-12: AsyncAPI 3 accepts what both drafts accept."""
     for name in document["components"]["schemas"]:
         for draft in (jsonschema.Draft7Validator, jsonschema.Draft202012Validator):
             draft.check_schema(schema_of(document, name))
 
 
-def test_channels_operations_and_messages_of_the_document_are_consistent(document: dict[str, Any]) -> None:
+def test_channels_operations_and_messages_of_the_asyncapi_document_are_consistent(
+    document: dict[str, Any],
+) -> None:
     used = set()
     for name, channel in document["channels"].items():
         assert set(re.findall(r"{(\w+)}", channel["address"] or "")) == set(channel.get("parameters", {}))
@@ -250,7 +252,9 @@ def test_channels_operations_and_messages_of_the_document_are_consistent(documen
     assert reached == set(document["channels"])
 
 
-def test_every_message_of_the_document_has_an_example_in_these_tests(document: dict[str, Any]) -> None:
+def test_every_message_of_the_asyncapi_document_has_an_example_in_these_tests(
+    document: dict[str, Any],
+) -> None:
     assert {type(each).__name__ for each in EXAMPLES} | {"EndOfTokens", "Image"} == set(
         document["components"]["messages"]
     )
@@ -281,7 +285,7 @@ def test_requests_that_a_worker_refuses_are_invalid_under_their_schema(
 
 @pytest.mark.packaging
 @pytest.mark.registry("npm")
-def test_the_official_asyncapi_parser_accepts_the_document(tmp_path: Path) -> None:
+def test_the_official_asyncapi_parser_accepts_the_asyncapi_document(tmp_path: Path) -> None:
     """AsyncAPI's own parser, which other tools use, reports no error."""
     install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--ignore-scripts"]
     subprocess.run([*install, "@asyncapi/parser@3.6.6"], cwd=tmp_path, check=True, timeout=120)

@@ -105,7 +105,7 @@ async def test_recorded_logs_are_read_as_the_typescript_client_reads_them(name: 
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_reading_any_part_of_a_log_gives_its_results_with_their_requests_and_its_waiting_requests() -> (
+async def test_reading_a_part_of_a_log_gives_its_results_with_their_requests_and_its_waiting_requests() -> (
     None
 ):
     whole = await read(stream(), GARDEN)
@@ -141,7 +141,7 @@ async def test_an_entry_that_only_a_lagging_replica_lacks_does_not_count_as_remo
     assert await LogStream(wire, Subjects()).get(SessionKey("default", "running"), "in", 26) is not None
 
 
-async def test_of_two_results_of_a_request_the_first_one_counts() -> None:
+async def test_the_first_of_two_results_of_a_request_counts() -> None:
     log = await read(stream(), GARDEN)
     entries = [*(one.entry for one in log.asked), *(one.entry for one in log.answers)]
     twice = log.answers[1].entry._replace(seq=99)

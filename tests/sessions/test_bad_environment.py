@@ -219,7 +219,7 @@ def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
     assert not loaded & {"mlx", "mlx_lm", "transformers", "nats", "numpy"}
 
 
-async def test_each_command_without_a_nats_server_exits_with_one_line_that_names_a_remedy(
+async def test_commands_without_a_nats_server_exit_with_one_line_that_names_a_remedy(
     tmp_path: Path,
 ) -> None:
     commands = [("ask", "hello"), ("info",), ("info", "s"), ("cancel", "s", "r"), ("chat",)]

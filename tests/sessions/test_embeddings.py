@@ -31,7 +31,7 @@ def expected(loaded: Any, text: str) -> np.ndarray[Any, Any]:
     return np.array(hidden / mx.linalg.norm(hidden))
 
 
-async def test_an_embedding_is_the_last_tokens_hidden_state_also_for_texts_of_many_blocks(
+async def test_an_embedding_is_the_hidden_state_of_the_last_token_even_for_texts_of_many_blocks(
     local_worker: Start, embedding_model: Path
 ) -> None:
     """With fewer dimensions it has the length 1 too. It leaves neither log entries nor KV."""
@@ -92,7 +92,7 @@ async def test_an_input_that_cannot_be_embedded_is_refused_with_the_reason(
         await small.client.embed([[40] * TINY_CONTEXT])
 
 
-async def test_with_input_tokens_an_input_is_cut_to_them_or_to_what_fits_and_keeps_its_end_token(
+async def test_an_embedding_input_is_cut_to_the_requested_length_or_to_what_fits_and_keeps_its_end_token(
     local_worker: Start, embedding_model: Path
 ) -> None:
     """This model's tokens are bytes, and each text ends with a token for its end."""

@@ -101,7 +101,7 @@ async def test_a_request_cancelled_behind_a_close_that_forgets_stays_answered_un
         world.crash()
 
 
-async def test_the_result_of_a_cancelled_waiting_request_is_not_stored_if_it_has_become_the_next_request(
+async def test_the_result_of_a_cancel_is_not_stored_if_its_request_has_meanwhile_become_the_next_one(
     world,
 ) -> None:
     """Another worker may have begun to answer it since it was found to wait."""
@@ -116,7 +116,7 @@ async def test_the_result_of_a_cancelled_waiting_request_is_not_stored_if_it_has
     assert await log.commit(second, None, waits=True) is not None
 
 
-async def test_a_cancel_looks_again_whether_its_request_was_begun_once_that_is_the_next_one(
+async def test_a_cancel_checks_again_for_a_begun_answer_when_its_request_becomes_the_next_one(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the next request can have been begun, and while the cancel looked the one before was answered."""
@@ -135,7 +135,7 @@ async def test_a_cancel_looks_again_whether_its_request_was_begun_once_that_is_t
     assert were_next == [False, True]
 
 
-async def test_the_result_of_a_cancelled_waiting_request_proves_no_checkpoint(
+async def test_the_result_of_a_cancelled_waiting_request_does_not_count_as_proof_of_a_checkpoint(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that reads the log does not take it for a proof either."""
@@ -148,7 +148,7 @@ async def test_the_result_of_a_cancelled_waiting_request_proves_no_checkpoint(
     assert (await world.refolded()).log.record.proven_seq == proven_seq
 
 
-async def test_the_close_that_is_left_of_a_forgotten_session_proves_no_checkpoint(
+async def test_the_remaining_close_of_a_forgotten_session_does_not_count_as_proof_of_a_checkpoint(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What its digest says of is gone."""
@@ -163,7 +163,7 @@ async def test_the_close_that_is_left_of_a_forgotten_session_proves_no_checkpoin
     assert [one.kind for one in world.log.entries] == ["out"], "without a checkpoint"
 
 
-async def test_a_repeat_that_was_not_read_yet_does_not_wait_as_its_first_request_has_a_result(world) -> None:
+async def test_an_unread_repeat_does_not_wait_if_the_first_request_with_its_id_has_a_result(world) -> None:
     """That result was stored out of order, so the requests before it are not read either."""
     for name in ("first", "late", "late"):
         world.publish(Append(id=name, text="one"))
@@ -353,7 +353,7 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("repeated", ASKED.values(), ids=ASKED)
-async def test_a_repeat_answered_by_a_worker_that_could_not_read_the_log_does_not_break_the_session(
+async def test_a_session_continues_after_a_repeat_was_answered_by_a_worker_that_could_not_read_the_log(
     world: World, repeated: Any
 ) -> None:
     for request in ASKED.values():

@@ -101,7 +101,7 @@ async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_pos
 
 @pytest.mark.usefixtures("often")
 @pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
-async def test_a_fork_of_a_long_session_has_its_whole_history_also_after_a_restart(
+async def test_a_fork_of_a_long_session_has_the_whole_history_of_its_parent_even_after_a_restart(
     local_worker: Start, endless_model: Path, cache: dict[str, Any] | None
 ) -> None:
     worker = await local_worker(model=str(endless_model))

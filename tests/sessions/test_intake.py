@@ -75,9 +75,7 @@ async def test_a_tenant_gets_sessions_up_to_its_limit_and_in_a_full_worker_up_to
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
 
-async def test_requests_returned_for_one_tenant_come_back_one_after_another_and_delay_no_other_tenants() -> (
-    None
-):
+async def test_requests_returned_for_one_tenant_come_back_one_by_one_and_delay_no_other_tenants() -> None:
     intake = intake_for(9)
     flood = [Delivered(f"s{seq}", seq, tenant="loud") for seq in range(10_000)]
     mine = [Delivered(f"s{seq}", 10_000 + seq, tenant="quiet") for seq in range(3)]
@@ -98,7 +96,7 @@ async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unackno
     assert [one.is_acked for one in deliveries] == [True, False, True, True]
 
 
-async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_count_as_at_work() -> None:
+async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_count_as_active() -> None:
     stored = {5: STORED, 6: STORED + timedelta(seconds=1)}
 
     async def entry(seq: int) -> Any:
@@ -113,7 +111,7 @@ async def test_sessions_whose_requests_a_restarted_server_has_lost_no_longer_cou
 
 
 @pytest.mark.parametrize("told", ["ack", "keep alive", "return"])
-async def test_a_restarted_server_is_told_nothing_of_deliveries_whose_sequences_it_may_have_reused(
+async def test_a_worker_tells_a_restarted_server_nothing_of_deliveries_whose_sequences_may_be_reused(
     told: str,
 ) -> None:
     """The last three deliveries are lost: there another session's request may have been delivered."""
@@ -304,7 +302,7 @@ def delivery() -> Any:
 
 
 @pytest.mark.parametrize("drains", ["", "a", "ab", "abc"])
-async def test_exactly_one_worker_takes_a_delivery_whatever_owners_they_remember_and_whichever_drain(
+async def test_exactly_one_worker_takes_a_delivery_whatever_owners_the_workers_remember_and_whichever_drain(
     drains: str,
 ) -> None:
     """One that takes sessions, and after three requests to others at most."""

@@ -100,7 +100,7 @@ async def test_a_request_that_raises_an_unknown_error_three_times_fails_and_beco
 
 
 @pytest.mark.usefixtures("_soon")
-async def test_a_request_of_a_session_whose_log_cannot_be_read_fails_and_other_sessions_work(
+async def test_a_request_of_a_session_whose_log_cannot_be_read_fails_and_other_sessions_are_answered(
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = await wire()

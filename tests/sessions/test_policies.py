@@ -76,7 +76,7 @@ async def test_clients_can_choose_only_a_bounded_number_of_different_policies(wo
     await world.assert_fold_is_life()
 
 
-def test_one_tenants_many_different_policies_leave_some_for_another_tenant() -> None:
+def test_many_cache_policies_of_one_tenant_leave_room_for_policies_of_another_tenant() -> None:
     limits = RequestLimits(None, FULL, context_tokens=4096, block_tokens=32, vocab_size=9)  # type: ignore[arg-type]
     for window in range(MOST_POLICIES):
         limits.note(Policy(4, 40 + window), "loud")

@@ -80,7 +80,7 @@ async def test_a_request_whose_result_the_server_lost_is_answered_again(
 
 
 @pytest.mark.simulated
-async def test_a_request_that_is_not_delivered_again_is_answered_even_if_its_worker_left_it_to_another(
+async def test_a_request_that_the_server_has_lost_and_not_delivered_again_is_searched_for_and_answered(
     quiet_wire: Start, server: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server has lost a result and kept the ack; the session's worker was away when it was looked for."""
@@ -173,6 +173,7 @@ async def test_after_each_start_of_the_server_undelivered_requests_are_searched_
 @pytest.mark.parametrize(
     ("after", "comes_back", "is_stored"),
     [(0, "same", True), (0, "other", False), (0, "same, without the request", False), (1, "other", False)],
+    ids=["same server", "other server", "without the request", "other server after a result"],
 )
 async def test_a_result_that_waits_for_the_server_is_stored_only_if_the_server_still_has_the_request(
     after: int, comes_back: str, is_stored: bool
@@ -332,7 +333,7 @@ async def test_a_damaged_session_can_be_removed_and_its_name_used_again(
         assert (await session.append(text="more", timeout_s=15)).position == 4
 
 
-async def test_a_session_continues_after_its_last_turn_before_the_damage_in_the_log_file(
+async def test_a_session_continues_from_its_last_turn_before_the_damage_in_the_log_file(
     log: Damaged, local_worker: Start
 ) -> None:
     """The server drops the entries after the damage, so its consumer may have passed the next sequences."""

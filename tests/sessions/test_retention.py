@@ -137,7 +137,7 @@ async def until_left(
     raise AssertionError((ids, sorted(found)))
 
 
-async def test_a_closed_session_leaves_the_log_after_closed_ttl_s_and_an_open_one_stays(
+async def test_a_closed_session_leaves_the_log_after_its_time_to_live_and_an_open_one_stays(
     quiet_wire: Start,
 ) -> None:
     w = await quiet_wire(closed_ttl_s=0.5)
@@ -780,7 +780,7 @@ async def test_an_erasure_note_is_tried_again_until_it_is_carried_out_and_stays_
 
 
 @pytest.mark.parametrize(("boot", "num_erased"), [("an empty directory's", 0), (erasures.TIER, 1)])
-async def test_a_starting_worker_skips_older_erasure_notes_if_its_cache_is_empty_but_not_with_an_unknown_tier(
+async def test_a_starting_worker_skips_older_erasure_notes_if_its_cache_is_empty_unless_its_tier_is_unknown(
     quiet_wire: Start, boot: str, num_erased: int
 ) -> None:
     """Each takes milliseconds, and a log may have 100,000. A tier of which nothing is known may have KV."""

@@ -130,7 +130,7 @@ async def test_raw_text_with_an_answer_prefix_gets_the_same_answer_as_both_joine
     assert (given.tokens, given.position) == (plain.tokens, plain.position)
 
 
-async def test_with_own_sampling_the_options_that_a_request_leaves_out_are_those_the_model_recommends(
+async def test_with_own_sampling_the_options_that_a_request_omits_are_those_recommended_by_the_model(
     local_worker: Callable[..., Awaitable[Any]], tiny_model: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "own"
@@ -154,7 +154,7 @@ async def test_with_own_sampling_the_options_that_a_request_leaves_out_are_those
     assert greedy == plain
 
 
-async def test_samples_gives_different_answers_to_one_prompt_and_leaves_the_session_unchanged(
+async def test_the_samples_call_gives_different_answers_to_one_prompt_and_leaves_the_session_unchanged(
     client: Client,
 ) -> None:
     session = client.session("s")

@@ -393,7 +393,11 @@ async def test_a_workers_own_attempt_that_others_took_for_a_crash_does_not_count
     assert isinstance(world.result(seq), Appended)
 
 
-@pytest.mark.parametrize(("num_busy", "noted", "is_tried"), [(0, 3, False), (1, 3, True), (1, 4, False)])
+@pytest.mark.parametrize(
+    ("num_busy", "noted", "is_tried"),
+    [(0, 3, False), (1, 3, True), (1, 4, False)],
+    ids=["nobody at work", "a worker at work", "an attempt too many"],
+)
 async def test_an_attempt_of_a_worker_that_only_seemed_to_have_ended_does_not_count_as_failed(
     world: World, monkeypatch: pytest.MonkeyPatch, num_busy: int, noted: int, *, is_tried: bool
 ) -> None:

@@ -168,7 +168,7 @@ async def test_a_tenants_waiting_session_with_a_higher_priority_becomes_active_f
         assert one.came_in[-1] == "important"
 
 
-async def test_a_session_that_waits_for_the_device_stops_waiting_once_it_no_longer_needs_it() -> None:
+async def test_sessions_admitted_at_once_exceed_a_tenants_limit_only_until_others_of_the_tenant_end() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.admit(SessionKey("loud", f"s{MOST + 9}"))
@@ -262,7 +262,7 @@ async def test_metrics_by_tenant_count_restored_tokens_and_active_sessions(
     await answer.cancel()
 
 
-async def test_metrics_name_no_tenant_without_the_setting(
+async def test_metrics_name_no_tenant_unless_the_setting_for_metrics_by_tenant_is_on(
     local_worker: Callable[..., Awaitable[LocalWorker]],
 ) -> None:
     worker = await local_worker()

@@ -318,7 +318,7 @@ def test_each_kind_of_message_adaptation_is_counted_and_rendered(
     assert said in prompt(tokenizers[name], *messages)
 
 
-def test_a_user_message_right_after_an_earlier_requests_one_is_noted_as_joined_for_the_template(
+def test_a_user_message_that_follows_one_of_an_earlier_request_is_noted_as_joined(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     noted = Counter[str]()

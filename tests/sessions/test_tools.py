@@ -339,7 +339,7 @@ async def test_deeply_nested_call_arguments_and_tool_schemas_are_rendered_or_ref
 
 
 @pytest.mark.parametrize("half", ["\\udc00", "\\ud83d", "a\\ud800b"])
-async def test_half_a_character_in_the_arguments_of_a_call_is_told_as_a_replacement_character(
+async def test_half_a_character_in_the_arguments_of_a_call_is_rendered_as_a_replacement_character(
     with_tools: Tokenizer, half: str
 ) -> None:
     """Models write such escapes when they cut an emoji, and clients send the calls again."""
@@ -389,7 +389,7 @@ def oss(model_with_template: Callable[[str, str], Path], harmony: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
+async def test_a_harmony_session_continues_after_an_answer_of_several_messages(
     oss: Tokenizer, keep: bool
 ) -> None:
     world = world_of(oss, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)
@@ -408,7 +408,9 @@ async def test_a_harmony_session_goes_on_after_an_answer_of_several_messages(
 
 
 @pytest.mark.parametrize("said", ["final", "final json", "final <|constrain|>json"])
-async def test_a_format_holds_a_harmony_answer_whose_header_may_name_it(oss: Tokenizer, said: str) -> None:
+async def test_a_format_applies_to_a_harmony_answer_whether_or_not_its_header_names_the_format(
+    oss: Tokenizer, said: str
+) -> None:
     """Otherwise the format would wait for its header until `max_tokens`."""
     text = f'{THOUGHT}<|channel|>{said}<|message|>{{"a": 1}}'
     world = world_of(oss, text)
@@ -423,7 +425,9 @@ async def test_a_format_holds_a_harmony_answer_whose_header_may_name_it(oss: Tok
         assert oss.decode(np.flatnonzero(bits).tolist()) == allowed
 
 
-async def test_the_budget_of_harmonys_reasoning_ends_no_call(oss: Tokenizer) -> None:
+async def test_a_reasoning_budget_ends_the_reasoning_of_a_harmony_answer_but_never_a_call(
+    oss: Tokenizer,
+) -> None:
     text = THOUGHT.replace("Hm.", "H") + TO_WEATHER
     world = world_of(oss, text)
     asked = ask(1, user("Rain?"), tools=(WEATHER,), reasoning=Reasoning(budget=2))
@@ -437,7 +441,7 @@ async def test_the_budget_of_harmonys_reasoning_ends_no_call(oss: Tokenizer) -> 
     assert oss.decode(np.flatnonzero(np.unpackbits(mask, bitorder="little")).tolist()) == "<"
 
 
-async def test_the_rest_of_a_harmony_answer_is_split_as_if_it_came_with_its_beginning(oss: Tokenizer) -> None:
+async def test_a_continued_harmony_answer_is_split_like_an_uninterrupted_one(oss: Tokenizer) -> None:
     whole = THOUGHT + SAID + " And so on."
     for cut in (cut for cut in range(1, len(whole), 3) if "<" not in whole[:cut].rpartition("|>")[2]):
         world = world_of(oss, whole, whole[cut:])

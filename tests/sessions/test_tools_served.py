@@ -170,7 +170,7 @@ async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
     assert one.text in ("yes", "no")
 
 
-async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_restart_in_between(
+async def test_a_forced_harmony_call_follows_the_reasoning_even_after_a_restart_in_between(
     local_worker: Callable[..., Awaitable[Any]], harmony_model: Path
 ) -> None:
     asked: dict[str, Any] = {
@@ -202,7 +202,9 @@ async def test_a_forced_harmony_call_comes_after_the_reasoning_also_after_a_rest
     assert joined(chunks) == [(call.id, call.function.name, call.function.arguments)]
 
 
-async def test_run_tools_calls_functions_and_sends_their_results_and_errors(random: Client) -> None:
+async def test_run_tools_calls_the_functions_and_sends_their_results_and_errors_to_the_session(
+    random: Client,
+) -> None:
     asked: list[Any] = []
 
     async def get_weather(city: str, days: int) -> dict[str, Any]:
@@ -308,7 +310,7 @@ async def test_excessive_tools_or_stop_strings_are_refused_while_another_answer_
     assert (await served.result(running))["tokens"] == expected["tokens"]
 
 
-async def test_a_tool_with_an_unenforceable_schema_leaves_the_other_tools_held_to_theirs(
+async def test_the_arguments_of_other_tools_fit_their_schemas_although_one_schema_cannot_be_enforced(
     served: Wire,
 ) -> None:
     tools = [tool("deep", deep(300)), tool("pick", {"enum": [1, 2]})]

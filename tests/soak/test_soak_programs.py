@@ -61,7 +61,7 @@ async def test_a_short_simulated_day_with_restarts_and_two_models_shows_no_fault
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_one_session_of_many_turns_is_answered_to_its_end_also_after_kills_of_the_worker(
+async def test_a_session_of_many_turns_is_answered_to_its_end_although_its_worker_is_killed(
     tmp_path: Path,
 ) -> None:
     rows = await converse(tmp_path, 20)
