@@ -73,21 +73,6 @@ async def test_a_wrong_model_or_setting_fails_the_start_before_a_stream_is_made(
     await client.close()
 
 
-def test_importing_the_worker_does_not_import_the_slow_model_libraries() -> None:
-    program = "import sys, worker.app; print(sorted({'mlx_lm', 'transformers'} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
-
-
-def test_a_missing_nats_server_is_reported_before_a_model_is_converted(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"junk that would be complained about")
-    done = serve(
-        tmp_path / "data", "--nats", f"nats://127.0.0.1:{free_port()}", "--model", f"{tmp_path}/model.gguf"
-    )
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("{")]
-    assert "127.0.0.1" in line
-    assert "GGUF" not in line
-
-
 def test_a_worker_without_a_terminal_logs_without_colours_that_it_converts_a_model(tmp_path: Path) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
