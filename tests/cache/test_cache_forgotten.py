@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import os
 import sqlite3
 import stat
@@ -40,9 +41,10 @@ async def test_erased_tokens_are_left_in_no_file_of_the_directory(open_store, tm
 
 
 async def test_an_erase_removes_its_index_rows_even_if_a_reader_held_the_index_as_the_store_opened(
-    open_store, tmp_path
+    open_store, tmp_path, monkeypatch
 ) -> None:
     """The store cannot open the file then, and has its rows in memory."""
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, timeout=0.2))
     store = await stored(open_store, TOKENS, OTHER)
     await store.close()
     with contextlib.closing(sqlite3.connect(tmp_path / "cache" / "index.sqlite")) as reader:

@@ -302,7 +302,9 @@ async def test_ask_says_that_the_log_has_not_stored_the_question_if_its_disk_is_
     log = (await js.stream_info(worker.client.subjects.log_stream)).config
     # A server with a full disk answers nothing.
     await js.update_stream(log.evolve(max_bytes=1, no_ack=True))
-    words = [sys.executable, "-m", "commands", "ask", "hello", "--session", "new", *where(worker)]
+    shorter = "import commands.stream as s; s._EVERY_S, s._PATIENCE_S = 1, 2.5"
+    program = f"{shorter}; from commands.cli import main; main()"
+    words = [sys.executable, "-c", program, "ask", "hello", "--session", "new", *where(worker)]
     pipes: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
     def run() -> tuple[int, str]:

@@ -17,6 +17,7 @@ from nats.js.errors import NotFoundError
 
 from tests.parts import LocalWorker, free_port
 from turnkeep_client.errors import RequestFailedError
+from worker.wire import connection
 
 Start = Callable[..., Awaitable[LocalWorker]]
 
@@ -286,9 +287,12 @@ async def test_draining_an_unknown_worker_fails_and_lists_the_running_ones(two: 
     assert done.stderr == f"turnkeep: no worker three serves the prefix {prefix!r}; there are: one, two\n"
 
 
-def test_drain_without_a_server_names_the_command_that_starts_a_worker(tmp_path: Path) -> None:
+async def test_drain_without_a_server_names_the_command_that_starts_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(connection.connect.__kwdefaults__, "timeout_s", 0.5)
     place = f"--data-dir {tmp_path} --nats-port {free_port()}"
-    done = turnkeep("drain", "one", *place.split())
+    done = await command("drain", "one", *place.split())
     assert done.returncode == 1
     assert done.stderr.endswith(f"(connection refused); start a worker with: turnkeep serve {place}\n")
 

@@ -88,7 +88,8 @@ async def test_a_worker_whose_terminal_is_closed_stops_its_answer_saves_its_kv_a
 
 
 def test_the_commands_serve_and_bench_import_no_slow_library_before_they_need_it() -> None:
-    program = "import sys, commands.serve, worker.app; print({'rich', 'attr'} & set(sys.modules));"
+    slow = {"rich", "attr", "mlx_lm", "transformers"}
+    program = f"import sys, commands.serve, worker.app; print({slow} & set(sys.modules));"
     program += "import bench.peers; print({'openai'} & set(sys.modules)); import rich, openai"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\nset()\n"
@@ -106,7 +107,7 @@ def locking(data: Path, note: str) -> TextIO:
 
 @pytest.mark.parametrize("has_lock", [True, False])
 def test_ask_waits_for_a_worker_that_is_still_starting(
-    tmp_path: Path, tiny_model: Path, *, has_lock: bool
+    tmp_path: Path, tiny_model: Path, worker_process: Callable[..., WorkerProcess], *, has_lock: bool
 ) -> None:
     data, port = tmp_path / "data", free_port()
     where = ["--data-dir", str(data), "--nats-port", str(port)]
@@ -127,8 +128,7 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
         assert ask.stderr.readline() == f"waiting for the worker that is starting (pid {starting.pid}) ...\n"
         if has_lock:
             locked.close()
-            served = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
-            stack.callback(served.terminate)
+            worker_process(port=port).start()
         starting.send_signal(signal.SIGCONT)
         rest = ask.stderr.read()
         assert ask.wait() == 0, rest

@@ -79,7 +79,7 @@ async def answer(
     client: Client, session: str, kind: str, heard: asyncio.Event | None = None
 ) -> tuple[int, ...]:
     """Return the tokens of an answer; set `heard` once 15 tokens have arrived."""
-    generation = client.session(session).generate(**QUESTION, max_tokens=150, **KINDS[kind])
+    generation = client.session(session).generate(**QUESTION, max_tokens=100, **KINDS[kind])
     num = 0
     async for chunk in generation:
         num += len(chunk.tokens)

@@ -20,6 +20,7 @@ from cache.index import write_queue as writer
 from cache.kv import layers
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens
+from tests.parts import until
 from turnkeep_client.messages import Chunk
 from worker.device import machine
 from worker.device.request import TurnRequest
@@ -31,7 +32,8 @@ PROMPT = [1 + i % 90 for i in range(12 * BLOCK + 3)]
 
 @pytest.fixture(autouse=True)
 def disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """A slow disk, which takes nothing while the event is not set."""
+    """A slow disk, which takes nothing while the event is not set; saving looks often whether it has room."""
+    monkeypatch.setattr(unsaved_kv, "_POLL_S", 0.01)
     write, disk = snapshot_format.write, threading.Event()
     disk.set()
 
@@ -68,7 +70,8 @@ async def small_queue(open_process: Callable[..., Any], model: Any) -> AsyncIter
 async def quiet(process: Process) -> None:
     """Wait until the write queue is empty and nothing is being copied for it."""
     for _ in range(3):
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.05)  # saving looks at least once
+        await until(lambda: process.engine._saving._copied is None)
         assert await process.store.queue.drained(5)
 
 

@@ -153,7 +153,7 @@ def test_a_source_session_that_was_reopened_under_another_policy_shares_nothing(
     make_rig, model, own: Policy, other: Policy, *, is_running: bool
 ) -> None:
     """Its KV has the right tokens, but is of what these tokens saw, and at other places."""
-    rig, context = make_rig(model), prompt(700)
+    rig, context = make_rig(model), prompt(300)
     first = generate(context, 6, name="first", policy=own)
     source = generate(context, 40, name="a", policy=other)
     turn = generate(context, 6, name="b", policy=own, source=key("a"))

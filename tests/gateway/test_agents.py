@@ -12,11 +12,9 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import anthropic
 import pytest
-from anthropic import AsyncAnthropic
 from crafted import LETTERS
 from steering import Steering
 
@@ -24,6 +22,9 @@ from tests.parts import TINY_CONTEXT
 from turnkeep_client.client import Client
 from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.messages import Generated, Usage, decode_result
+
+if TYPE_CHECKING:  # its import takes a second, in each process of a run
+    from anthropic import AsyncAnthropic
 
 SYSTEM = "You are a careful assistant. " + "Work in small steps, say what you did, and use the tools. " * 60
 COMMAND = "echo kept > made.txt"
@@ -229,6 +230,8 @@ BIASED = {"extra_body": {"logit_bias": LETTERS}}
 
 @pytest.fixture
 async def client(served: Any) -> AsyncIterator[AsyncAnthropic]:
+    from anthropic import AsyncAnthropic
+
     async with AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0) as client:
         yield client
 
@@ -258,6 +261,8 @@ async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_t
 async def test_anthropics_client_lists_models_counts_tokens_and_understands_errors(
     client: AsyncAnthropic,
 ) -> None:
+    import anthropic
+
     (model,) = [model async for model in client.models.list()]
     assert (model.id, model.type, model.lifecycle) == ("tiny", "model", "active")
     assert (await client.models.retrieve("tiny")).max_input_tokens == TINY_CONTEXT
@@ -275,6 +280,8 @@ async def test_anthropics_client_lists_models_counts_tokens_and_understands_erro
 async def test_continuing_a_thread_of_anthropics_api_raises_the_librarys_error_for_a_thread_not_found(
     client: AsyncAnthropic,
 ) -> None:
+    import anthropic
+
     given: Any = {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "Hi."}], **BIASED}
     begun = await client.beta.messages.with_raw_response.create(**given, thread={"type": "create"})
     answer = await begun.parse()

@@ -10,11 +10,10 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 from crafted import LETTERS
 from openai import AsyncOpenAI
 from parts import free_port, until
@@ -32,6 +31,9 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.wire import NatsWire
 from worker.sessions.control import Control
+
+if TYPE_CHECKING:  # its import takes a second, in each process of a run
+    from anthropic import AsyncAnthropic
 
 pytestmark = pytest.mark.process
 
@@ -389,6 +391,8 @@ async def test_no_client_takes_a_keep_alive_of_a_stream_for_an_event_or_for_its_
     worker_process: Any, endless_model: Path, door: Any, monkeypatch: pytest.MonkeyPatch, *, has_begun: bool
 ) -> None:
     """OpenAI's client for Python makes an event of each blank line once an event had an id."""
+    from anthropic import AsyncAnthropic
+
     for name in ("answer_response._HEARTBEAT_S", "answer_response._PATIENCE_S", "durable._POLL_S"):
         monkeypatch.setattr(f"gateway.http.{name}", 0.05)
     monkeypatch.setattr("gateway.latest_metrics._SEEN_S", 60.0)

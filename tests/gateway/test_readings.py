@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from anthropic.types import beta
 from crafted import user
 
 from gateway.dialects.anthropic import messages
@@ -116,6 +115,8 @@ def test_each_recorded_request_of_an_api_is_translated_as_recorded(name: str) ->
 
 
 def test_the_memory_tool_has_the_commands_and_arguments_of_anthropics_library() -> None:
+    from anthropic.types import beta
+
     kinds = ("View", "Create", "StrReplace", "Insert", "Delete", "Rename")
     commands = [getattr(beta, f"BetaMemoryTool20250818{kind}Command") for kind in kinds]
     (tool,) = read("message", tools=[{"type": "memory_20250818", "name": "memory"}]).options["tools"]

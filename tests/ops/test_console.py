@@ -664,27 +664,30 @@ def told(active: str | None, progress: Progress | None, *, running: int = 1, wai
     )
 
 
-@pytest.mark.parametrize(
-    ("heard", "shown"),
-    [
-        (None, {"is_heard": False}),
-        (
-            told("q", Progress(cached_tokens=512, context_tokens=9000, generated_tokens=0)),
-            {"is_heard": True, "read": 512, "of": 9000, "written": 0},
-        ),
-        (told(None, None, running=2, waiting=3), {"is_heard": True, "others": 4}),
-        (told(None, None, running=0), {"is_heard": True, "others": 0}),
-    ],
-)
-async def test_a_console_stream_without_tokens_says_what_the_answer_waits_for(
-    heard: SessionInfo | None, shown: dict[str, Any]
-) -> None:
+async def test_a_console_stream_without_tokens_says_what_the_answer_waits_for() -> None:
     asked = decode_request(encode({"type": "generate", "id": "q", "text": "x"}))
-    stream = streams.events(cast("Session", Slow(heard)), cast("Generate", asked), 1, lambda: False)
-    assert await anext(stream) == b"event: begin\ndata: {}\n\n"
-    kind, data = (await anext(stream)).decode().split("\n")[:2]
-    assert (kind, json.loads(data.removeprefix("data: "))) == ("event: waits", shown)
-    await stream.aclose()
+    progress = Progress(cached_tokens=512, context_tokens=9000, generated_tokens=0)
+
+    async def shown(heard: SessionInfo | None) -> Any:
+        stream = streams.events(cast("Session", Slow(heard)), cast("Generate", asked), 1, lambda: False)
+        assert await anext(stream) == b"event: begin\ndata: {}\n\n"
+        kind, data = (await anext(stream)).decode().split("\n")[:2]
+        assert kind == "event: waits"
+        await stream.aclose()
+        return json.loads(data.removeprefix("data: "))
+
+    waits_for = (
+        None,
+        told("q", progress),
+        told(None, None, running=2, waiting=3),
+        told(None, None, running=0),
+    )
+    assert await asyncio.gather(*map(shown, waits_for)) == [
+        {"is_heard": False},
+        {"is_heard": True, "read": 512, "of": 9000, "written": 0},
+        {"is_heard": True, "others": 4},
+        {"is_heard": True, "others": 0},
+    ]
 
 
 async def test_the_console_counts_the_tokens_of_a_long_message_and_says_why_it_exceeds_the_context(

@@ -22,10 +22,12 @@ from click.testing import CliRunner
 from nats.aio.client import Client
 from parts import free_port, nats_server_program, until
 
+import turnkeep_client.client
 from gateway.app import Gateway
 from gateway.keys import Keys
 from ops.nats.tenants import main
 from tests.commands.command_runs import command
+from turnkeep_client import wire
 from turnkeep_client.client import connect
 from turnkeep_client.errors import (
     NotPermittedError,
@@ -126,7 +128,10 @@ async def test_two_tenants_can_use_one_session_name_and_each_reads_only_its_own_
         await raw.close()
 
 
-async def test_a_gateway_in_a_tenants_account_is_healthy_and_answers(server: Server, tmp_path: Path) -> None:
+async def test_a_gateway_in_a_tenants_account_is_healthy_and_answers(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "API_S", 0.5)  # it may not list the log's sessions, which it asks first
     (tmp_path / "keys").write_text("k acme\n")
 
     async def connected(tenant: str, _model: str) -> Any:
@@ -213,7 +218,10 @@ async def test_a_forged_reply_subject_cannot_write_into_another_tenants_account(
     await beta.close()
 
 
-async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(server: Server) -> None:
+async def test_the_metrics_user_sees_the_workers_metrics_and_the_backlog(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turnkeep_client.client, "METRICS_S", 0.5)  # it may not ask the worker for them
     seed = server.seed("metrics")
     async with connect(server.url, nkeys_seed=seed) as client:
         async with asyncio.timeout(10):

@@ -23,7 +23,7 @@ from worker.wire.connection import BrokerError, connect
 from worker.wire.credentials import own_token
 
 OWNER = """
-import asyncio, sys
+import asyncio, signal, sys
 from pathlib import Path
 from worker.wire.broker import EmbeddedServer
 from worker.process.datadir import DataDir
@@ -36,6 +36,7 @@ async def main():
     print(server.pid, file=sys.stderr, flush=True)
     await asyncio.sleep(60)
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore SIGINT
 asyncio.run(main())
 """
 

@@ -10,7 +10,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import time
 import urllib.parse
 from typing import TYPE_CHECKING
@@ -137,7 +136,7 @@ async def test_the_error_for_a_missing_nats_server_shows_no_credentials(name, un
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["password", pytest.param("token", marks=pytest.mark.soak)])
 async def test_a_worker_and_its_commands_print_no_credentials_even_after_a_failed_login(
-    foreign_server, tmp_path, tiny_model, kind
+    foreign_server, tmp_path, worker_process, kind
 ):
     """Covers start, commands, wrong credentials, a reload, a lost NATS server, and the stop."""
     right = f"{USER}:{PASSWORD}" if kind == "password" else TOKEN
@@ -145,54 +144,40 @@ async def test_a_worker_and_its_commands_print_no_credentials_even_after_a_faile
     config = {"jetstream": {"store_dir": str(tmp_path / "js")}, "authorization": asked}
     plain = await foreign_server(**config)
     url = plain.replace("://", f"://{right}@")
-    log_file = tmp_path / "worker.log"
-    options = ["--data-dir", tmp_path / "data", "--nats", url, "--model", tiny_model, "--log-level", "debug"]
-    options += ["--log-max-bytes", "64MiB", "--log-format", "json"]
-    with log_file.open("wb") as output:
-        worker = subprocess.Popen(  # noqa: ASYNC220  # it outlives this block
-            [sys.executable, "-m", "commands", "serve", *options],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-        )
+    worker = worker_process("--nats", url, "--log-level", "debug", "--log-max-bytes", "64MiB")
+    worker.start()
 
     async def logged(event, times=1):
         async with asyncio.timeout(PATIENCE_S):
-            while log_file.read_text().count(event) < times:
-                assert worker.poll() is None, log_file.read_text()
+            while worker.log.count(event) < times:
+                assert worker.running, worker.log
                 await asyncio.sleep(0.05)
 
-    try:
-        await logged('"event": "ready"')
-        assert f'"nats": "{plain}"' in log_file.read_text()
-        for command in (("ask", "hi", "--max-tokens", 2), ("info",), ("info", "--json"), ("doctor",)):
-            code, written = await asyncio.to_thread(turnkeep, *command, "--nats", url)
-            assert code == 0 or command == ("doctor",), written
-            check_silent(written)
-        for command in ("ask", "doctor", "serve"):
-            wrong = plain.replace("://", "://wr0ng:wr0ng@")
-            arguments = ("hi",) if command == "ask" else ("--data-dir", tmp_path / "other")
-            code, written = await asyncio.to_thread(turnkeep, command, *arguments, "--nats", wrong)
-            assert code == 1
-            check_silent(written)
-        worker.send_signal(signal.SIGHUP)
-        await logged("read the settings again")
-        foreign_server.processes[0].kill()
-        foreign_server.processes[0].wait()
-        await logged("lost the connection to NATS")
-        await foreign_server(**{**config, "authorization": {"token": "another"}})
-        await logged("Authorization Violation")
-        worker.terminate()
-        await asyncio.to_thread(worker.wait, PATIENCE_S)
-    finally:
-        if worker.poll() is None:
-            worker.kill()
-            worker.wait()
-    check_silent(log_file.read_text())
+    await logged('"event": "ready"')
+    assert f'"nats": "{plain}"' in worker.log
+    for words in (("ask", "hi", "--max-tokens", 2), ("info",), ("info", "--json"), ("doctor",)):
+        code, written = await asyncio.to_thread(turnkeep, *words, "--nats", url)
+        assert code == 0 or words == ("doctor",), written
+        check_silent(written)
+    for name in ("ask", "doctor", "serve"):
+        wrong = plain.replace("://", "://wr0ng:wr0ng@")
+        arguments = ("hi",) if name == "ask" else ("--data-dir", tmp_path / "other")
+        code, written = await asyncio.to_thread(turnkeep, name, *arguments, "--nats", wrong)
+        assert code == 1
+        check_silent(written)
+    os.kill(worker.pid, signal.SIGHUP)
+    await logged("read the settings again")
+    foreign_server.processes[0].kill()
+    foreign_server.processes[0].wait()
+    await logged("lost the connection to NATS")
+    await foreign_server(**{**config, "authorization": {"token": "another"}})
+    await logged("Authorization Violation")
+    await asyncio.to_thread(worker.stop)
+    check_silent(worker.log)
     for file in tmp_path.glob("data/**/*"):
         if file.is_file() and file.suffix in {".log", ".json", ".lock", ".conf", ""}:
             check_silent(file.read_text("utf-8", "replace"))
-    assert all(json.loads(line) for line in log_file.read_text().splitlines() if line.startswith("{"))
+    assert all(json.loads(line) for line in worker.log.splitlines() if line.startswith("{"))
 
 
 if TYPE_CHECKING:

@@ -109,7 +109,8 @@ def test_opening_an_unwritable_data_directory_fails_and_says_that_it_is_not_writ
         DataDir.open(tmp_path)
 
 
-def test_a_lock_file_that_is_still_empty_keeps_other_workers_out(tmp_path):
+def test_a_lock_file_that_is_still_empty_keeps_other_workers_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(datadir, "_ENDING_S", 0.1)
     opened = DataDir.open(tmp_path)
     (tmp_path / "worker.lock").write_text("")
     with pytest.raises(DataDirError, match="another worker that is just starting"):

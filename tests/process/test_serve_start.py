@@ -16,6 +16,7 @@ import pytest
 from nats.js.errors import NotFoundError
 
 from cache.names.policy import Policy
+from tests.commands.command_runs import turnkeep
 from tests.parts import free_port
 from turnkeep_client.errors import TurnkeepError
 from worker.app import App
@@ -41,15 +42,8 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
 }
 
 
-def serve(data_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "commands", "serve", "--data-dir", str(data_dir), *options],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={name: value for name, value in os.environ.items() if not name.startswith("TURNKEEP_")},
-    )
+def serve(folder: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    return turnkeep("serve", "--data-dir", folder / "data", *options)
 
 
 async def fail_to_start(**settings: object) -> str:
@@ -73,27 +67,12 @@ async def test_a_wrong_model_or_setting_fails_the_start_before_a_stream_is_made(
     await client.close()
 
 
-def test_importing_the_worker_does_not_import_the_slow_model_libraries() -> None:
-    program = "import sys, worker.app; print(sorted({'mlx_lm', 'transformers'} & set(sys.modules)))"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "[]\n"
-
-
-def test_a_missing_nats_server_is_reported_before_a_model_is_converted(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"junk that would be complained about")
-    done = serve(
-        tmp_path / "data", "--nats", f"nats://127.0.0.1:{free_port()}", "--model", f"{tmp_path}/model.gguf"
-    )
-    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("{")]
-    assert "127.0.0.1" in line
-    assert "GGUF" not in line
-
-
 def test_a_worker_without_a_terminal_logs_without_colours_that_it_converts_a_model(tmp_path: Path) -> None:
     from tests.model.tiny_gguf import TinyLlama
 
     path = TinyLlama().write(tmp_path / "tiny.gguf")
     options = ("--model", str(path), "--device-memory", "1MiB", "--log-format", "console")
-    done = serve(tmp_path / "data", "--nats-port", str(free_port()), *options)
+    done = serve(tmp_path, "--nats-port", free_port(), *options)
     assert "[info     ] converting weights" in done.stderr
     assert "\x1b" not in done.stderr
 
@@ -105,7 +84,7 @@ def test_serve_does_not_mistake_the_output_of_a_models_code_for_a_report_of_its_
     olmo = shutil.copytree(tiny_model, tmp_path / "olmo")
     config = json.loads((olmo / "config.json").read_text())
     (olmo / "config.json").write_text(json.dumps(config | {"model_type": "olmo"}))
-    done = serve(tmp_path / "data", "--nats-port", str(free_port()), "--model", str(olmo))
+    done = serve(tmp_path, "--nats-port", free_port(), "--model", olmo)
     told = [line for line in done.stderr.splitlines() if not line.startswith("{")]
     assert (done.returncode, len(told)) == (1, 2), done.stderr
     assert told[0].startswith("To run olmo")
@@ -115,8 +94,7 @@ def test_serve_does_not_mistake_the_output_of_a_models_code_for_a_report_of_its_
 def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_server(
     tmp_path: Path, tiny_model: Path
 ) -> None:
-    port = str(free_port())
-    done = serve(tmp_path / "data", "--check", "--model", str(tiny_model), "--nats-port", port)
+    done = serve(tmp_path, "--check", "--model", tiny_model, "--nats-port", free_port())
     assert done.returncode == 0, done.stdout + done.stderr
     assert not list((tmp_path / "data" / "nats").iterdir())
 
@@ -131,7 +109,7 @@ def test_serve_check_exits_with_0_if_a_worker_would_start_and_starts_no_nats_ser
 def test_serve_check_says_why_a_worker_would_not_start(
     options: tuple[str, ...], code: int, says: str, tmp_path: Path
 ) -> None:
-    done = serve(tmp_path / "data", "--check", *options)
+    done = serve(tmp_path, "--check", *options)
     assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
 
 

@@ -523,9 +523,9 @@ async def test_a_call_keeps_waiting_if_a_server_denies_having_its_request_only_o
 async def test_checks_for_removed_requests_run_concurrently_and_delay_no_other_call(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each request is looked up twice, with a pause of 3 s between; a running answer goes on meanwhile."""
+    """Each request is looked up twice, with a pause of 2 s between; a running answer goes on meanwhile."""
     monkeypatch.setattr(turnkeep_client.calls, "FIRST_POLL_S", 0.2)
-    monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 3.0)
+    monkeypatch.setattr(turnkeep_client.calls, "DOUBT_S", 2.0)
     num_lost, seqs, all_in = 10, list[int](), asyncio.Event()
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
@@ -547,7 +547,7 @@ async def test_checks_for_removed_requests_run_concurrently_and_delay_no_other_c
         with pytest.raises(ResultRemovedError):
             await session.append(text=f"hi {number}", timeout_s=60)
 
-    async with asyncio.timeout(20):  # one after the other, the ten pauses would take 30 s
+    async with asyncio.timeout(15):  # one after the other, the ten pauses would take 20 s
         losing = asyncio.gather(*map(lost, range(num_lost)))
         assert (await session.generate(text="hi", request_id="there", timeout_s=60)).text == TEXT
         await losing
@@ -599,7 +599,7 @@ async def test_a_client_that_may_not_read_the_log_waits_for_its_result_all_the_s
 
     async def script(worker: FakeWorker, seq: int, request: Request) -> None:
         await worker.chunk(request, 0, [90], "other", seq=seq - 1)
-        await asyncio.sleep(2)
+        await asyncio.sleep(1)
         await worker.result(generated(seq, request))
 
     worker = FakeWorker(await nats.connect(server.url, user="w", password="w"))

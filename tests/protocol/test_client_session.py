@@ -364,7 +364,7 @@ async def test_the_error_for_a_lost_server_is_a_noservererror_and_also_a_connect
 
 
 async def answers_late(worker: FakeWorker, seq: int, request: Request) -> None:
-    await asyncio.sleep(0.8)
+    await asyncio.sleep(0.5)
     await worker.result(plain_result(seq, request))
 
 

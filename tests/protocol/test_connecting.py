@@ -18,7 +18,7 @@ from nats.aio.client import Client
 from scripted_worker import FakeWorker
 
 from tests.parts import NatsServer, free_port, until
-from turnkeep_client import nats_client
+from turnkeep_client import nats_client, wire
 from turnkeep_client.client import connect
 from turnkeep_client.errors import ClientClosedError, NoServerError, ResultTimeoutError
 from turnkeep_client.nats_client import Nats
@@ -110,9 +110,10 @@ async def test_closing_a_client_while_it_reconnects_ends_its_reconnection_task(
 
 
 async def test_a_client_call_to_a_worker_fails_soon_after_nats_is_lost_however_long_its_timeout_is(
-    server: NatsServer,
+    server: NatsServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commands and gateways give a worker a minute, as it may have to load its model first."""
+    monkeypatch.setattr(wire, "_LOST_S", 0.5)
     async with connect(server.url, control_timeout_s=600.0) as client:
         server.kill()
         async with asyncio.timeout(60):

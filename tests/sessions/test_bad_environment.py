@@ -222,8 +222,11 @@ def test_help_imports_neither_mlx_nor_transformers_nor_nats() -> None:
 async def test_commands_without_a_nats_server_exit_with_one_line_that_names_a_remedy(
     tmp_path: Path,
 ) -> None:
+    """`serve` does so before it reads its model's file, which is none."""
+    (tmp_path / "model.gguf").write_bytes(b"junk")
     commands = [("ask", "hello"), ("info",), ("info", "s"), ("cancel", "s", "r"), ("chat",)]
-    serve = asyncio.to_thread(turnkeep, "serve", "--data-dir", tmp_path / "data", "--nats", NOBODY)
+    options = ("--data-dir", tmp_path / "data", "--nats", NOBODY, "--model", tmp_path / "model.gguf")
+    serve = asyncio.to_thread(turnkeep, "serve", *options)
     others = [asyncio.to_thread(turnkeep, *command, "--nats", NOBODY) for command in commands]
     served, *done = await asyncio.gather(serve, *others)
     check_one_line(served, 1, f"no NATS server answers at {NOBODY}", "nats-server -js")

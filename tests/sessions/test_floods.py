@@ -149,10 +149,10 @@ def peak_bytes(pid: int) -> int:
 @pytest.mark.real
 @pytest.mark.process
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not tell the peak of another process")
-async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40_mib(
+async def test_a_session_backlog_of_80_mb_makes_the_worker_grow_by_less_than_32_mib(
     worker_process: Callable[..., Any],
 ) -> None:
-    """When the worker starts, 120 requests of 1 MB wait; it reads them in pages."""
+    """When the worker starts, 80 requests of 1 MB wait; it reads them in pages."""
     worker = worker_process()
     worker.start()
     await until(lambda: '"ready"' in worker.log)
@@ -163,12 +163,12 @@ async def test_a_session_backlog_of_120_mb_makes_the_worker_grow_by_less_than_40
     await results(js, 1)
     before = peak_bytes(worker.worker_pid)
     worker.lose_worker()
-    for n in range(1, 121):
+    for n in range(1, 81):
         await js.publish("turnkeep.default.s.in", body.replace(b'"r0"', b'"r%d"' % n))
     worker.go_on()
-    await results(js, 121)
+    await results(js, 81)
     grown = peak_bytes(worker.worker_pid) - before
-    assert grown < 40 * 2**20
+    assert grown < 32 * 2**20
     await nc.close()
 
 

@@ -17,6 +17,7 @@ import pytest
 from tests.parts import make_tiny_model
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
+from worker import app
 from worker.device import machine
 from worker.model_start import WorkerError
 from worker.models.model_files import ModelError
@@ -91,9 +92,10 @@ async def test_an_error_that_a_gpu_reports_several_times_fails_no_request(
 @pytest.mark.metal
 @pytest.mark.parametrize("is_whole", [True, False], ids=["every evaluation", "every step of a request"])
 async def test_a_worker_whose_gpu_fails_every_time_ends_and_the_next_one_answers(
-    local_worker: Any, gpu: Gpu, *, is_whole: bool
+    local_worker: Any, gpu: Gpu, monkeypatch: pytest.MonkeyPatch, *, is_whole: bool
 ) -> None:
     """If a request of one token still runs, the GPU may have only failed because of the prompt."""
+    monkeypatch.setattr(app, "_STOP_S", 0.5)  # the turns of a lost GPU do not end
     worker = await local_worker()
     said = await ask(worker.client, "before")
     gpu.error = lambda frame: IGNORED if is_whole or num_prompt_tokens(frame) > 1 else None
