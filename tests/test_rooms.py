@@ -230,7 +230,7 @@ def test_only_the_listed_modules_import_mlx():
     assert users("mlx", "mlx_lm") == MLX
 
 
-def test_only_the_listed_modules_of_gateway_and_console_import_http_libraries():
+def test_only_listed_modules_import_http_libraries_and_gateway_dialects_do_not_import_asyncio():
     """The gateway's dialects, `boundaries` and `turn` do not import asyncio either."""
     of_gateway = {
         f"gateway/{name}.py"

@@ -305,7 +305,9 @@ async def test_a_workers_own_cache_directory_is_refused_as_a_tier(open_store: An
         SharedDirectory(tmp_path / "one", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
 
 
-async def test_an_encrypted_tier_can_only_be_opened_with_its_key(open_store: Any, tmp_path: Path) -> None:
+async def test_an_encrypted_tier_opens_only_with_its_key_and_its_file_names_reveal_no_snapshot_name(
+    open_store: Any, tmp_path: Path
+) -> None:
     from cache.disk.encryption import EncryptedCodec
 
     key = EncryptedCodec(b"k" * 32)

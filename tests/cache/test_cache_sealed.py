@@ -133,7 +133,7 @@ def test_an_encrypted_file_with_a_chunk_missing_moved_or_added_is_rejected(tmp_p
         snapshot_format.prove(path, KEY)
 
 
-#: What `test_the_encrypted_file_format_stays_the_same_between_versions` writes, as the first version did.
+#: What this file's test of the format writes, as the first version did.
 GOLDEN = (
     "dHVybmtlZXAgc2VhbGVkAQABAgMEBQYHCAkKCwwNDg8QERITFBUWFxgZGhscHR4f0josgVfUK2ep31Qkct9IlH41eEfca1e5"
     "2vi6jG54gojhu5PizJNxX7oIpv8Eba8mo17QNEGfOQrJsLlb5FtkSI9jqXycWzOWjdZregpns00pt0cuBhg0hMQGy0rNY+9z"
@@ -141,7 +141,9 @@ GOLDEN = (
 )
 
 
-def test_the_encrypted_file_format_stays_the_same_between_versions(tmp_path, monkeypatch) -> None:
+def test_the_encrypted_file_format_is_unchanged_and_a_file_without_its_last_chunk_is_refused(
+    tmp_path, monkeypatch
+) -> None:
     """The file has a salt, two full chunks, and a partial chunk that is marked as the last."""
     monkeypatch.setattr(encryption, "_CHUNK", 32)
     monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))

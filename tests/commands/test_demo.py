@@ -118,7 +118,9 @@ def test_the_command_run_on_a_terminal_continues_the_chat_of_its_previous_run(
     assert processes_with(str(tmp_path / "data")) == []
 
 
-def test_the_command_run_says_at_once_what_is_wrong_with_its_first_argument(tmp_path: Path) -> None:
+def test_run_explains_a_first_argument_that_is_a_question_an_empty_text_or_a_missing_model_path(
+    tmp_path: Path,
+) -> None:
     questions = [
         (one, 2, f"is a model, and {one!r} is none; to ask it: echo {shlex.quote(one)} | turnkeep run\n")
         for one in ("Say hello", "line\nbreak")

@@ -152,7 +152,9 @@ def test_prompts_that_share_a_pass_with_answers_and_other_prompts_get_the_same_t
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next", "falcon_h1", "llama4"])
-def test_a_batch_lists_rows_whose_own_caches_grow_or_may_grow_in_the_next_step(make_model, kind) -> None:
+def test_a_batch_reports_kv_lengths_of_rows_whose_cache_may_need_more_memory_in_the_next_step(
+    make_model, kind
+) -> None:
     """Whether the caches of hybrids and of chunked attention will grow is unknown."""
     model = make_model(kind)
     batch = batched(model, lambda _: False)

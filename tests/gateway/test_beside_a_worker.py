@@ -58,7 +58,7 @@ async def test_the_gateway_of_a_worker_starts_and_ends_with_the_worker(
 
 
 @pytest.mark.process
-def test_launch_waits_for_the_gateway_of_a_worker_that_is_starting(
+def test_launch_waits_for_a_starting_workers_gateway_but_not_for_a_gateway_on_another_port(
     worker_process: Any, tiny_model: Path
 ) -> None:
     port = free_port()
@@ -114,7 +114,7 @@ def test_a_worker_whose_gateway_port_is_in_use_fails_before_it_loads_the_model(
 
 
 @pytest.mark.process
-async def test_the_command_gateway_applies_its_options_keys_cors_explain_and_until_eof(
+async def test_the_options_keys_cors_explain_and_until_eof_of_the_command_gateway_take_effect(
     local_worker: Any, tmp_path: Path
 ) -> None:
     worker, port, site = await local_worker(), free_port(), "https://chat.example"
@@ -131,6 +131,7 @@ async def test_the_command_gateway_applies_its_options_keys_cors_explain_and_unt
             await until_served(http, served=True)
             said = [*HELLO["messages"], {"role": "assistant", "content": "No."}, *HELLO["messages"]]
             headers = {"authorization": "Bearer secret", "origin": site}
+            assert (await http.post("/v1/chat/completions", json=HELLO)).status_code == 401
             answer = await http.post("/v1/chat/completions", json=HELLO | {"messages": said}, headers=headers)
             assert answer.headers["access-control-allow-origin"] == site
             assert "differs=tools" in answer.headers["x-turnkeep-explain"], "nothing was asked before"

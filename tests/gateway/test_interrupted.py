@@ -286,7 +286,9 @@ async def cancelled(client: Any, session: str) -> Generated:
 
 
 @pytest.mark.serves("endless_model")
-async def test_a_client_that_disconnects_cancels_its_answer(worker: Any, served: Any) -> None:
+async def test_a_client_that_disconnects_cancels_its_answer_and_can_continue_from_the_text_it_got(
+    worker: Any, served: Any
+) -> None:
     one = Followed()
     task = asyncio.create_task(one.follow(served.url, question("Begin.", 30_000)))
     await until(lambda: len(one.text) > 20)

@@ -382,7 +382,7 @@ TEXTS = st.lists(
     family=st.sampled_from(sorted(FAMILIES)),
     turns=st.lists(st.tuples(st.sampled_from(["user", "assistant", "tool"]), TEXTS), min_size=1, max_size=4),
 )
-def test_any_conversation_has_only_its_templates_special_tokens_and_the_text_of_the_full_render(
+def test_message_texts_add_no_special_tokens_and_messages_read_as_when_rendered_all_at_once(
     families: dict[str, Tokenizer], family: str, turns: list[tuple[str, str]]
 ) -> None:
     tokenizer = families[family]

@@ -403,7 +403,7 @@ ANY = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 @ANY
 @given(name=NAMES, turns=st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=4))
-def test_messages_without_sampled_answers_give_the_tokens_of_the_full_render(
+def test_messages_added_one_by_one_give_the_tokens_of_the_whole_conversation_rendered_at_once(
     tokenizers: dict[str, Tokenizer], name: str, turns: list[tuple[str, str]]
 ) -> None:
     chat = Chat(tokenizers[name])

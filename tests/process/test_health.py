@@ -236,7 +236,7 @@ async def test_malformed_health_requests_are_refused_and_incomplete_ones_are_dis
     assert await get(endpoint, "/readyz") == (200, "ok")
 
 
-async def test_idle_connections_do_not_keep_a_health_probe_from_its_answer(
+async def test_idle_connections_do_not_delay_a_health_probe_and_beyond_64_the_oldest_are_closed(
     health: HealthServer, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(health_module, "_PATIENCE_S", WAIT_S)

@@ -239,7 +239,9 @@ async def test_a_worker_that_another_one_wrongly_reports_as_gone_stays_known(mem
     assert not ended(first)
 
 
-async def test_a_running_worker_answers_that_it_runs_even_if_the_asking_worker_has_lost_track_of_it(members):
+async def test_a_worker_counts_as_running_only_if_it_answers_a_ping_though_the_asker_lost_track_of_it(
+    members,
+):
     """While a worker runs, a request that it has attempted has not crashed it."""
     first, second = await pair(members)
     first.others.clear()

@@ -45,7 +45,9 @@ def test_flags_override_the_environment_which_overrides_the_settings_file(tmp_pa
     assert settings.min_free_disk == 2**30
 
 
-def test_the_flag_and_the_variable_of_each_setting_are_derived_from_its_name(tmp_path):
+def test_each_setting_has_a_purpose_a_flag_like_its_variable_and_a_default_that_its_variable_accepts(
+    tmp_path,
+):
     """The name in the file, the flag and the variable match, and each variable is read."""
     for described in describe():
         assert described.flag == "--" + described.variable.removeprefix("TURNKEEP_").lower().replace("_", "-")

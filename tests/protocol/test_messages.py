@@ -362,7 +362,7 @@ def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> N
         ("file", {"file_id": "f"}),
     ],
 )
-def test_an_image_audio_or_file_part_becomes_a_placeholder_text_and_is_still_sent(
+def test_a_media_part_the_model_cannot_read_becomes_placeholder_text_but_is_encoded_unchanged(
     kind: str, value: object
 ) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]

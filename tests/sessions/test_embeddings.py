@@ -52,7 +52,7 @@ async def test_an_embedding_is_the_hidden_state_of_the_last_token_even_for_texts
 
 
 @pytest.mark.parametrize("kind", ["vectors", "scores"])
-async def test_an_embedding_or_scoring_request_at_a_stopping_worker_is_refused_at_once_with_the_reason(
+async def test_a_running_embedding_or_scoring_request_is_refused_with_the_reason_when_its_worker_stops(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
     worker = await local_worker(model=str(embedding_model if kind == "vectors" else reranker))

@@ -644,7 +644,7 @@ async def test_a_worker_does_not_begin_an_answer_that_another_worker_has_given_m
     assert len(begun) == 1
 
 
-async def test_a_turn_that_fails_because_another_worker_forgot_its_session_does_not_fail_the_request(
+async def test_a_turn_failing_after_another_worker_answered_and_forgot_adds_no_result_and_logs_no_error(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This worker was stalled: another one has answered the request meanwhile, and forgotten the session."""
