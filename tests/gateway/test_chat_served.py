@@ -103,8 +103,11 @@ async def test_a_session_that_another_gateway_continued_is_forked(
     other = await door(worker.settings.nats, worker.settings.prefix)
     _, there, how = await ask(other, [*messages, user("Two?")])
     assert (there, how) == (session, "continued")
-    answer, here, how = await ask(served, [*messages, user("Too?")])
+    answer, here, how = await ask(served, [*messages, user("Too?")], n=2)
     assert how == "forked"
+    kinds = (await worker.client.stored.subjects(worker.client.tenant)).values()
+    answered = [one for one in kinds if one["in"] > 1]  # a fork that was refused has only an `open`
+    assert len(answered) == 3, "a second attempt for the first answer does not send the other one again"
     assert here != session
     assert answer.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
 
