@@ -230,6 +230,13 @@ def test_requests_that_differ_in_options_or_ask_for_another_of_several_answers_d
     assert len(digests) == 6
 
 
+def test_a_request_whose_append_has_ended_is_cancelled_itself() -> None:
+    asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
+    asked.begin_append("append")
+    asked.end_append(b"b", 5)
+    assert (asked.append, asked.bases, asked.expected) == (None, {b"b"}, 5)
+
+
 def check(index: SessionIndex) -> None:
     """Check that the index finds exactly the boundaries and requests that its sessions have."""
     marks = [(one, held) for held in index.sessions.values() for one in held.marks]
