@@ -180,8 +180,12 @@ async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrite
     assert (await fresh).text == answer.choices[0].message.content
 
 
-async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(served: Any) -> None:
-    answer, _, _ = await ask(served, [SYSTEM, user("Hello.")], n=3)
+@pytest.mark.parametrize("more", [{}, {"seed": 7}])
+async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(
+    served: Any, more: dict[str, Any]
+) -> None:
+    """A seed makes them repeatable, not equal."""
+    answer, _, _ = await ask(served, [SYSTEM, user("Hello.")], n=3, **more)
     texts = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len(set(texts)) > 1
