@@ -1,6 +1,10 @@
-"""What a run counts over the turns into which pauses and failures divide it. Pure."""
+"""What a run counts over the turns into which pauses and failures divide it, and what a turn releases."""
 
 from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_models import key, prompt
@@ -8,7 +12,8 @@ from tiny_models import key, prompt
 from cache.names.errors import LostPastError
 from cache.names.tokens import as_tokens
 from worker.device.request import TurnRequest
-from worker.device.turn import LostKvError, TurnCost
+from worker.device.turn import DeviceTurn, KvRequest, LostKvError, TurnCost
+from worker.engine.kv_lookup import TurnSnapshots
 from worker.engine.run import Run
 
 
@@ -69,3 +74,28 @@ def test_a_turn_starts_again_three_times_after_failures_without_progress(
             error = LostPastError("gap") if weight is None else LostKvError(LOST, weight=weight)
             said += "ny"[run.may_start_again(error)]
     assert said == may_start_again
+
+
+@pytest.mark.parametrize("num_reads", [0, 1, 3])
+async def test_a_turn_holds_its_snapshots_once_however_often_it_reads_and_then_releases_all(
+    num_reads: int,
+) -> None:
+    held = Counter[str]()
+
+    def taking(kind: str, num: int) -> Any:
+        return lambda *_: held.update({kind: num}) or SimpleNamespace(edges=())
+
+    async def past(*_: object) -> Any:
+        return taking("past", 1)()
+
+    kv = SimpleNamespace(
+        hold=taking("prefix", 1), release=taking("prefix", -1), past=past, end_past=taking("past", -1)
+    )
+    store: Any = SimpleNamespace(kv=kv)
+    turn = DeviceTurn(begun().request)
+    snapshots = TurnSnapshots(store, None, turn.request.context)  # type: ignore[arg-type]
+    for _ in range(num_reads):
+        await snapshots.read(KvRequest(turn, 8, ()))
+        assert held == {"prefix": 1, "past": 1}
+    snapshots.release()
+    assert not any(held.values())
