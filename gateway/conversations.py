@@ -446,11 +446,11 @@ class Conversations:
             self.beside(self._cancel(asked))
 
     async def _cancel(self, asked: IndexedRequest) -> None:
-        """Ask the worker repeatedly to cancel an answer, until the answer ends or a client wants it again."""
+        """Ask the worker repeatedly to cancel an answer, until it ends: no later request gets this answer."""
         pause_s = 0.0
         if asked.opening is not None:
             await asked.opening.wait()
-        while asked.state == "running" and asked.num_users == 0:
+        while asked.state == "running":
             await asyncio.sleep(pause_s)
             pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LAST_PAUSE_S)
             with contextlib.suppress(TurnkeepError):  # there is no worker now, or it has not read the request

@@ -134,7 +134,6 @@ def _fold(index: SessionIndex, session: IndexedSession, session_log: SessionLog,
                 index.cut(session, -1)
                 end = _End(None, 0)
             case Opened():
-                index.cut(session, -1)
                 base = base_of(result.tags)
                 end = _End(None if base is None else {base}, result.position)
             case Generated() if isinstance(request, Generate) and name is not None:

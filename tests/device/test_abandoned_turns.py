@@ -74,6 +74,7 @@ async def test_a_session_erased_while_the_device_still_runs_its_abandoned_turn_l
         growing = await abandoned(process, model, fenced=fenced)
         tokens = [*PROMPT, *growing.tokens]
         erased = await process.engine.erase(key("s"), as_tokens(tokens), 0)
+        process.engine.forget(key("another"))  # the first one stays forgotten
         model.go_on.set()
         assert erased.settled
         await process.append(PROMPT[::-1], "other")  # the abandoned turn has ended before this one

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from unittest.mock import Mock
 
 import hypothesis.strategies as st
@@ -28,6 +29,7 @@ from worker.engine.admission import Admission, Decision
 from worker.engine.engine import Engine
 from worker.engine.kv_on_device import KvOnDevice
 from worker.engine.ledger import Claim, Ledger
+from worker.engine.port import DeviceFaultError
 from worker.observe.telemetry import Telemetry
 
 CAPACITY = 100
@@ -133,7 +135,6 @@ class AdmissionMachine(RuleBasedStateMachine):
         for key_ in self.ledger.kv_on_device.sessions()[:num_dropped]:
             self.resident.pop(key_, None)
             self.ledger.kv_on_device.pop(key_)
-        self.carry_out(self.admission.decide())
 
     @invariant()
     def free_and_reserved_and_idle_make_the_capacity(self) -> None:
@@ -222,16 +223,19 @@ def test_tenants_take_turns_in_the_queue_for_memory() -> None:
 def test_small_turns_overtake_a_large_one_and_pause_once_their_memory_is_enough_for_it_to_start() -> None:
     """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
-    older = begin(admission, "older", 60)
-    begin(admission, "large", 90)
-    small = [begin(admission, f"small{i}", 10) for i in range(4)]
-    assert admission.num_waiting == 1, "what is free is used"
-    assert leave(admission, older) == ["pause small3", "pause small2", "pause small1"]
-    begin(admission, "late", 10)
-    assert said == [], "nobody passes any more"
-    for claim in (small[3], small[2]):
-        assert told(admission.begin(claim, 10)) == []
-    assert told(admission.begin(small[1], 10)) == ["large"]
+    for _ in range(2):  # a second large turn is not forgotten either
+        older = begin(admission, "older", 60)
+        large = begin(admission, "large", 90)
+        small = [begin(admission, f"small{i}", 10) for i in range(4)]
+        assert admission.num_waiting == 1, "what is free is used"
+        assert leave(admission, older) == ["pause small3", "pause small2", "pause small1"]
+        late = begin(admission, "late", 10)
+        assert said == [], "nobody passes any more"
+        for claim in (small[3], small[2]):
+            assert told(admission.begin(claim, 10)) == []
+        assert told(admission.begin(small[1], 10)) == ["large"]
+        for claim in (large, *small, late):
+            leave(admission, claim)
 
 
 def test_a_growing_answer_drops_idle_sessions_first_and_then_pauses_the_youngest_turn() -> None:
@@ -295,16 +299,19 @@ def test_a_turn_that_waits_for_its_tenants_share_of_memory_is_overtaken_only_for
     def claim(arrived_s: float, tenant: str = "a") -> Claim:
         return Claim(SessionKey(tenant, str(arrived_s)), 0, place(arrived_s, 0))
 
-    first, large, soon, late, other = claim(0.0), claim(1.0), claim(2.0), claim(99.0), claim(99.0, "b")
+    first, large, soon, larger, late = (claim(arrived_s) for arrived_s in (0.0, 1.0, 2.0, 9.0, 12.0))
+    other = claim(99.0, "b")
     assert admission.begin(first, 200).granted == [first]
     assert admission.begin(large, 250).granted == []
     assert admission.begin(soon, 50).granted == [soon]
+    assert admission.begin(larger, 250).granted == []
     assert admission.begin(late, 50).granted == [], (
         "else a tenant with many small turns never starts a large one"
     )
     assert admission.begin(other, 50).granted == [other]
     assert admission.release(first).granted == [large]
     assert admission.release(soon).granted == [late]
+    assert admission.release(large).granted == [larger]
 
 
 async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancelled_one(make_engine) -> None:
@@ -320,6 +327,18 @@ async def test_a_session_can_start_a_turn_while_the_device_still_runs_its_cancel
             turn = await engine.run(TurnRequest(key("s"), context), lambda: False)
         assert turn.complete
         engine.forget(key("s"))
+
+
+async def test_a_rewound_session_reserves_the_memory_that_it_still_has(make_engine) -> None:
+    """To trim its KV frees nothing."""
+    engine = await make_engine(20_000)
+    await engine.run(TurnRequest(key("s"), as_tokens(prompt(900))), lambda: False)
+    asked = TurnRequest(key("s"), as_tokens([*prompt(900)[:40], 5]), answer=answer(3))
+    running = asyncio.create_task(engine.run(asked, lambda: False))
+    while not engine._turns:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert engine.ledger.used_bytes >= engine.size_bytes(900)
+    assert (await running).complete
 
 
 async def test_dropping_the_kv_of_chosen_sessions_spares_those_with_a_running_turn(make_engine) -> None:
@@ -428,7 +447,7 @@ def held_by(engine: Engine) -> set[SessionKey]:
 async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random_turns(
     make_engine, make_model, seed
 ) -> None:
-    """Turns grow, fork, rewind and are cancelled, while the device is always short of memory."""
+    """Turns grow, fork, rewind, fail and are cancelled, while the device is always short of memory."""
     gc.collect()
     engine = await make_engine(2500, limit_bytes=mx.get_active_memory() + 2**19)
     room = engine._device._runner.idle_kv
@@ -447,6 +466,10 @@ async def test_event_loop_and_device_agree_on_the_resident_sessions_under_random
             answers.append((context, given.tokens))
             if dice.random() < 0.2:
                 engine.forget(key(f"s{index}"))
+        if index % 2:  # a turn that fails leaves no KV
+            wrong = TurnRequest(key(f"s{index}"), as_tokens([*context, 10**6, 1]))
+            with suppress(DeviceFaultError):  # it may be cancelled
+                await engine.run(wrong, lambda: False)
 
     await asyncio.gather(*(session(index) for index in range(8)))
     assert drops.call_count > 5

@@ -130,6 +130,14 @@ def test_a_tenant_gets_no_more_rows_than_its_share_even_if_more_are_free() -> No
     assert sorted(turn.tenant for turn in scheduler.decoding) == ["a", "a", "b"]
 
 
+def test_other_tenants_short_answers_take_none_of_a_tenants_rows() -> None:
+    scheduler = Scheduler(8, BLOCK, 2)
+    for turn in [*(Turn(1, "b", is_short=True) for _ in range(3)), Turn(1, "a")]:
+        scheduler.add(turn)
+        carry_out(scheduler)
+    assert [turn.tenant for turn in scheduler.decoding] == ["b", "b", "b", "a"]
+
+
 @pytest.mark.parametrize("num_refused", range(4))
 def test_choosing_a_step_again_does_not_change_the_rotation_of_tenants(num_refused: int) -> None:
     """When memory is short, a step is chosen again with smaller pieces of the same prompts."""

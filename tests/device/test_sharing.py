@@ -184,3 +184,19 @@ def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority(
     )
     assert not sharing.add(urgent)
     assert sharing.add(idle)
+
+
+def test_a_turn_waits_for_a_sessions_running_turn_and_only_for_a_prefix_that_it_lacks() -> None:
+    """The turn before it, which was abandoned, ends later."""
+    sharing = TurnSharing()
+    abandoned, leader = generate(COMMON, 8, name="a"), generate(COMMON, 8, name="a")
+    waiting, owner = (generate(with_end(3, 6), 8, name=name, source=key("a")) for name in "bc")
+    owner.num_kept = len(COMMON)
+    sharing.add(abandoned)
+    sharing.add(leader)
+    assert sharing.add(waiting)
+    assert not sharing.add(owner)
+    sharing.remove(abandoned)
+    assert sharing.ready() == []
+    sharing.remove(leader)
+    assert sharing.ready() == [waiting]

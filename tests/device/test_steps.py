@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny_models import append, loaded
 
+from worker.device import step_chooser
 from worker.device.memory import Estimator, shape_of
 from worker.device.prefill_budget import LEAST, PrefillBudget
 from worker.device.scheduler import AGE_STEPS, Scheduler
@@ -122,7 +124,9 @@ def estimator(make_model) -> Estimator:
     return Estimator(shape, limit_bytes=0, weight_bytes=0, kv=model.kv, num_layers=2, fused=False)
 
 
-def chooser_of(scheduler: Scheduler, room: IdleKv) -> StepChooser:
+def chooser_of(
+    scheduler: Scheduler, room: IdleKv, starve: Callable[[Any], None] = lambda event: None
+) -> StepChooser:
     batch: Any = SimpleNamespace(is_ahead=False, num_cached=0, growing=[], removal_bytes=0)
     none: Any = SimpleNamespace(
         size_bytes=lambda step: 0,
@@ -131,7 +135,7 @@ def chooser_of(scheduler: Scheduler, room: IdleKv) -> StepChooser:
         drop_resident=lambda: False,
     )
     at: Any = room
-    return StepChooser(scheduler, PrefillBudget(0.25, BLOCK), at, batch, none, none, lambda event: None)
+    return StepChooser(scheduler, PrefillBudget(0.25, BLOCK), at, batch, none, none, starve)
 
 
 def turns() -> list[DeviceTurn]:
@@ -161,6 +165,25 @@ def test_a_step_postponed_for_lack_of_memory_leaves_order_and_age_of_waiting_tur
         untouched.advance(expected)
         assert chooser.choose().step == expected
     assert {turn.request.priority for turn, _ in expected.prefill} == {1}
+
+
+def test_a_prompt_waits_for_memory_anew_after_each_step_that_has_fitted(estimator, monkeypatch) -> None:
+    now_s, starved = [0.0], list[Any]()
+    monkeypatch.setattr(step_chooser, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)
+    chooser = chooser_of(scheduler, room, starved.append)
+    scheduler.add(append(list(range(90)), name="s"))
+    for number in (1, 2):
+        for _ in range(2):
+            assert chooser.choose().hopeless is None
+            now_s[0] += 0.6 * step_chooser.PATIENCE_S
+        assert len(starved) == number
+        room.is_open = True
+        assert chooser.choose().step
+        room.is_open = False
+    chooser.choose()
+    now_s[0] += step_chooser.PATIENCE_S
+    assert chooser.choose().hopeless is not None
 
 
 def test_a_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(estimator) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from gateway.index import (
     tags,
 )
 from gateway.planning import SendPlan, plan
-from turnkeep_client.messages import Called, CalledFunction, Generated
+from turnkeep_client.messages import Appended, Called, CalledFunction, Generated
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "a": 1}}}
 
@@ -172,6 +173,20 @@ def test_no_session_is_forked_whose_running_request_may_move_the_fork_point(rewr
     assert begun(index, user("a"), said, user("d")).how == how
 
 
+@pytest.mark.parametrize(("num_waiting", "how"), [(0, "begun"), (1, "repeated"), (2, "repeated")])
+def test_an_equal_request_gets_a_running_answer_only_while_a_client_waits_for_it(
+    num_waiting: int, how: str
+) -> None:
+    """An answer that no client waits for is being cancelled."""
+    index = SessionIndex()
+    first = begun(index, user("a"))
+    for _ in range(3):
+        first.asked.join()
+    for _ in range(3 - num_waiting):
+        first.asked.leave()
+    assert begun(index, user("a")).how == how
+
+
 @pytest.mark.parametrize("rewrites", [False, True])
 def test_a_session_that_another_gateway_has_continued_keeps_its_boundaries_unless_templates_change_text(
     rewrites: bool,
@@ -213,3 +228,60 @@ def test_requests_that_differ_in_options_or_ask_for_another_of_several_answers_d
     options: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}]
     digests = {boundaries.options_digest(one, number) for one in options for number in (0, 1)}
     assert len(digests) == 6
+
+
+def test_a_request_whose_append_has_ended_is_cancelled_itself() -> None:
+    asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
+    asked.begin_append("append")
+    asked.end_append(b"b", 5)
+    assert (asked.append, asked.bases, asked.expected) == (None, {b"b"}, 5)
+
+
+def check(index: SessionIndex) -> None:
+    """Check that the index finds exactly the boundaries and requests that its sessions have."""
+    marks = [(one, held) for held in index.sessions.values() for one in held.marks]
+    asked = [(one, held) for held in index.sessions.values() for one in held.asked]
+    assert index._by_boundary == dict(marks)
+    assert len(index._by_boundary) == len(marks), "each boundary is one session's"
+    assert {key: one.session for key, one in index.asked.items()} == dict(asked)
+    assert len(index.asked) == len(asked), "so is each request"
+    assert all(one.name.key == key for key, one in index.asked.items())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_order_of_requests_results_and_removals_leaves_an_index_without_what_was_removed(
+    seed: int,
+) -> None:
+    """Two sessions may have equal prompts, and a session may be removed before its answer comes."""
+    chance, index, running = random.Random(seed), SessionIndex(), list[SendPlan]()
+    known: list[tuple[dict[str, Any], ...]] = [()]
+    for number in range(150):
+        sessions = [*index.sessions.values()]
+        match chance.choice([*["begin"] * 3, *["answer"] * 2, "append", "drop", "lose", "cut"]):
+            case "begin":
+                said = *chance.choice(known[-6:]), user(chance.choice("ab"))
+                options = {"temperature": 0} if chance.random() < 0.5 else {}
+                turn = chat.read(json.dumps({"messages": said, **options}).encode())
+                made = plan(index, turn, 0, is_last=chance.random() < 0.3)
+                if made.how != "repeated":
+                    running.append(made)
+                known.append((*said, {"role": "assistant", "content": "b"}))
+            case "answer" if running:
+                made = running.pop(chance.randrange(len(running)))
+                index.answer(made.asked, result("b", position=made.position + 10))
+                index.leave(made.asked.session, number)
+            case "append" if running:
+                made = chance.choice(running)
+                position, before = made.position + 5, made.asked.session.position
+                counts = {"tokens": 5, "cached_tokens": 0, "prefilled_tokens": 5}
+                done = Appended(id="a", seq=6, position=position, seconds=0, kv_live_bytes=0, **counts)
+                index.append(made.asked.session, made.known[-1], replace(done, repeat_of=5))
+                assert made.asked.session.position == before, "what is repeated, the session has behind it"
+                index.append(made.asked.session, made.known[-1], done)
+            case "drop" if sessions:
+                index.drop(chance.choice(sessions))
+            case "lose" if sessions:
+                index.lose(chance.choice(sessions), history=chance.random() < 0.5)
+            case "cut" if sessions:
+                index.cut(chance.choice(sessions), chance.randrange(30))
+        check(index)

@@ -103,8 +103,11 @@ async def test_a_gateway_forks_a_session_that_another_gateway_has_continued_mean
     other = await door(worker.settings.nats, worker.settings.prefix)
     _, there, how = await ask(other, [*messages, user("Two?")])
     assert (there, how) == (session, "continued")
-    answer, here, how = await ask(served, [*messages, user("Too?")])
+    answer, here, how = await ask(served, [*messages, user("Too?")], n=2)
     assert how == "forked"
+    kinds = (await worker.client.stored.subjects(worker.client.tenant)).values()
+    answered = [one for one in kinds if one["in"] > 1]  # a fork that was refused has only an `open`
+    assert len(answered) == 3, "a second attempt for the first answer does not send the other one again"
     assert here != session
     assert answer.usage.prompt_tokens_details.cached_tokens >= first.usage.total_tokens - 1
 
@@ -177,8 +180,12 @@ async def test_no_fork_starts_at_a_position_whose_text_a_running_request_rewrite
     assert (await fresh).text == answer.choices[0].message.content
 
 
-async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(served: Any) -> None:
-    answer, _, _ = await ask(served, [SYSTEM, user("Hello.")], n=3)
+@pytest.mark.parametrize("more", [{}, {"seed": 7}])
+async def test_a_request_for_several_answers_gets_them_and_each_can_be_continued(
+    served: Any, more: dict[str, Any]
+) -> None:
+    """A seed makes them repeatable, not equal."""
+    answer, _, _ = await ask(served, [SYSTEM, user("Hello.")], n=3, **more)
     texts = [choice.message.content for choice in answer.choices]
     assert [choice.index for choice in answer.choices] == [0, 1, 2]
     assert len(set(texts)) > 1

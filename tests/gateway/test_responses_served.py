@@ -114,8 +114,10 @@ async def test_a_forked_conversation_continues_by_its_response_id_after_its_pare
     await ask(served, "Two?", previous_response_id=first.id)
     if is_long:
         monkeypatch.setattr("gateway.logged_answers.MOST_BYTES", 400)
-    fork, how = await ask(served, "Too?", previous_response_id=first.id)
+    fork, how = await ask(served, "Too?", previous_response_id=first.id, temperature=0)
     assert how == "forked"
+    again, how = await ask(served, "Too?", previous_response_id=first.id, temperature=0)
+    assert (how, again.output_text) == ("repeated", fork.output_text)
     if is_long:
         third, how = await ask(served, "Three?", previous_response_id=fork.id)
         assert how == "continued"
@@ -133,6 +135,8 @@ async def test_a_forked_conversation_continues_by_its_response_id_after_its_pare
         fourth, how = await ask(served, "Four?", previous_response_id=fork.id)
         assert how == "continued"
         assert prefilled(fourth) == fourth.usage.input_tokens - fork.usage.total_tokens + 1
+        fifth, how = await ask(served, "Five?", previous_response_id=again.id)
+        assert (how, fifth.usage.input_tokens) == ("forked", fourth.usage.input_tokens)
 
 
 async def test_a_response_whose_fork_was_refused_lists_each_message_of_its_conversation_once(

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 
 from worker.models.answer_markup import AnswerMarkup, markup_of
+from worker.models.call_parsers import ParsedCall
 from worker.text.arguments import OfferedTools
 from worker.text.harmony import HarmonySplitter
 from worker.text.splitting import AnswerCalls, MarkedSplitter, Piece, Splitter, call_id
@@ -426,3 +427,50 @@ def test_a_long_broken_call_takes_no_more_processor_time_than_its_length_needs(f
         began_s = time.thread_time()
         split(splitter(family), [f"{opens}{begun}{repeated * num}!{closes}"])
         assert time.thread_time() - began_s < 0.5, (num, begun, repeated)
+
+
+def made(names: str, ids: Iterable[str | None], **more: Any) -> AnswerCalls:
+    """Return the calls of an answer after these calls of functions `names`, one added after the other."""
+    calls = AnswerCalls(OfferedTools(TOOLS), lambda index: f"new{index}", **more)
+    for name, own in zip(names, ids, strict=True):
+        calls.add([ParsedCall(name, "{}", own)])
+    return calls
+
+
+def test_each_call_of_an_answer_has_an_id_of_its_own() -> None:
+    calls = made("abcde", ["x", "x", None, "new2", "y"])
+    assert [call.id for call in calls.made] == ["x", "new1", "new2", "new3", "y"]
+
+
+@pytest.mark.parametrize(
+    ("names", "kept", "more"),
+    [
+        ("abab", "abab", {"ends_at_repeat": True}),
+        ("abbc", "ab", {"ends_at_repeat": True}),
+        ("abbc", "abbc", {}),
+        ("abbc", "abb", {"max_calls": 3}),
+    ],
+)
+def test_an_answer_ends_after_its_most_calls_or_before_a_call_that_repeats_the_last_one(
+    names: str, kept: str, more: dict[str, Any]
+) -> None:
+    calls = made(names, [None] * len(names), **more)
+    assert "".join(call.function.name for call in calls.made) == kept
+    assert calls.is_full == (kept != names)
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("<think>\n\n</think>\n\nHi", "Hi"),
+        ("<think>a</think> <think> </think>\nHi", "Hi"),
+        ("So: {call}</tool_call>", "So:"),
+        ("So: {call} and</tool_call>", "So: and</tool_call>"),
+    ],
+)
+def test_white_space_behind_empty_reasoning_and_a_second_end_marker_behind_a_call_are_left_out(
+    text: str, shown: str
+) -> None:
+    found = splitter("json_tools")
+    piece = found.push(text.replace("{call}", written("json_tools"))) + found.finish()
+    assert piece.text == shown

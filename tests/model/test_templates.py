@@ -15,6 +15,8 @@ from transformers import AutoTokenizer
 
 from worker.models.tokenizer import Tokenizer
 from worker.text import templates
+from worker.text.conversation import said_in
+from worker.text.segments import MessageRecord, Segment, SegmentList
 from worker.text.templates import Addition, Conversation, TemplateError
 
 pytestmark = pytest.mark.model
@@ -333,6 +335,10 @@ def test_results_of_calls_that_share_an_id_answer_these_calls_in_their_order(tok
     results = [{"role": "tool", "content": "r", "tool_call_id": name} for name in ("x", "x", "y", "x")]
     found = Conversation(tokenizer, DAY).with_call_indices([said, *results])
     assert [one.get("call_index") for one in found] == [None, 0, 2, 1, None]
+    told = [MessageRecord(one, call_index=one.get("call_index")) for one in found[:2]]
+    first = Conversation(tokenizer, DAY).given(told, 0, 9, opens_answer=False)
+    more = first.with_call_indices(results[1:])
+    assert [one.get("call_index") for one in more] == [2, 1, None], "they may come in several requests"
 
 
 def test_a_model_without_a_chat_template_refuses_messages(
@@ -542,3 +548,77 @@ def test_a_chat_has_the_text_of_the_full_render_if_its_template_renders_the_begi
             chat.reply(f"Answer {turn}", end=turn % 3 > 0)
             chat.say(("user", f"Question {turn}"))
             assert chat.text == chat.render()
+
+
+def given_answers(tokenizer: Tokenizer, *ends: int, keeps: bool = True) -> Conversation:
+    """Return a conversation with a question, whose answer of one token for each of `ends` has as many parts.
+
+    Each part has a call. A part ends with an end-of-turn token if its `end` is true.
+    """
+    found = Conversation(tokenizer, DAY).given([MessageRecord(QUESTION)], 0, 4, opens_answer=True)
+    history = [5] * 4
+    for at, end in enumerate(ends):
+        said = {"content": f"{at}", "tool_calls": [f"call {at}"]}
+        found = found.answered(history, [6, END if end else 7], said, keeps_reasoning=keeps)
+        history += [6, END if end else 7]
+    return found
+
+
+QUESTION = {"role": "user", "content": "a"}
+
+
+def test_an_answer_in_two_parts_has_the_text_and_the_calls_of_both(tokenizer: Tokenizer) -> None:
+    answer = said_in(given_answers(tokenizer, 0, 1)._segments)[-1].message
+    assert (answer["content"], answer["tool_calls"]) == ("01", ["call 0", "call 1"])
+
+
+@pytest.mark.parametrize(("keeps", "thoughts"), [(True, "kept"), (False, "gone")])
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("keep", [4, 5, 6])
+def test_a_question_drops_reasoning_that_leaves_also_from_a_part_or_a_rewritten_answer(
+    tokenizer: Tokenizer, keeps: bool, thoughts: str, is_cut: bool, keep: int
+) -> None:
+    """`keep` is before, within or behind what is there of the answer."""
+    found = given_answers(tokenizer, 1, keeps=keeps)
+    found = found.rewind([5] * 4 + [6, END], 5) if is_cut else found
+    found = found.given([MessageRecord(QUESTION)], min(keep, found.position), 20, opens_answer=True)
+    assert [one.thoughts for one in said_in(found._segments, drops=True)] == [
+        "kept",
+        thoughts,
+        "kept",
+        "kept",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("parts", "texts"),
+    [
+        ([(0, 5, "ab"), (5, 8, "c")], ["ab", "c"]),
+        ([(0, 5, "ab"), (3, 8, "c")], ["abc"]),
+        ([(0, 5, None), (3, 8, "c")], [None]),
+        ([(0, 5, "ab"), (3, 8, None)], [None]),
+        ([(0, 5, None), (5, 8, "c")], [None, "c"]),
+    ],
+)
+def test_the_text_of_raw_content_is_known_only_if_all_its_parts_are(
+    tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
+) -> None:
+    found = Conversation(tokenizer, DAY)
+    for keep, end, text in parts:
+        found = found.with_raw(keep, end, text)
+    assert [*found.parts()] == texts
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "num_new", "num_shared"),
+    [(300, 0, 2), (300, 200, 2), (256, 200, 2), (255, 200, 1), (100, 200, 0), (0, 5, 0)],
+)
+def test_a_checkpoint_shares_only_segments_that_a_rewind_has_left(
+    num_kept: int, num_new: int, num_shared: int
+) -> None:
+    before = SegmentList().extended(*(Segment("raw", at, at + 1, text="old") for at in range(300)))
+    new = (Segment("raw", at, at + 1, text="new") for at in range(num_kept, num_kept + num_new))
+    after = before[:num_kept].extended(*new)
+    num, parts = after.pack(before)
+    assert num == num_shared
+    assert before.unpack(num, parts) == after

@@ -116,13 +116,13 @@ class TurnRequest:
         )
 
     def _penalised(self) -> list[int]:
-        """Return the token ids of the context that the answer's repetition penalty applies to.
+        """Return the token ids of the prompt that the answer's repetition penalty applies to.
 
         Under a policy with a window, these are only ids of tokens that the model still sees.
         """
         num = self.num_prompt
         seen = self.policy.seen(num) if self.policy.is_endless else ((0, num),)
-        ids = [self.context.ids(start, end) for start, end in (*seen, (num, len(self.context)))]
+        ids = [self.context.ids(start, end) for start, end in seen]
         # Takes a quarter of the time of a set of all tokens.
         penalised: list[int] = np.flatnonzero(np.bincount(np.concatenate(ids))).tolist()
         return penalised

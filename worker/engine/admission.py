@@ -84,7 +84,7 @@ class Admission:
         return self.decide()
 
     def decide(self) -> Decision:
-        """Grant memory to the claims that fit now. Call this also after idle sessions were dropped."""
+        """Grant memory to the claims that fit now. Idle sessions' KV is no reason to wait: it is dropped."""
         decision = Decision()
         for claim in sorted(self._aged, key=_age):
             if not self._grant(claim, decision) and self._pause_younger(claim, decision):

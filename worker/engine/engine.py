@@ -245,7 +245,6 @@ class Engine(EnginePort):
             self._saving.save_logged()
         if self._kv_on_device.pop(key):
             self._device.drop(key)
-        self._grants.decide()
 
     def let_go(self, is_meant: Callable[[SessionKey], bool]) -> set[SessionKey]:
         """Drop the KV on the device of the sessions that are meant; see `EnginePort.let_go`."""
@@ -301,7 +300,6 @@ class Engine(EnginePort):
             case DroppedKv(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
                     self._kv_on_device.pop(key)
-                self._grants.decide()
             case SnapshotCut(turn) if self._audit is not None and turn.request.audited is not None:
                 self._audit.take(event.tensors)
             case SnapshotCut(turn) if self._saving is not None:

@@ -46,10 +46,6 @@ class Grants:
         self._piece_tokens = piece_tokens
         self.admission = Admission(ledger, max_tenant_bytes)
 
-    def decide(self) -> None:
-        """Grant freed memory to waiting runs."""
-        self._apply(self.admission.decide())
-
     def ask(self, run: Run) -> None:
         """Request memory for a run's next turn, in place of the run's reservation; `wait` waits for it.
 

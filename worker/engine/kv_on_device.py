@@ -7,7 +7,7 @@ short. Then `ledger.Ledger` chooses what to drop, or the device thread, which ha
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -42,7 +42,7 @@ class KvOnDevice:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._kv: OrderedDict[SessionKey, _Kv] = OrderedDict()  # least recently used first
+        self._kv: dict[SessionKey, _Kv] = {}  # least recently used first
         # Sessions of a tenant that begin with the same `LEAST_SHARED` tokens.
         self._alike: defaultdict[tuple[str, bytes], dict[SessionKey, None]] = defaultdict(dict)
 
@@ -81,7 +81,7 @@ class KvOnDevice:
         policy: Policy = FULL,
         used: int = 0,
     ) -> None:
-        """Record the KV of a session whose turn has ended.
+        """Record the KV of a session whose turn has ended, as the most recently used.
 
         The KV can be trimmed to any number of tokens that is at least `earliest`. `used` is the end's time in
         the cache's index (`StoredKv.next_use`); 0 without a cache.
@@ -104,11 +104,6 @@ class KvOnDevice:
             if not self._alike[beginning]:
                 del self._alike[beginning]
         return True
-
-    def touch(self, key: SessionKey) -> None:
-        """Record that a session's KV has been used."""
-        if key in self._kv:
-            self._kv.move_to_end(key)
 
     def alike(self, tenant: str, tokens: Tokens) -> Iterable[SessionKey]:
         """List the tenant's sessions whose first `LEAST_SHARED` tokens equal those of `tokens`."""

@@ -98,11 +98,9 @@ class Ledger:
         """End a turn's reservation, if it has one.
 
         Unless its next turn has reserved memory by now, the session then counts as idle, with the bytes of
-        its resident KV, and as the most recently used one.
+        its resident KV.
         """
-        if claim in self._reserved:
-            self._reserved_bytes -= self._reserved.pop(claim)
-            self.kv_on_device.touch(claim.key)
+        self._reserved_bytes -= self._reserved.pop(claim, 0)
 
     def _idle(self) -> list[SessionKey]:
         busy = self.busy

@@ -1,0 +1,80 @@
+"""What a gateway that starts finds in the log of each session."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from gateway import boundaries
+from gateway.index import RequestName, SessionIndex
+from gateway.recovery import recover
+from turnkeep_client.errors import RequestFailedError
+
+if TYPE_CHECKING:
+    from turnkeep_client.session import Session
+
+#: Steps of a session: `a` and `b` are prompts that get an answer.
+STORIES: dict[str, dict[str, Any]] = {
+    "a b": {"found": {"a", "b"}, "position": "b"},
+    "a b rewind": {"found": {"a"}, "position": "a"},
+    "a append": {"found": {"a"}, "position": "append"},
+    "a b a": {"found": {"a", "b"}, "position": "b"},  # the second `a` repeats the first one's id
+    "a !b": {"found": {"a"}, "position": "a", "failed": {"b"}},
+    "a !b b": {"found": {"a", "b"}, "position": "b"},
+    "a close": {},
+    "a close !b": {"found": set(), "position": 0, "failed": {"b"}},
+    "a close open": {"found": set(), "position": 0},
+    "a close open b": {"found": {"b"}, "position": "b"},
+}
+
+
+async def played(session: Session, story: str) -> dict[str, Any]:
+    """Send a story's requests; return the position after each step, and by prompt the digests after it."""
+    seen: dict[str, Any] = {0: 0}
+    for number, step in enumerate(story.split()):
+        match step:
+            case "rewind":
+                await session.rewind(seen["a"])
+            case "append":
+                seen[step] = (await session.append(text="More.")).position
+            case "close":
+                await session.close()
+            case "open":
+                await session.open()
+            case _:
+                prompt = prompt_of(session, step[-1])
+                name = RequestName(prompt, b"o", number if "!" in step or f"!{step}" in story else 0)
+                conflict = {"expect_position": 9999} if "!" in step else {}
+                with suppress(RequestFailedError):
+                    result = await session.generate(
+                        text="Say.", request_id=str(name), max_tokens=3, **conflict
+                    )
+                    assert not conflict
+                    seen[step] = result.position
+                    seen[f"after {step}"] = boundaries.after_answer(prompt, result)
+    return seen
+
+
+def prompt_of(session: Session, letter: str) -> bytes:
+    """Return the digest of a session's own prompt."""
+    return f"{letter}{session.key.session[-15:]}".encode()
+
+
+async def test_a_gateway_that_starts_finds_of_each_session_what_its_log_still_has(worker: Any) -> None:
+    sessions = {story: worker.client.session(f"gw-{at:032x}") for at, story in enumerate(STORIES)}
+    seen = {story: await played(session, story) for story, session in sessions.items()}
+    index = SessionIndex()
+    await recover(worker.client, index)
+    for story, expected in STORIES.items():
+        held = index.sessions.get(sessions[story].key.session)
+        assert (held is not None) == bool(expected), story
+        if held is None:
+            continue
+        assert held.position == seen[story][expected["position"]], story
+        for letter in "ab":
+            ends = [index.find(one) for one in seen[story].get(f"after {letter}", ())]
+            end = (held, (seen[story][letter], True)) if letter in expected["found"] else None
+            assert ends == [end] * len(ends), f"{letter} in {story}"
+            asked = index.asked.get((prompt_of(sessions[story], letter), b"o"))
+            state = asked.state if asked is not None else ""
+            assert (state == "failed") == (letter in expected.get("failed", ())), f"{letter} in {story}"
