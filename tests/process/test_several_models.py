@@ -479,7 +479,7 @@ async def test_questions_to_a_changed_model_that_never_loads_are_answered_and_th
         changed = await nc.request(subjects.serve, encode(LoadRequest(model="broken")), timeout=60)
         assert "restarts with broken" in decode_serving(changed.data).said  # type: ignore[union-attr]
         asked = subjects.of(SessionKey("default", "s"), "ctl")
-        answer = decode_control_reply((await nc.request(asked, encode(InfoRequest()), timeout=60)).data)
+        answer = decode_control_reply((await nc.request(asked, encode(InfoRequest()), timeout=20)).data)
     why = "the model broken cannot be loaded: its worker has ended 5 times in a row"
     assert isinstance(answer, Failed)
     assert (answer.code, why in answer.message) == ("internal", True)
