@@ -234,7 +234,13 @@ async def _run_beside(
     await app.ready.wait()
     while True:
         began_s = anyio.current_time()
-        process = await start([*PROGRAM, name, *options, "--until-eof"])
+        try:
+            process = await start([*PROGRAM, name, *options, "--until-eof"])
+        except OSError as error:  # as at the system's limit of processes
+            told = f"the {name} cannot be started yet"
+            log.error(told, reason=str(error))  # noqa: TRY400
+            await anyio.sleep(_AGAIN_S)
+            continue
         async with ending(process, _BESIDE_S), task_group() as tasks:
             if name == "console":
                 tasks.start_soon(tell, process)

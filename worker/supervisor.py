@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -322,7 +323,8 @@ class Supervisor:
     async def _run_until_left(self, model: ModelProcess) -> bool:
         """Run the model's worker, again and again if it crashes, until the model must leave.
 
-        Returns False if the worker never gets ready; a single model then ends `run`.
+        Returns False if the worker never gets ready. A single model then ends `run`, unless one has served
+        before: then it is tried for ever.
         """
         num_short = 0
         while True:
@@ -336,16 +338,18 @@ class Supervisor:
             if model.needs is None and (is_failing or refused is not None):
                 self._give_up(refused or Refusal(_never_ready(code), is_setting=False))
                 return False
-            more = {"reason": refused.reason} if refused is not None else {}
+            reason = refused.reason if refused is not None else _never_ready(code) if is_failing else None
+            if is_failing:
+                name = model.name or model.settings.model
+                await model.activator.refuse(f"the model {name} cannot be loaded: {reason}")
             if is_failing and self._are_several:
-                reason = more.get("reason", _never_ready(code))
                 log.error(
                     "a model cannot be loaded until its next request", **model.log_fields, reason=reason
                 )
-                await model.activator.refuse(f"the model {model.name} cannot be loaded: {reason}")
                 model.let_go()
                 return False
             pause_s = min(_PAUSES_S[0] * 2 ** (num_short - 2), _PAUSES_S[1]) if num_short > 1 else 0.0
+            more = {} if reason is None else {"reason": reason}
             log.error("a worker has ended", **model.log_fields, code=code, pause_s=pause_s, **more)
             with move_on_after(pause_s):
                 await model.leave.wait()
@@ -358,10 +362,15 @@ class Supervisor:
         self.stop()
 
     async def _run_worker(self, model: ModelProcess) -> int:
-        """Run a model's worker until it ends; return its exit code."""
+        """Run a model's worker until it ends; return its exit code, or `EX_OSERR` if it cannot be started."""
         model.began_s, model.loaded_s, model.refused = current_time(), math.inf, None
         model.state = State((), ("loading the model",), model.state.is_alone)
-        async with ending(await self._standby.take(), _STOP_S) as model.process, task_group() as tasks:
+        try:
+            process = await self._standby.take()
+        except OSError as error:
+            model.refused = Refusal(f"no process can be started: {error}", is_setting=False)
+            return os.EX_OSERR
+        async with ending(process, _STOP_S) as model.process, task_group() as tasks:
             if self._are_several:
                 log.info("loading", **model.log_fields, memory=size(model.size_bytes))
             order = Order(
@@ -408,7 +417,8 @@ class Supervisor:
             if await self._is_idle(model):
                 model.let_go()
             elif model.is_loaded and current_time() - model.loaded_s > _HIRE_S:
-                await self._standby.hire()
+                with contextlib.suppress(OSError):  # it is tried again, and a restart does without
+                    await self._standby.hire()
             with move_on_after(pause_s):
                 await model.leave.wait()
         if model.needs is not None:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections import Counter
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,7 +24,7 @@ from hypothesis import given
 from test_splitting import FAMILIES, markup, outcome, splitter, wide, written
 
 from worker.models.answer_markup import markup_of
-from worker.models.call_parsers import WrittenCall
+from worker.models.call_parsers import WrittenCall, parse_calls
 from worker.models.catalog import named, template_support
 from worker.models.model_files import ModelError
 from worker.models.tokenizer import Tokenizer
@@ -177,6 +179,15 @@ def test_the_id_of_a_mistral_call_is_kept_unless_an_earlier_call_has_the_same_id
 )
 def test_python_syntax_other_than_calls_with_keyword_arguments_is_no_tool_call(text: str) -> None:
     assert calls_in("pythonic", f"<|tool_call_start|>[{text}]<|tool_call_end|>") == []
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [r"'\U00110000', timeout=1", r"'\UFFFFFFFF', timeout=1", pytest.param("[" * 5000, id="nested")],
+)
+def test_a_call_counts_although_the_next_call_has_no_possible_value(argument: str) -> None:
+    text = f"<|tool_call_start|>[clock(), bash(command={argument})]<|tool_call_end|>"
+    assert calls_in("pythonic", text) == [("clock", {})]
 
 
 # JSON
@@ -686,6 +697,29 @@ def test_a_call_whose_id_has_a_lone_surrogate_gets_an_id_that_can_be_sent() -> N
     call = r'{"name": "clock", "arguments": {}, "id": "a\ud800"}'
     (found,) = outcome(splitter("generic", tools=TOOLS), [f"<tool_call>{call}</tool_call>"])[2]
     assert found == (call_id("r", 0), "clock", "{}")
+
+
+#: Parts of calls in all formats, and of values that cannot be.
+PARTS = [
+    *("{", "}", "[", "]", "(", ")", ":", ",", "=", "\n", "\\", "'", '"', "#", "```", "call:", "functions."),
+    *(r"\UFFFFFFFF", r"\ud800", r"\777", "1e999", "NaN", "0x1f", "1" * 5000, "[" * 1500, '{"a":' * 1500, "1"),
+    *('{"name": "clock"', ', "arguments": ', "clock", "command", "<escape>", '<|"|>', "<![CDATA[", "]]>"),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(data=st.data())
+def test_a_parser_of_calls_raises_only_value_errors_whatever_a_model_writes(family: str, data: Any) -> None:
+    """Otherwise the calls before are lost, or another format is not tried."""
+    tags = re.findall(r"<[^<>]*>|\[[A-Z_]*\]", written(family, "clock"))
+    text = "".join(data.draw(st.lists(st.sampled_from([*PARTS, *tags]), max_size=12)))
+    found = markup(family)
+    parsers = [parse_calls, *(form.parse for form in found.forms), *filter(None, [found.bare])]
+    for parse in parsers:
+        with suppress(ValueError):
+            parse(
+                data.draw(st.sampled_from(["clock(", "clock{", "clock", ""])) + text, data.draw(st.booleans())
+            )
 
 
 VALUES = st.recursive(

@@ -232,6 +232,31 @@ def test_a_template_with_endless_recursion_raises_an_error(with_template: Callab
 
 
 @pytest.mark.model
+@pytest.mark.parametrize(
+    "value",
+    ["9 ** (9 ** 9)", "'a' * 10 ** 12", "10 ** 12 * [1]", "lipsum(10 ** 9)"],
+)
+def test_a_template_with_one_endless_operation_is_refused_at_once(
+    with_template: Callable[[str], Tokenizer], value: str
+) -> None:
+    with pytest.raises(TemplateError, match=r"it computes a value of more than|'lipsum' is undefined"):
+        render(with_template("{{ " + value + " }}"))
+
+
+@pytest.mark.model
+def test_a_template_whose_number_grows_with_each_step_is_refused(
+    with_template: Callable[[str], Tokenizer],
+) -> None:
+    grows = "{% set n = namespace(x=9) %}{% for i in range(18) %}{% set n.x = n.x * n.x %}{% endfor %}"
+    with pytest.raises(TemplateError, match="it computes a value of more than 65536 bits"):
+        render(with_template(grows))
+    assert (
+        render(with_template("{{ 2 ** 10 * 3 }} {{ '-' * 3 }} {{ 0.5 * 3 }} {{ 2.0 ** -1 }}"))
+        == "3072 --- 1.5 0.5"
+    )
+
+
+@pytest.mark.model
 def test_a_template_that_writes_too_many_characters_is_stopped_with_an_error(
     with_template: Callable[[str], Tokenizer],
 ) -> None:

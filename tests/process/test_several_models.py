@@ -21,16 +21,19 @@ from parts import WorkerProcess, free_port, make_tiny_model, until
 from turnkeep_client.messages import (
     Embedded,
     EmbedRequest,
+    Failed,
+    InfoRequest,
     LoadRequest,
     decode_control_reply,
     decode_serving,
     encode,
 )
-from turnkeep_client.subjects import Subjects
+from turnkeep_client.subjects import SessionKey, Subjects
 from worker import model_memory, standby, supervisor
 from worker.model_memory import IdleModel, choose_to_unload
 from worker.model_process import UNKNOWN
 from worker.process.settings import Settings
+from worker.reports import encode as report_line
 from worker.standby import Standby
 from worker.supervisor import Supervisor
 from worker.wire.activator import Activator
@@ -435,6 +438,88 @@ async def test_serve_ends_if_its_worker_fails_five_times_in_a_row_before_it_is_r
     alone = Supervisor(Settings(data_dir=tmp_path, nats=nats_url, prefix="failing"), {})
     with pytest.raises(supervisor.SupervisorError, match=r"5 times in a row, before it was ready \(code 3\)"):
         await alone.run()
+
+
+#: A worker's process that measures each model, and serves each but `broken`, for which it ends at once.
+_STUB = """
+import json, sys
+order = json.loads(sys.stdin.readline())
+if not order["weighs"] and order["settings"]["model"] == "broken":
+    sys.exit(3)
+print(sys.argv[1], flush=True)
+if not order["weighs"]:
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+async def served(
+    tmp_path: Path, nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Supervisor, nats.NATS]]:
+    """A supervisor of one model, whose worker `_STUB` answers no requests, and a client's connection."""
+    needs = report_line(UNKNOWN).decode().strip()
+    monkeypatch.setattr(supervisor, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(standby, "_WORKER", (sys.executable, "-c", _STUB, needs))
+    settings = Settings(data_dir=tmp_path, nats=nats_url, prefix="stub", model="sound")
+    alone, nc = Supervisor(settings, {}), await nats.connect(nats_url)
+    running = asyncio.create_task(alone.run())
+    await until(lambda: running.done() or alone.ready.is_set())
+    yield alone, nc
+    alone.stop()
+    await running
+    await nc.close()
+
+
+async def test_questions_to_a_changed_model_that_never_loads_are_answered_and_the_log_says_why(
+    served: tuple[Supervisor, nats.NATS],
+) -> None:
+    alone, nc = served
+    subjects = Subjects("stub")
+    with structlog.testing.capture_logs() as logs:
+        changed = await nc.request(subjects.serve, encode(LoadRequest(model="broken")), timeout=60)
+        assert "restarts with broken" in decode_serving(changed.data).said  # type: ignore[union-attr]
+        asked = subjects.of(SessionKey("default", "s"), "ctl")
+        answer = decode_control_reply((await nc.request(asked, encode(InfoRequest()), timeout=20)).data)
+    why = "the model broken cannot be loaded: its worker has ended 5 times in a row"
+    assert isinstance(answer, Failed)
+    assert (answer.code, why in answer.message) == ("internal", True)
+    told = [one["reason"] for one in logs if one["event"] == "a worker has ended" and "reason" in one]
+    assert all("its worker has ended 5 times" in reason for reason in told)
+    back = await nc.request(subjects.serve, encode(LoadRequest(model="sound")), timeout=60)
+    assert "restarts with sound" in decode_serving(back.data).said  # type: ignore[union-attr]
+    await until(lambda: alone._models[0].is_loaded)
+
+
+async def test_serve_tries_again_while_no_process_can_be_started(
+    served: tuple[Supervisor, nats.NATS], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As at the system's limit of processes; also of threads, as asyncio may need one for each process."""
+    alone, _ = served
+    (model,), start = alone._models, anyio.open_process
+    faults = [BlockingIOError(11, "no more processes"), RuntimeError("can't start new thread")] * 4
+    left = iter(faults)
+
+    async def fails(*words: Any, **options: Any) -> Any:
+        if (fault := next(left, None)) is not None:
+            raise fault
+        return await start(*words, **options)
+
+    await alone._standby.dismiss()
+    monkeypatch.setattr(anyio, "open_process", fails)
+    worker = model.process
+    assert worker is not None
+    with structlog.testing.capture_logs() as logs:
+        worker.kill()
+        await until(lambda: model.process is not worker and model.is_loaded)
+    told = [one["reason"] for one in logs if one["event"] == "a worker has ended" and "reason" in one]
+    assert (
+        told
+        == [
+            f"no process can be started: [Errno 11] {why}"
+            for why in ("no more processes", "can't start new thread")
+        ]
+        * 4
+    )
 
 
 async def test_the_model_of_a_worker_is_changed_even_while_requests_keep_coming(

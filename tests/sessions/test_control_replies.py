@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import pytest
+from msgspec import structs
 from raw_wire import Start, Wire, append, generate
 
 from tests.matrices import thinned
@@ -15,6 +16,7 @@ from turnkeep_client.messages import Cancelled, decode_result
 from worker.sessions.control import Control
 
 SESSIONS = [f"s{number}" for number in range(16)]
+IMAGE = {"type": "image", "digest": "0" * 64}
 ASK = {"text": "hello", "max_tokens": 4}
 AWAY = ["paused", "killed", "stopped"]
 
@@ -168,6 +170,24 @@ async def test_a_refused_control_request_or_ask_has_its_valid_id_in_the_reply(qu
     assert (reply["code"], reply["id"]) == ("invalid_request", "mine")
     asked = await w.nc.request(w.subject("s", "ask"), b'{"id":"mine","more":1}', timeout=20)
     assert json.loads(asked.data)["id"] == "mine"
+
+
+@pytest.mark.simulated
+async def test_a_refused_count_or_ask_says_why_as_a_refused_generate_does(quiet_wire: Start) -> None:
+    w = await quiet_wire(other_model="refuse")
+    asked = await w.nc.request(w.subject("s", "ask"), b'{"text":"a","temperature":-1}', timeout=20)
+    assert json.loads(asked.data)["field"] == "temperature"
+    for count in ({"tokens": [2**31]}, {"messages": [{"role": "user", "content": [IMAGE]}]}):
+        reply = await w.control("s", {"type": "count", **count})
+        result = await w.send("s", {"type": "generate", "id": f"g{len(count)}", "max_tokens": 1, **count})
+        assert [reply[name] for name in ("code", "field", "message")] == [
+            result[name] for name in ("code", "field", "message")
+        ]
+    await w.send("s", append("a"))
+    await w.send("s", generate("g"))
+    fold = w.worker.app._parts.sessions._services.fold
+    fold.model = structs.replace(fold.model, weights="other")
+    assert (await w.control("s", {"type": "count", "text": "a"}))["code"] == "history_diverged"
 
 
 @pytest.mark.simulated

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from tests.simulation.loop import _process as current
 from tests.simulation.world import Server
 from worker.cluster.liveness import Members
 from worker.sessions import sessions
-from worker.sessions.dead_letters import RequestAttempts
+from worker.sessions.dead_letters import AttemptNote, RequestAttempts
 from worker.sessions.fold import Fold
 from worker.sessions.pending import PendingRequest
 
@@ -164,6 +166,25 @@ async def test_four_orderly_stops_during_an_append_do_not_count_as_failed_attemp
         await last.worker.stop()
     await wire(ack_wait_s=1.0)
     assert (await w.result(seq))["type"] == "appended"
+
+
+@pytest.mark.parametrize(("stored_s", "attempts"), [(1, 1), (2, 2)])
+async def test_an_attempt_is_not_taken_for_one_at_a_request_that_a_restored_log_had_at_the_same_place(
+    stored_s: int, attempts: int
+) -> None:
+    """Workers attempt a request once more than allowed if one of them does not count an earlier crash."""
+
+    async def published(_: object) -> Any:
+        return SimpleNamespace(num_tokens=0)
+
+    async def runs(_: object) -> bool:
+        return False
+
+    log = SimpleNamespace(first_seq=0, published=published)
+    mine = RequestAttempts(log, SimpleNamespace(boot="me", runs=runs))  # type: ignore[arg-type]
+    mine._begun = datetime.fromtimestamp(1, UTC)
+    here = PendingRequest(7, None, None, datetime.fromtimestamp(stored_s, UTC))
+    assert (await mine._next(AttemptNote(), here)).attempts == attempts
 
 
 @pytest.mark.parametrize(("runs", "kind"), [(True, "appended"), (False, "failed")])

@@ -340,7 +340,7 @@ def test_the_adaptations_for_a_template_are_listed_in_words(tokenizers: dict[str
         "late system within user messages",
         "developer as system",
         "several calls of a message as text",
-        "tool results as user messages, unless they follow calls of the same request",
+        "tool results as user messages, unless they follow calls that it renders",
         "tool and tool in a row joined",
         "tool and user in a row joined",
         "user and tool in a row joined",

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 from session_world import STORED, Formula, World
+from transformers import AutoTokenizer
 
 from turnkeep_client.messages import (
     Append,
@@ -404,6 +405,50 @@ async def test_a_harmony_session_continues_after_an_answer_of_several_messages(
     answers = [("Well?", then + SAID), ("And?", then + TO_WEATHER), ("Rain.", SAID), ("Sure?", SAID)]
     expected = "".join(f"{end}{asked}{begin}{answer}" for asked, answer in answers)
     assert text_of(world) == expected.removeprefix("<|end|>") + "<|im_end|>"
+    await world.assert_fold_is_life()
+
+
+#: A template like gpt-oss's for calls and their results, of which it refuses one without a call before it.
+OSS_CALLS = """
+{%- set last = namespace(name=none) %}{% for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if last.name is none %}{{ raise_exception('no call before it') }}{% endif %}
+{{- '<|start|>functions.' + last.name + ' to=assistant<|channel|>commentary<|message|>' }}
+{{- message.content | tojson + '<|end|>' }}
+{%- elif message.tool_calls %}
+{%- set last.name = message.tool_calls[0].function.name %}
+{{- '<|start|>assistant to=functions.' + last.name + '<|channel|>commentary json<|message|>' }}
+{{- message.tool_calls[0].function.arguments | tojson + '<|call|>' }}
+{%- elif message.role == 'assistant' %}{% set last.name = none %}
+{{- '<|start|>assistant<|channel|>final<|message|>' + message.content + '<|end|>' }}
+{%- else %}{{ '<|start|>' + message.role + '<|message|>' + message.content + '<|end|>' }}{% endif %}
+{%- endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}{# tools #}"""
+
+
+async def test_a_result_of_a_harmony_call_is_rendered_by_the_template_and_not_as_a_users_message(
+    packaged_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The calls stay as they were sampled, also once later messages follow."""
+    monkeypatch.setattr(Tokenizer, "as_text", lambda _, text: text)  # the script's marks are control tokens
+    hf = AutoTokenizer.from_pretrained(str(packaged_folder))
+    names = ("start", "end", "message", "channel", "call", "constrain")
+    hf.add_tokens([f"<|{name}|>" for name in names], special_tokens=True)
+    hf.chat_template, hf.eos_token = OSS_CALLS, "<|call|>"
+    to = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    sampled = [f'{THOUGHT}{to}{{ "city":"Rome"}}', f'{to}{{"city": "Oslo"}}', SAID]
+    world = world_of(Tokenizer(hf, ()), *sampled)
+    expected, asked = "<|start|>user<|message|>Warm?<|end|>", [user("Warm?")]
+    for number, result in enumerate(("Sun", "Rain", "")):
+        answer = await generated(world, ask(number, *asked, tools=(WEATHER,)))
+        expected += f"<|start|>assistant{sampled[number]}<|call|>"
+        assert text_of(world) == expected
+        if result:
+            assert not answer.warnings
+            asked = [Message(role="tool", content=result, tool_call_id=answer.tool_calls[0].id)]
+            expected += (
+                f'<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"{result}"<|end|>'
+            )
+    assert answer.text == "Yes."
     await world.assert_fold_is_life()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sized
 from datetime import datetime
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _MAX_STEPS: Final = 5_000_000
 _MAX_SECONDS: Final = 60.0
 _MAX_CHARS: Final = 2**26
+#: Limit of the bits of a whole number: with more, one operation may hold the interpreter for hours.
+_MAX_BITS: Final = 2**16
 _STEP: Final = "count_one_step"
 #: What JSON in ASCII escapes; not the stand-ins of `control_tokens`, which are no characters of their own.
 _ESCAPED: Final = re.compile("[^\x00-\x7e\ud800-\udbff]")
@@ -265,10 +268,26 @@ def _strftime_now(date_format: str) -> str:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox. Of a loop's and a namespace's attributes it finds the same, in half of the time.
+    """Jinja's sandbox; refuses products and powers that are too large.
 
-    Most templates ask for some with each message, such as `loop.first`.
+    Of a loop's and a namespace's attributes it finds the same, in half of the time: most templates ask for
+    some with each message, such as `loop.first`.
     """
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Multiply, or raise to a power; raise `UnboundedError` before that takes too long."""
+        size, most = 0, _MAX_BITS
+        match left, right:
+            case int(), int():
+                bits = left.bit_length()
+                size = bits * abs(right) if operator == "**" else bits + right.bit_length()
+            case (Sized() as several, int() as times) | (int() as times, Sized() as several):
+                size, most = len(several) * times, _MAX_CHARS
+        if size > most:
+            raise UnboundedError(f"it computes a value of more than {most} bits or characters")
+        return super().call_binop(context, operator, left, right)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         if isinstance(obj, LoopContext | Namespace):
@@ -287,6 +306,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
         "dict": _Dict(),
         "namespace": _Namespace,
     }
+    del environment.globals["lipsum"]  # it writes any number of words, and counts no steps
     return environment
 
 

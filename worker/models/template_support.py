@@ -92,7 +92,7 @@ INSTEAD: Final = {
     "text_with_calls": "calls beside text as text",
     "any_ids": "ids of calls of nine characters",
     "results": "tool results as user messages",
-    "results_alone": "tool results as user messages, unless they follow calls of the same request",
+    "results_alone": "tool results as user messages, unless they follow calls that it renders",
     "answer_first": "an empty user message before a first answer",
     "empty": "empty messages refused",
 }

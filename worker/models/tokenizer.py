@@ -170,6 +170,12 @@ class Tokenizer:
         vocabulary = self._rust.get_vocab(with_added_tokens=True)
         return markup_of(template, vocabulary, self._tool_parser)
 
+    @cached_property
+    def renders_sampled_calls(self) -> bool:
+        """Whether the template gets the call of a harmony answer as a call, and so renders its result."""
+        renders = self.support.objects and self.support.results
+        return self.markup.is_harmony and renders and "<|call|>" in (self.template or "")
+
     def adapted(
         self, messages: Sequence[dict[str, Any]], before: Mapping[str, Any] | None, noted: Counter[str]
     ) -> list[dict[str, Any]]:
@@ -181,8 +187,9 @@ class Tokenizer:
         counts each change, under its phrase in `TemplateSupport.in_words`. The messages for results of calls
         keep their `call_index`.
         """
-        support, found, goes_on, has_call = self.support, list[dict[str, Any]](), False, False
-        is_begun = before is not None
+        support, found, goes_on = self.support, list[dict[str, Any]](), False
+        is_begun, last = before is not None, before or {}
+        has_call = bool(last.get("tool_calls")) or last.get("role") == "tool"
         for given in messages:
             role, message = given["role"], self._in_form(given, found, has_call, noted)
             if role != "tool":

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from typing import Any, Final
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # A model can write any text, and a search holds the interpreter. So in the regular expressions of values and
 # calls two repetitions that match the same text never meet: their time would grow with the text's square.
@@ -46,13 +50,24 @@ def _refused(word: str) -> None:
 _DECODER: Final = json.JSONDecoder(object_pairs_hook=without_twice, parse_constant=_refused, strict=False)
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise only `ValueError`, also for a value that is nested too deep, or has an impossible character."""
+    try:
+        yield
+    except (OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+
+
+@_refusing()
 def read_json(text: str) -> Any:
-    """Parse a JSON value; refuses repeated keys and NaN. Raises `ValueError` or `RecursionError`."""
+    """Parse a JSON value; refuses repeated keys and NaN. Raises `ValueError`."""
     return _DECODER.decode(text)
 
 
+@_refusing()
 def read_value(text: str, at: int) -> tuple[Any, int]:
-    """Return the value at `at` and the index of its end. Raises `ValueError` or `RecursionError`."""
+    """Return the value at `at` and the index of its end. Raises `ValueError`."""
     try:
         return _DECODER.raw_decode(text, at)  # much faster than the reader
     except ValueError:
@@ -60,8 +75,12 @@ def read_value(text: str, at: int) -> tuple[Any, int]:
         return reader.value(), reader.at
 
 
+@_refusing()
 def read_keywords(text: str, at: int) -> tuple[dict[str, Any], int]:
-    """Return the arguments of a call in Python's syntax, and the index behind it; `at` is behind the `(`."""
+    """Return the arguments of a call in Python's syntax, and the index behind it; `at` is behind the `(`.
+
+    Raises `ValueError`.
+    """
     reader = _Reader(text, at, is_python=True)
     return reader.fields(")", "="), reader.at
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import subprocess
 import sys
 from contextlib import asynccontextmanager
@@ -23,11 +24,15 @@ async def start(words: Sequence[str], *, stdout: int | None = None) -> Process:
     """Start a child process of this program.
 
     The child has its own process session, since Ctrl-C is for this process only. Its standard input is a
-    pipe, which closes if this process dies in any way; the child must end then.
+    pipe, which closes if this process dies in any way; the child must end then. Raises `OSError`, as at the
+    system's limit of processes or threads.
     """
-    return await anyio.open_process(
-        words, stdin=subprocess.PIPE, stdout=stdout, stderr=None, start_new_session=True
-    )
+    try:
+        return await anyio.open_process(
+            words, stdin=subprocess.PIPE, stdout=stdout, stderr=None, start_new_session=True
+        )
+    except RuntimeError as error:  # asyncio may wait for the child in a thread, which cannot be started
+        raise OSError(errno.EAGAIN, str(error)) from error
 
 
 @asynccontextmanager

@@ -121,7 +121,9 @@ class Control:
             asked = Generate(id="count", **structs.asdict(request))
             grids = await SessionImages(key, self._services).grids(history, asked, stores=False)
             extended = await self._fold.extend_on_thread(key.tenant, history, asked, grids)
-        except (RefusedError, ValueError) as error:
+        except RefusedError as error:
+            return failure(None, error.code, str(error), field=error.field, limit=error.limit)
+        except ValueError as error:  # the input of no generate
             return failure(None, "invalid_request", str(error))
         position = extended.history.position
         return Counted(

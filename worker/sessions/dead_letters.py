@@ -27,6 +27,7 @@ from .results import Outcome, failed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping
+    from datetime import datetime
 
     from turnkeep_client.errors import ErrorCode
     from turnkeep_client.subjects import SessionKey
@@ -73,10 +74,9 @@ class RequestAttempts:
     def __init__(self, session_log: FencedLog, services: Services) -> None:
         self._log = session_log
         self._services = services
-        # A log that is restored from a backup may have another request at these sequences, which this worker
-        # may then attempt once more than it should.
-        self._begun_seq = 0  # the request that this worker has begun last, and survived until now
-        self._tried_seq = 0  # the request for which this worker has stored a note
+        # By when the log stored them: one restored from a backup may have other requests at their sequences.
+        self._begun: datetime | None = None  # the request that this worker has begun last, and survived
+        self._tried: datetime | None = None  # the request for which this worker has stored a note
 
     async def attempt(
         self, pending: PendingRequest, answer: Callable[[PendingRequest], Awaitable[Outcome]]
@@ -89,7 +89,7 @@ class RequestAttempts:
         is_open = isinstance(request, Open)  # runs nothing on the device, and may wait for its parent
         if is_open or (request is not None and await self._log.find_answered(request.id) is not None):
             return await answer(pending)
-        is_new = self._log.is_doubted and self._tried_seq != pending.seq
+        is_new = self._log.is_doubted and self._tried != pending.stored
         note = await _last_note(services, key) if self._log.is_doubted else AttemptNote()
         note = await self._next(note, pending) if is_new else note
         num_attempts, limit = note.attempts, services.max_attempts
@@ -97,15 +97,15 @@ class RequestAttempts:
             num_attempts -= await services.num_busy(key)
         if num_attempts > limit:
             if is_new:
-                await self._store(note)  # ending it may crash a worker too
+                await self._store(pending, note)  # ending it may crash a worker too
             keeps = num_attempts == limit + 1
             why = "it has ended every worker that began it"
             return await self.give_up(pending, num_attempts - 1, why, keeps=keeps)
         try:
             async with services.device_lock.enter(lambda: pending.stopped, alone=num_attempts == limit > 1):
                 if is_new:  # not earlier: a waiting request cannot crash a worker
-                    await self._store(note)
-                self._begun_seq = pending.seq
+                    await self._store(pending, note)
+                self._begun = pending.stored
                 return await answer(pending)
         except StoppingError:  # this worker has survived it
             await self._uncount(pending, note)
@@ -114,7 +114,7 @@ class RequestAttempts:
     async def _next(self, note: AttemptNote, pending: PendingRequest) -> AttemptNote:
         """Return the note of the next attempt at a request; `note` is that of the last one."""
         seq = pending.seq
-        is_mine = self._begun_seq == seq  # others may have counted that attempt
+        is_mine = self._begun == pending.stored  # others may have counted that attempt
         is_first = is_mine or 0 < self._log.first_seq <= seq
         services = self._services
         is_counted = is_mine or (note.by != services.boot and await services.runs(note.by))
@@ -122,16 +122,16 @@ class RequestAttempts:
             return note
         return note.then(seq, (await self._log.published(pending)).num_tokens, is_first=is_first)
 
-    async def _store(self, note: AttemptNote) -> None:
+    async def _store(self, pending: PendingRequest, note: AttemptNote) -> None:
         await _store(self._services, self._log.key, note)
-        self._tried_seq = note.seq
+        self._tried = pending.stored
 
     async def _uncount(self, pending: PendingRequest, note: AttemptNote) -> None:
         """Subtract the last attempt from the count, since the attempt ended without a crash."""
         attempts = note.attempts if note.seq == pending.seq else 1
         num_tokens = (await self._log.published(pending)).num_tokens
-        await self._store(AttemptNote(pending.seq, attempts - 1, num_tokens))
-        self._tried_seq = self._begun_seq = 0
+        await self._store(pending, AttemptNote(pending.seq, attempts - 1, num_tokens))
+        self._tried = self._begun = None
 
     async def give_up(
         self, pending: PendingRequest, num_attempts: int, reason: str, *, keeps: bool = True

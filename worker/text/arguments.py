@@ -387,5 +387,5 @@ def _value(text: str) -> Any:
     plain = text.strip()
     try:
         return _WORDS[plain] if plain in _WORDS else read_json(plain)
-    except (ValueError, RecursionError):
+    except ValueError:
         return text

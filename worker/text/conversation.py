@@ -94,15 +94,6 @@ class Segments:
         """The session's tools, as a request gave them."""
         return self._extras.tools
 
-    @property
-    def last_message(self) -> Message | None:
-        """The current conversation's last message (only the role of an answer); None without messages."""
-        if not self.has_messages:
-            return None
-        last = self._segments[-1]
-        is_prompt = last.kind == "prompt" and last.said and not last.opens_answer
-        return last.said[-1].message if is_prompt else {"role": "assistant"}
-
     def with_call_indices(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages that will be added, with a `call_index` in each that is the result of a call.
 

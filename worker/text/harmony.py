@@ -27,6 +27,7 @@ FINAL_HEADER: Final = re.compile(rb"<\|channel\|>final[^<]{0,32}(?:<\|constrain\
 #: Ends a message's header.
 _MESSAGE: Final = "<|message|>"
 _START: Final = "<|start|>"
+_CALL_END: Final = "<|call|>"
 #: What separates the messages of an answer, behind the end of each.
 _NEXT: Final = f"{_START}assistant"
 _ENDS: Final = ("<|end|>", "<|call|>", "<|return|>", "<|channel|>", _START)
@@ -37,6 +38,10 @@ _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
 #: number between lone surrogates, which no message can contain.
 _SAMPLED: Final = "as_sampled"
 _PLACE: Final = re.compile(r"\udc02(\d+)\udc03(<\|(?:end|return)\|>)?")
+#: The same mark in the arguments of a call, with all that a template writes of the call.
+_CALL_PLACE: Final = re.compile(
+    r"(<\|start\|>assistant)(?:(?!<\|start\|>)[^\udc02])*\udc02(\d+)\udc03[^<]*<\|call\|>"
+)
 
 
 class HarmonySplitter(Splitter):
@@ -121,16 +126,20 @@ def has_header(text: str) -> bool:
     return "<|channel|>" in text or _MESSAGE in text
 
 
-def sampled_message(text: str, end: str, *, has_reasoning: bool) -> dict[str, str]:
+def sampled_message(
+    text: str, end: str, calls: Sequence[Mapping[str, Any]], *, has_reasoning: bool
+) -> dict[str, Any]:
     """Return the message of an answer of several harmony messages, perhaps without its reasoning.
 
     Chat templates refuse such a text as content, or write it into the channel `final`. So `with_places` gives
-    them a mark for it, and `in_places` replaces that. `end` is the token that ended the answer.
+    them a mark for it, and `in_places` replaces that. `end` is the token that ended the answer. The template
+    gets the first of `calls` as a call, with the mark in its arguments, so that it renders the call's result.
     """
     if not has_reasoning:
         parts = text.split(_NEXT)
         text = _NEXT.join(part for part in parts if not _is_reasoning(part)).removesuffix("<|end|>")
-    return {"role": "assistant", "content": "", _SAMPLED: text + (end if end == "<|call|>" else "")}
+    message = {"role": "assistant", "content": "", _SAMPLED: text + (end if end == _CALL_END else "")}
+    return {**message, "tool_calls": list(calls[:1])} if calls and end == _CALL_END else message
 
 
 def _is_reasoning(message: str) -> bool:
@@ -143,11 +152,16 @@ def with_places(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str
     """Return messages for a chat template, with marks for answers as they were sampled; and their texts."""
     texts = [one[_SAMPLED] for one in messages if one.get(_SAMPLED)]
     number = count()
-    found = [
-        {"role": one["role"], "content": f"\udc02{next(number)}\udc03"} if one.get(_SAMPLED) else one
-        for one in messages
-    ]
+    found = [_placed(one, f"\udc02{next(number)}\udc03") if one.get(_SAMPLED) else one for one in messages]
     return found, texts
+
+
+def _placed(message: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return {"role": message["role"], "content": mark}
+    (call,) = message["tool_calls"]
+    marked = {**call, "function": {**call["function"], "arguments": {mark: ""}}}
+    return {"role": message["role"], "content": "", "tool_calls": [marked]}
 
 
 def in_places(text: str, sampled: Sequence[str], lead: str) -> str:
@@ -158,6 +172,9 @@ def in_places(text: str, sampled: Sequence[str], lead: str) -> str:
 
     def put(found: re.Match[str]) -> str:
         own = sampled[int(found[1])]
-        return own if own.endswith("<|call|>") else own + (found[2] or "")
+        return own if own.endswith(_CALL_END) else own + (found[2] or "")
 
-    return _PLACE.sub(put, text.replace(f"{lead}\udc02", "\udc02")) if sampled else text
+    if not sampled:
+        return text
+    text = _CALL_PLACE.sub(lambda found: found[1] + sampled[int(found[2])], text)
+    return _PLACE.sub(put, text.replace(f"{lead}\udc02", "\udc02"))

@@ -130,6 +130,20 @@ class Conversation(Segments):
             return not last.closed and text.rfind(pair[0]) > text.rfind(pair[1])
         return last.opens_answer and self._text(history, last).rstrip().endswith(pair[0])
 
+    @property
+    def last_message(self) -> Message | None:
+        """The current conversation's last message; None without messages.
+
+        Of an answer only the role, and its calls if the template gets them as calls.
+        """
+        if not self.has_messages:
+            return None
+        last = self._segments[-1]
+        if last.kind == "prompt" and last.said and not last.opens_answer:
+            return last.said[-1].message
+        answer = self._ready(last.said[0]) if last.kind == "answer" and last.said else {}
+        return {"role": "assistant", "tool_calls": answer.get("tool_calls", ())}
+
     def begun_answer(self, history: Sequence[int]) -> str:
         """The text of an unfinished answer at the session's end, which the next answer continues."""
         last = self._segments[-1] if self._segments else None
@@ -153,7 +167,8 @@ class Conversation(Segments):
         lead, content = self.tokenizer.answer_content(tokens[:-1] if closed else tokens)
         if markup.is_harmony and has_header(content):
             end = self.tokenizer.decode(tokens[-1:]) if closed else ""
-            return sampled_message(lead + content, end, has_reasoning=said.thoughts != "gone")
+            calls = said.message.get("tool_calls", ()) if self.tokenizer.renders_sampled_calls else ()
+            return sampled_message(lead + content, end, calls, has_reasoning=said.thoughts != "gone")
         if said.thoughts == "gone" and (pair := markup.reasoning):
             at = content.rfind(pair[1])
             if at >= 0:

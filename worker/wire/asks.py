@@ -58,7 +58,7 @@ class Asks:
             key, _, _ = self._subjects.parse(message.subject)
             request = decode_ask(message.data, request_id)
         except InvalidMessageError as error:
-            return failure(error.request_id, "invalid_request", str(error))
+            return failure(error.request_id, "invalid_request", str(error), field=error.field)
         results = await self._nc.subscribe(self._subjects.of(key, "out"))
         try:
             seq = await self._store(key, request, trace_headers(message.headers or {}))
