@@ -31,6 +31,9 @@ TOKENS = list(range(10))
 #: A long session, and the sinks and the window that it sees.
 LONG = [at * 7 % 50 for at in range(120)]
 WINDOW = Policy(2, 8)
+#: A session that is forgotten, and one with its first 132 tokens, so with its first mark (of 128 tokens).
+GONE = [at * 7 % 50 for at in range(140)]
+KEPT = [*GONE[:132], *(at * 7 % 50 for at in reversed(range(132, 264)))]
 
 
 @pytest.fixture(params=["directory", "objects"])
@@ -141,6 +144,29 @@ async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two:
     assert (await one.eraser.erase("a", pack(TOKENS))).settled
     assert len(in_tier(tmp_path)) == 3, "two blocks and the other tail"
     assert await fetched(one, other) == 10
+
+
+async def test_an_erasure_note_keeps_tier_blocks_that_another_session_of_this_store_continues(
+    open_two: Any,
+) -> None:
+    one, two = await open_two()
+    for tokens in (GONE, KEPT):
+        await put(one, tokens)
+    assert await one.eraser.erase_marked("a", Marks.of("a", pack(GONE)))
+    assert await fetched(two, KEPT) == 264
+    assert await fetched(two, GONE) == 132
+
+
+async def test_two_turns_that_fetch_the_same_snapshots_leave_no_temporary_file(
+    open_two: Any, tmp_path: Path
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
+    await asyncio.gather(two.remote.fetch(found), two.remote.fetch(found))
+    await uploaded(two)
+    assert not list((tmp_path / "two" / "tmp").iterdir())
+    assert await fetched(two, TOKENS) == 10
 
 
 async def test_an_erase_keeps_the_tier_block_of_first_tokens_that_are_marked_as_shared(
@@ -454,7 +480,9 @@ async def test_an_erase_during_a_fetch_of_other_tokens_does_not_count_as_a_failu
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(open_two: Any) -> None:
+async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -469,6 +497,8 @@ async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the
     remote._got = forget_then
     await two.remote.fetch(found)
     assert two.kv.match(two.kv.chain("a"), TOKENS).num_tokens == 0
+    await uploaded(two)
+    assert not list((tmp_path / "two" / "tmp").iterdir())
 
 
 async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
@@ -504,13 +534,11 @@ async def test_a_tier_restored_from_a_backup_tells_which_erasures_to_repeat_and_
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""
     one, two = await open_two()
-    gone, kept = [at * 7 % 50 for at in range(140)], [at * 7 % 50 for at in range(264)]
-    kept[132:] = reversed(kept[132:])
-    for tokens in (gone, kept):
+    for tokens in (GONE, KEPT):
         await put(one, tokens)
     await one.remote.eraser.note_erased(ErasureProgress("log", 3, 100.0, 99.125))
     shutil.copytree(tmp_path / "tier", tmp_path / "backup")
-    assert (await one.eraser.erase("a", pack(gone))).settled
+    assert (await one.eraser.erase("a", pack(GONE))).settled
     left = {path.name for path in in_tier(tmp_path)}
     await one.remote.eraser.note_erased(ErasureProgress("log", 5, 101.0))
     await one.remote.eraser.note_erased(ErasureProgress("other", 1, 90.0))
@@ -519,14 +547,14 @@ async def test_a_tier_restored_from_a_backup_tells_which_erasures_to_repeat_and_
     assert len(in_tier(tmp_path)) == len(left) + 2
     for _ in range(2):
         assert await two.remote.eraser.erased_up_to("log") == ErasureProgress("log", 3, 100.0, 99.125)
-        assert await two.remote.eraser.erase_marked("a", Marks.of("a", pack(gone)))
-        assert await two.kv.find_remote(two.kv.chain("a"), gone) is None
+        assert await two.remote.eraser.erase_marked("a", Marks.of("a", pack(GONE)))
+        assert await two.kv.find_remote(two.kv.chain("a"), GONE) is None
     await two.remote.eraser.note_erased(ErasureProgress("log", 5, 102.0))
     assert await two.remote.eraser.erased_up_to("log") == ErasureProgress("log", 5, 102.0)
     assert await two.remote.eraser.erased_up_to("other") == ErasureProgress("other", 1, 90.0)
     assert {path.name for path in in_tier(tmp_path)} == left
-    assert await fetched(two, kept) == 264
-    assert await fetched(two, gone) == 132
+    assert await fetched(two, KEPT) == 264
+    assert await fetched(two, GONE) == 132
 
 
 async def test_an_erase_removes_unfinished_copies_of_a_dead_process_from_the_shared_tier(

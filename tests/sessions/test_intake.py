@@ -88,6 +88,22 @@ async def test_requests_returned_for_one_tenant_come_back_one_after_another_and_
     assert flood[1].delay_s < flood[5_000].delay_s < flood[-1].delay_s
 
 
+async def test_requests_returned_for_several_tenants_together_come_back_no_faster_than_those_of_one() -> None:
+    intake = intake_for(9)
+    for seq in range(2_000):
+        await intake.deliver(last := Delivered(f"s{seq}", seq, tenant=f"t{seq % 2}"), lambda _: None)
+    assert 9 < last.delay_s < 12
+
+
+async def test_the_first_returned_request_of_each_session_is_known_unless_another_worker_had_it() -> None:
+    intake, (b, c) = intake_for(9), (SessionKey("t", session) for session in "bc")
+    for session, seq, num in (("a", 1, 1), ("b", 5, 1), ("b", 4, 1), ("c", 6, 2), ("c", 7, 1), ("b", 5, 2)):
+        await intake.deliver(Delivered(session, seq, num), lambda _: None)
+    assert intake.first_returned() == {b: 4}
+    assert intake.pass_returned([4, 6, 99]) == [4]
+    assert intake.first_returned() == {b: 5, c: 7}
+
+
 async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unacknowledged() -> None:
     intake = intake_for(1)
     deliveries = [Delivered("a", seq, num) for seq, num in ((5, 1), (9, 1), (9, 2), (7, 1))]
@@ -388,3 +404,20 @@ async def test_a_request_left_by_a_worker_that_stopped_in_order_does_not_count_a
     cluster.workers["a"]._intake.take = lambda delivery, _: taken.append(delivery.first_seq)
     await cluster.workers["a"]._take_unanswered(has_stopped=has_stopped)
     assert taken == [first_seq]
+
+
+def test_of_many_sessions_the_worker_remembers_where_those_are_that_it_looked_up_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After it was paused, it remembers none."""
+    monkeypatch.setattr("worker.cluster.owners._MAX_REMEMBERED", 2)
+    members = SimpleNamespace(me=SimpleNamespace(boot="me", drains=False), others={"b": None}, has_record=True)
+    parts: Any = [None, members, None, SimpleNamespace(at_work=set())]
+    owners, keys = Owners(*parts), [SessionKey(tenant, "s") for tenant in "xyz"]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        owners.remember(key, "me")
+    assert [owners.is_here(key) for key in keys] == [True, False, True]
+    members.has_record = False
+    assert not owners.is_here(keys[0])
+    members.has_record = True
+    assert not owners.is_here(keys[2])
