@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -26,6 +27,7 @@ from cache.names.marks import ErasureProgress, Marks
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens, pack
 from cache.store import Store
+from tests.parts import until
 
 TOKENS = list(range(10))
 #: A long session, and the sinks and the window that it sees.
@@ -155,6 +157,20 @@ async def test_an_erasure_note_keeps_tier_blocks_that_another_session_of_this_st
     assert await one.eraser.erase_marked("a", Marks.of("a", pack(GONE)))
     assert await fetched(two, KEPT) == 264
     assert await fetched(two, GONE) == 132
+
+
+@pytest.mark.parametrize("by_note", [True, False])
+async def test_snapshots_that_are_saved_again_after_their_erasure_are_uploaded_again(
+    open_two: Any, by_note: bool
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    if by_note:
+        assert await one.eraser.erase_marked("a", Marks.of("a", pack(TOKENS)))
+    else:
+        assert (await one.eraser.erase("a", pack(TOKENS))).settled
+    await put(one, TOKENS)
+    assert await fetched(two, TOKENS) == 10
 
 
 async def test_two_turns_that_fetch_the_same_snapshots_leave_no_temporary_file(
@@ -457,6 +473,47 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
     await asyncio.sleep(0.2)
     await uploaded(two)
     assert not list((tmp_path / "two" / "tmp").iterdir())
+    assert await fetched(two, TOKENS) == 10
+
+
+async def test_a_file_that_arrives_after_its_fetch_was_cancelled_is_removed(
+    open_two: Any, tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
+    get, gate, arrived = tier.get, threading.Event(), list[Path]()
+
+    def late(key: FileKey, path: Path) -> bool:
+        assert gate.wait(10)
+        there = get(key, path)
+        arrived.append(path)
+        return there
+
+    monkeypatch.setattr(tier, "get", late)
+    fetch = asyncio.create_task(two.remote.fetch(found))
+    await asyncio.sleep(0.1)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    await uploaded(two)
+    gate.set()
+    await until(lambda: bool(arrived) and not list((tmp_path / "two" / "tmp").iterdir()))
+
+
+async def test_a_snapshot_evicted_before_its_upload_is_uploaded_once_it_is_saved_again(open_two: Any) -> None:
+    one, two = await open_two()
+    gate = threading.Event()
+    one.remote._uploading.submit(lambda: gate.wait(10))
+    save_all(one, "a", TOKENS)
+    await one.queue.drained(5)
+    one.quota.set_limits(max_bytes=0, min_free_bytes=0)
+    while one.stats().stored:
+        await one.queue.drained(5)
+    gate.set()
+    await uploaded(one)
+    one.quota.set_limits(max_bytes=1 << 30, min_free_bytes=0)
+    await put(one, TOKENS)
     assert await fetched(two, TOKENS) == 10
 
 

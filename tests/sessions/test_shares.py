@@ -67,9 +67,7 @@ class Crowd:
     async def _work(
         self, key: tuple[str, str], priority: int, at_once: bool, max_new: int, most_s: float | None
     ) -> None:
-        place = self.shares.enter(
-            SessionKey(*key), priority, at_once=at_once, max_new=max_new, most_s=most_s
-        )
+        place = self.shares.enter(SessionKey(*key), priority, at_once=at_once, max_new=max_new, most_s=most_s)
         async with place:
             self.at_work.append(key)
             self.came_in.append(key[1])
