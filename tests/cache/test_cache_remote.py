@@ -294,6 +294,17 @@ async def test_a_tier_stays_within_its_limit_and_evicts_chains_from_their_ends(
     assert await fetched(two, TOKENS) == 8, "the tail went first"
 
 
+def test_a_put_or_a_get_of_a_file_that_the_tier_has_counts_as_its_use(tmp_path: Path) -> None:
+    tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+    key, path = FileKey("0" * 64, "file"), tmp_path / "file"
+    path.write_bytes(b"KV")
+    tier.put(key, path)
+    for use, to in ((tier.put, path), (tier.get, tmp_path / "copy")):
+        os.utime(tier.local(key, path), (1, 1))
+        use(key, to)
+        assert tier.local(key, path).stat().st_mtime > 1
+
+
 @pytest.mark.parametrize("url", ["nosuch://bucket", "file:///no/such/directory", "s3://"])
 def test_an_invalid_object_store_url_raises_an_error_of_one_line(url: str) -> None:
     with pytest.raises(OSError, match=r"^[^\n]+$"):
