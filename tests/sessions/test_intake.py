@@ -18,6 +18,7 @@ from session_world import STORED
 from tests.parts import until
 from turnkeep_client.log import BUILD_HEADER
 from turnkeep_client.subjects import SessionKey
+from worker.cluster import overheard
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
 from worker.observe.telemetry import Telemetry
@@ -476,3 +477,28 @@ def test_of_many_sessions_the_worker_remembers_where_those_are_that_it_looked_up
     assert not owners.is_here(keys[0])
     members.has_record = True
     assert not owners.is_here(keys[2])
+
+
+async def test_of_questions_that_no_worker_begins_each_is_answered_once_and_only_so_many_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("_MAX_KEPT", 2), ("_UNBEGUN_S", 0.0), ("_PERIOD_S", 0.01)):
+        monkeypatch.setattr(overheard, name, value)
+    heard, answered = list[Any](), list[bytes]()
+
+    async def subscribe(_: str, cb: Any) -> None:
+        heard.append(cb)
+
+    async def answer(message: Any) -> None:
+        answered.append(message.data)
+
+    other = SimpleNamespace(boot="b", serves=True)
+    members = SimpleNamespace(me=SimpleNamespace(boot="me"), others={"b": other}, has_record=True)
+    parts: Any = [SimpleNamespace(subscribe=subscribe), members]
+    kept = overheard.OverheardRequests(*parts)
+    await kept.keep_requests("ctl", answer)
+    for number in range(3):
+        await heard[0](SimpleNamespace(subject="ctl", reply=f"reply{number}", data=b"%d" % number))
+    with move_on_after(0.2):
+        await kept.run()
+    assert answered == [b"0", b"1"]
