@@ -15,6 +15,7 @@ import heapq
 import os
 import shutil
 import time
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from uuid import uuid4
@@ -251,19 +252,11 @@ class _Entry(NamedTuple):
 def _in_order_of_eviction(entries: dict[str, _Entry]) -> Iterator[_Entry]:
     """Yield files in the order of eviction: least recently used first, but each after those that continue it.
 
-    A use of a file counts also as a use of the files that it continues.
+    So a use of a file counts also as a use of the files that it continues.
     """
     stems = {entry.file.partition(".")[0]: entry for entry in entries.values()}
-    used: dict[str, float] = {}
-    num_children: dict[str, int] = dict.fromkeys(stems, 0)
-    for stem, entry in sorted(stems.items(), key=lambda item: item[1].used, reverse=True):
-        if entry.parent in stems:
-            num_children[entry.parent] += 1
-        at = stem
-        while at in stems and at not in used:
-            used[at] = entry.used
-            at = stems[at].parent
-    leaves = [(used[stem], stem) for stem, num in num_children.items() if not num]
+    num_children = Counter(entry.parent for entry in entries.values())
+    leaves = [(entry.used, stem) for stem, entry in stems.items() if not num_children[stem]]
     heapq.heapify(leaves)
     while leaves:
         _, stem = heapq.heappop(leaves)
@@ -272,7 +265,7 @@ def _in_order_of_eviction(entries: dict[str, _Entry]) -> Iterator[_Entry]:
         if parent in stems:
             num_children[parent] -= 1
             if not num_children[parent]:
-                heapq.heappush(leaves, (used[parent], parent))
+                heapq.heappush(leaves, (stems[parent].used, parent))
 
 
 def _link_or_copy(source: Path, target: Path, fresh: Path) -> None:

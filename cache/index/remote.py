@@ -326,6 +326,7 @@ class TierAccess:
 
     def _remove(self, key: FileKey) -> None:
         self._tier.remove([key])
+        self._there.discard(self._folder.codec.digest_of(key.file) or b"")  # so that a later save is uploaded
 
     def _find(
         self, names: Sequence[bytes], first: int, tokens: Tokens, block: int

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -26,11 +27,15 @@ from cache.names.marks import ErasureProgress, Marks
 from cache.names.policy import Policy
 from cache.names.tokens import as_tokens, pack
 from cache.store import Store
+from tests.parts import until
 
 TOKENS = list(range(10))
 #: A long session, and the sinks and the window that it sees.
 LONG = [at * 7 % 50 for at in range(120)]
 WINDOW = Policy(2, 8)
+#: A session that is forgotten, and one with its first 132 tokens, so with its first mark (of 128 tokens).
+GONE = [at * 7 % 50 for at in range(140)]
+KEPT = [*GONE[:132], *(at * 7 % 50 for at in reversed(range(132, 264)))]
 
 
 @pytest.fixture(params=["directory", "objects"])
@@ -143,6 +148,43 @@ async def test_an_erase_keeps_tier_blocks_that_other_sessions_continue(open_two:
     assert await fetched(one, other) == 10
 
 
+async def test_an_erasure_note_keeps_tier_blocks_that_another_session_of_this_store_continues(
+    open_two: Any,
+) -> None:
+    one, two = await open_two()
+    for tokens in (GONE, KEPT):
+        await put(one, tokens)
+    assert await one.eraser.erase_marked("a", Marks.of("a", pack(GONE)))
+    assert await fetched(two, KEPT) == 264
+    assert await fetched(two, GONE) == 132
+
+
+@pytest.mark.parametrize("by_note", [True, False])
+async def test_snapshots_that_are_saved_again_after_their_erasure_are_uploaded_again(
+    open_two: Any, by_note: bool
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    if by_note:
+        assert await one.eraser.erase_marked("a", Marks.of("a", pack(TOKENS)))
+    else:
+        assert (await one.eraser.erase("a", pack(TOKENS))).settled
+    await put(one, TOKENS)
+    assert await fetched(two, TOKENS) == 10
+
+
+async def test_two_turns_that_fetch_the_same_snapshots_leave_no_temporary_file(
+    open_two: Any, tmp_path: Path
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
+    await asyncio.gather(two.remote.fetch(found), two.remote.fetch(found))
+    await uploaded(two)
+    assert not list((tmp_path / "two" / "tmp").iterdir())
+    assert await fetched(two, TOKENS) == 10
+
+
 async def test_an_erase_keeps_the_tier_block_of_first_tokens_that_are_marked_as_shared(
     open_two: Any, tmp_path: Path
 ) -> None:
@@ -250,6 +292,17 @@ async def test_a_tier_stays_within_its_limit_and_evicts_chains_from_their_ends(
     await put(two, [9, 9, 9, 9])
     assert len(in_tier(tmp_path)) == 3
     assert await fetched(two, TOKENS) == 8, "the tail went first"
+
+
+def test_a_put_or_a_get_of_a_file_that_the_tier_has_counts_as_its_use(tmp_path: Path) -> None:
+    tier = SharedDirectory(tmp_path / "tier", PLAIN, max_bytes=1 << 30, min_free_bytes=0)
+    key, path = FileKey("0" * 64, "file"), tmp_path / "file"
+    path.write_bytes(b"KV")
+    tier.put(key, path)
+    for use, to in ((tier.put, path), (tier.get, tmp_path / "copy")):
+        os.utime(tier.local(key, path), (1, 1))
+        use(key, to)
+        assert tier.local(key, path).stat().st_mtime > 1
 
 
 @pytest.mark.parametrize("url", ["nosuch://bucket", "file:///no/such/directory", "s3://"])
@@ -436,6 +489,47 @@ async def test_a_cancelled_fetch_leaves_no_temporary_file(open_two: Any, tmp_pat
     assert await fetched(two, TOKENS) == 10
 
 
+async def test_a_file_that_arrives_after_its_fetch_was_cancelled_is_removed(
+    open_two: Any, tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, two = await open_two()
+    await put(one, TOKENS)
+    found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
+    get, gate, arrived = tier.get, threading.Event(), list[Path]()
+
+    def late(key: FileKey, path: Path) -> bool:
+        assert gate.wait(10)
+        there = get(key, path)
+        arrived.append(path)
+        return there
+
+    monkeypatch.setattr(tier, "get", late)
+    fetch = asyncio.create_task(two.remote.fetch(found))
+    await asyncio.sleep(0.1)
+    fetch.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await fetch
+    await uploaded(two)
+    gate.set()
+    await until(lambda: bool(arrived) and not list((tmp_path / "two" / "tmp").iterdir()))
+
+
+async def test_a_snapshot_evicted_before_its_upload_is_uploaded_once_it_is_saved_again(open_two: Any) -> None:
+    one, two = await open_two()
+    gate = threading.Event()
+    one.remote._uploading.submit(lambda: gate.wait(10))
+    save_all(one, "a", TOKENS)
+    await one.queue.drained(5)
+    one.quota.set_limits(max_bytes=0, min_free_bytes=0)
+    while one.stats().stored:
+        await one.queue.drained(5)
+    gate.set()
+    await uploaded(one)
+    one.quota.set_limits(max_bytes=1 << 30, min_free_bytes=0)
+    await put(one, TOKENS)
+    assert await fetched(two, TOKENS) == 10
+
+
 async def test_an_erase_during_a_fetch_of_other_tokens_does_not_count_as_a_failure_of_the_tier(
     open_two: Any, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,7 +550,9 @@ async def test_an_erase_during_a_fetch_of_other_tokens_does_not_count_as_a_failu
     assert await fetched(two, TOKENS) == 10
 
 
-async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(open_two: Any) -> None:
+async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the_fetch(
+    open_two: Any, tmp_path: Path
+) -> None:
     one, two = await open_two()
     await put(one, TOKENS)
     found = await two.kv.find_remote(two.kv.chain("a"), TOKENS)
@@ -471,6 +567,8 @@ async def test_a_fetch_stores_no_blocks_of_tokens_that_were_forgotten_during_the
     remote._got = forget_then
     await two.remote.fetch(found)
     assert two.kv.match(two.kv.chain("a"), TOKENS).num_tokens == 0
+    await uploaded(two)
+    assert not list((tmp_path / "two" / "tmp").iterdir())
 
 
 async def test_an_erase_that_times_out_is_still_completed_in_the_tier(open_two: Any, tmp_path: Path) -> None:
@@ -506,13 +604,11 @@ async def test_a_tier_restored_from_a_backup_names_the_erasures_to_repeat_and_th
 ) -> None:
     """It says how far they are; nothing is fetched before. What another session continues stays."""
     one, two = await open_two()
-    gone, kept = [at * 7 % 50 for at in range(140)], [at * 7 % 50 for at in range(264)]
-    kept[132:] = reversed(kept[132:])
-    for tokens in (gone, kept):
+    for tokens in (GONE, KEPT):
         await put(one, tokens)
     await one.remote.eraser.note_erased(ErasureProgress("log", 3, 100.0, 99.125))
     shutil.copytree(tmp_path / "tier", tmp_path / "backup")
-    assert (await one.eraser.erase("a", pack(gone))).settled
+    assert (await one.eraser.erase("a", pack(GONE))).settled
     left = {path.name for path in in_tier(tmp_path)}
     await one.remote.eraser.note_erased(ErasureProgress("log", 5, 101.0))
     await one.remote.eraser.note_erased(ErasureProgress("other", 1, 90.0))
@@ -521,14 +617,14 @@ async def test_a_tier_restored_from_a_backup_names_the_erasures_to_repeat_and_th
     assert len(in_tier(tmp_path)) == len(left) + 2
     for _ in range(2):
         assert await two.remote.eraser.erased_up_to("log") == ErasureProgress("log", 3, 100.0, 99.125)
-        assert await two.remote.eraser.erase_marked("a", Marks.of("a", pack(gone)))
-        assert await two.kv.find_remote(two.kv.chain("a"), gone) is None
+        assert await two.remote.eraser.erase_marked("a", Marks.of("a", pack(GONE)))
+        assert await two.kv.find_remote(two.kv.chain("a"), GONE) is None
     await two.remote.eraser.note_erased(ErasureProgress("log", 5, 102.0))
     assert await two.remote.eraser.erased_up_to("log") == ErasureProgress("log", 5, 102.0)
     assert await two.remote.eraser.erased_up_to("other") == ErasureProgress("other", 1, 90.0)
     assert {path.name for path in in_tier(tmp_path)} == left
-    assert await fetched(two, kept) == 264
-    assert await fetched(two, gone) == 132
+    assert await fetched(two, KEPT) == 264
+    assert await fetched(two, GONE) == 132
 
 
 async def test_an_erase_removes_unfinished_copies_of_a_dead_process_from_the_shared_tier(

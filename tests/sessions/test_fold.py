@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given
+from msgspec import structs
 from session_world import OPERATIONS, STORED, LogEntry, World, live, tampered
 
 from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER
@@ -33,6 +34,8 @@ from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
 from worker.sessions.pending import PendingRequest
 from worker.sessions.session import ServedSession
+from worker.sessions.streaming import unpublished_text
+from worker.wire.chunks import PublishedChunks
 
 
 @given(operations=OPERATIONS)
@@ -204,6 +207,17 @@ async def test_after_a_crash_the_next_worker_ends_the_token_stream_of_an_answere
     assert world.outbox.texts == ([result.text[said:]] if cancel_after else [])
 
 
+async def test_the_end_of_an_answer_that_was_not_published_has_what_all_chunks_lack_of_text_and_reasoning(
+    world,
+) -> None:
+    result = await world.ask(Generate(id="g", text="down", max_tokens=2))
+    result = structs.replace(result, text="xyz", reasoning="abcd")
+    first, last = (Chunk(at, (token,), "") for at, token in enumerate(result.tokens))
+    chunks = [structs.replace(first, reasoning="ab"), structs.replace(last, text="x", reasoning="c")]
+    assert unpublished_text(result, PublishedChunks(chunks)) == Chunk(2, (), "yz", reasoning="d")
+    assert unpublished_text(result, PublishedChunks(chunks[:1])) is None
+
+
 @pytest.mark.parametrize("known", [3, 6])
 async def test_the_usage_of_an_answer_resumed_from_published_tokens_adds_up(world, known) -> None:
     """Tokens published before do not count as prompt. If all were published, `prompt_tokens` is 0."""
@@ -322,6 +336,9 @@ def test_looking_up_a_request_id_finds_the_first_of_its_results_that_were_not_dr
             ids.load(ids.pack())
         assert {name: ids.find(name) for name in left} == {name: (*of, None)[0] for name, of in left.items()}
         assert len(ids) == sum(map(len, left.values()))
+        low, high = sorted(dice.choices(range(number + 2), k=2))
+        within = [at for one in left.values() for at in one if low < at.in_seq <= high]
+        assert len(ids.behind(low, high)) == len(within)
 
 
 #: More workers, one after the other, than any limit on attempts allows.

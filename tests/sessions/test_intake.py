@@ -18,6 +18,7 @@ from session_world import STORED
 from tests.parts import until
 from turnkeep_client.log import BUILD_HEADER
 from turnkeep_client.subjects import SessionKey
+from worker.cluster import overheard
 from worker.cluster.owners import Owners
 from worker.cluster.routing import Routing
 from worker.observe.telemetry import Telemetry
@@ -84,6 +85,37 @@ async def test_requests_returned_for_one_tenant_come_back_one_by_one_and_delay_n
     assert 40 < flood[-1].delay_s < 60
     assert [one.delay_s < 2 for one in mine[1:]] == [True, True]
     assert flood[1].delay_s < flood[5_000].delay_s < flood[-1].delay_s
+
+
+async def test_requests_returned_for_several_tenants_together_come_back_no_faster_than_those_of_one() -> None:
+    intake = intake_for(9)
+    for seq in range(2_000):
+        await intake.deliver(last := Delivered(f"s{seq}", seq, tenant=f"t{seq % 2}"), lambda _: None)
+    assert 9 < last.delay_s < 12
+
+
+async def test_the_first_returned_request_of_each_session_is_known_unless_another_worker_had_it() -> None:
+    intake, (b, c) = intake_for(9), (SessionKey("t", session) for session in "bc")
+    for session, seq, num in (("a", 1, 1), ("b", 5, 1), ("b", 4, 1), ("c", 6, 2), ("c", 7, 1), ("b", 5, 2)):
+        await intake.deliver(Delivered(session, seq, num), lambda _: None)
+    assert intake.first_returned() == {b: 4}
+    assert intake.pass_returned([4, 6, 99]) == [4]
+    assert intake.first_returned() == {b: 5, c: 7}
+
+
+async def test_a_returned_request_is_forgotten_only_if_it_is_late_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.0)
+    intake = intake_for(9)
+    for seq, session in enumerate("ab", 1):
+        await intake.deliver(Delivered(session, seq), lambda _: None)
+    await asyncio.sleep(0.02)
+    intake._forget_gone()
+    assert intake.num_returned == 1
+    monkeypatch.setattr("worker.wire.intake._GONE_S", 0.0)
+    intake._forget_gone()
+    assert intake.num_returned == 0
 
 
 async def test_only_the_last_delivery_of_a_sessions_newest_request_stays_unacknowledged() -> None:
@@ -346,6 +378,39 @@ async def test_only_a_new_session_goes_to_a_worker_with_far_less_work(home: str,
         assert {*cluster.took} == takers
 
 
+@pytest.mark.parametrize(
+    ("mine", "least", "leaves"), [(9, 1, True), (8, 1, False), (24, 16, True), (30, 22, False)]
+)
+def test_a_new_session_leaves_a_worker_with_eight_sessions_more_that_are_half_as_many_again(
+    mine: int, least: int, leaves: bool
+) -> None:
+    cluster = Cluster(loads={"a": mine, "b": least, "c": mine})
+    assert cluster.workers["a"]._relief(KEY, "") == ("bootb" if leaves else "")
+
+
+async def test_a_delivery_that_is_repeated_on_its_way_is_offered_once_more() -> None:
+    """Of several deliveries of one request only the last can be acknowledged."""
+    routing, offered = Cluster().workers["a"], list[Any]()
+    first, again = Delivered("s", 7), Delivered("s", 7, 2)
+
+    async def offer(_key: SessionKey, message: Any, _server: str) -> bool:
+        offered.append(message)
+        routing._routed[KEY][7] = again, "s"
+        return True
+
+    routing._offer = offer
+    routing._routed[KEY] = {7: (first, "s")}
+    await routing._route(KEY)
+    assert (offered, routing._routed) == ([first, again], {})
+
+
+def test_of_requests_on_their_way_the_first_of_each_session_is_known_unless_another_worker_had_it() -> None:
+    routing, other = Cluster().workers["a"], SessionKey("other", "s")
+    routing._routed[KEY] = {seq: (Delivered("s", seq), "s") for seq in (9, 8)}
+    routing._routed[other] = {3: (Delivered("s", 3, 2), "s"), 4: (Delivered("s", 4), "s")}
+    assert routing.first_routed() == {KEY: 8}
+
+
 async def test_a_worker_without_room_leaves_a_new_session_to_the_worker_that_got_its_request() -> None:
     cluster = Cluster()
     owner = (await cluster.workers["a"]._owners.owner(KEY)).member.worker
@@ -376,6 +441,11 @@ async def test_exactly_one_worker_takes_over_a_session_that_no_other_is_at_work_
         for one in busy.workers.values():
             await one._take_unanswered()
         assert not busy.took
+    on_its_way = Cluster(home=home, drains=drains)
+    for one in on_its_way.workers.values():
+        one._routed[KEY] = {}
+        await one._take_unanswered()
+    assert not on_its_way.took
 
 
 @pytest.mark.parametrize(("has_stopped", "first_seq"), [(True, 1), (False, 0)])
@@ -386,3 +456,47 @@ async def test_a_request_left_by_a_worker_that_stopped_in_order_does_not_count_a
     cluster.workers["a"]._intake.take = lambda delivery, _: taken.append(delivery.first_seq)
     await cluster.workers["a"]._take_unanswered(has_stopped=has_stopped)
     assert taken == [first_seq]
+
+
+def test_of_many_sessions_the_worker_remembers_where_those_are_that_it_looked_up_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After it was paused, it remembers none."""
+    monkeypatch.setattr("worker.cluster.owners._MAX_REMEMBERED", 2)
+    members = SimpleNamespace(
+        me=SimpleNamespace(boot="me", drains=False), others={"b": None}, has_record=True
+    )
+    parts: Any = [None, members, None, SimpleNamespace(at_work=set())]
+    owners, keys = Owners(*parts), [SessionKey(tenant, "s") for tenant in "xyz"]
+    for key in (keys[0], keys[1], keys[0], keys[2]):
+        owners.remember(key, "me")
+    assert [owners.is_here(key) for key in keys] == [True, False, True]
+    members.has_record = False
+    assert not owners.is_here(keys[0])
+    members.has_record = True
+    assert not owners.is_here(keys[2])
+
+
+async def test_of_questions_that_no_worker_begins_each_is_answered_once_and_only_so_many_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (("_MAX_KEPT", 2), ("_UNBEGUN_S", 0.0), ("_PERIOD_S", 0.01)):
+        monkeypatch.setattr(overheard, name, value)
+    heard, answered = list[Any](), list[bytes]()
+
+    async def subscribe(_: str, cb: Any) -> None:
+        heard.append(cb)
+
+    async def answer(message: Any) -> None:
+        answered.append(message.data)
+
+    other = SimpleNamespace(boot="b", serves=True)
+    members = SimpleNamespace(me=SimpleNamespace(boot="me"), others={"b": other}, has_record=True)
+    parts: Any = [SimpleNamespace(subscribe=subscribe), members]
+    kept = overheard.OverheardRequests(*parts)
+    await kept.keep_requests("ctl", answer)
+    for number in range(3):
+        await heard[0](SimpleNamespace(subject="ctl", reply=f"reply{number}", data=b"%d" % number))
+    with move_on_after(0.2):
+        await kept.run()
+    assert answered == [b"0", b"1"]

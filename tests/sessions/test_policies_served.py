@@ -132,7 +132,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"resident": 600, "pin": [[0, 400]]}, "448 pinned tokens .* leave 148 of 600"),
     ({"resident": 900, "pin": [[0, 90], [80, 200]]}, "pins overlap; make one"),
     ({"resident": 4096}, "4096 resident tokens exceed the context: there may be 2048"),
-    ({"resident": 900, "pin": [[3000, 3010]]}, "pins end at 3010; the context ends at 2048"),
+    ({"resident": 900, "pin": [[70, 90], [3000, 3010]]}, "pins end at 3010; the context ends at 2048"),
 ]
 
 

@@ -106,6 +106,8 @@ async def test_an_answer_whose_result_the_log_refuses_as_too_large_fails(wire: S
         "invalid_request",
         "the result is larger than the log takes",
     )
+    session = w.worker.app._parts.sessions._get(SessionKey("default", "s"))
+    assert not session.history.tokens, "not even its input was added"
 
 
 @pytest.mark.simulated

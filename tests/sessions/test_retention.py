@@ -22,6 +22,8 @@ from cache.names.marks import ErasureProgress
 from tests.parts import until
 from tests.simulation import device
 from tests.simulation.world import Server
+from turnkeep_client.checkpoints import CheckpointMessage, Link, digest
+from turnkeep_client.log import PARTS_HEADER
 from turnkeep_client.messages import (
     Append,
     Asked,
@@ -177,7 +179,10 @@ async def test_a_worker_that_missed_a_close_cannot_store_a_result_after_the_sess
     assert await until_gone(w, "s", text=b"") == {}
 
 
-async def test_entries_at_the_end_of_a_log_that_became_shorter_no_longer_count_as_synced() -> None:
+@pytest.mark.parametrize("last_seq", [7, 11])
+async def test_entries_at_the_end_of_a_log_that_became_shorter_no_longer_count_as_synced(
+    last_seq: int,
+) -> None:
     """Also if the worker is connected to another node of a cluster than the one that was restarted."""
 
     class Log:
@@ -193,7 +198,7 @@ async def test_entries_at_the_end_of_a_log_that_became_shorter_no_longer_count_a
     log.last_seq = 12
     await synced.look()
     assert synced.has(10)
-    log.last_seq = 7
+    log.last_seq = last_seq
     await synced.look()
     assert not synced.has(10)
 
@@ -603,6 +608,40 @@ async def test_removing_a_closed_session_from_the_log_removes_no_unanswered_requ
     assert removed == removed_below
 
 
+async def test_all_values_that_later_results_refer_to_stay_when_the_session_before_a_close_is_removed() -> (
+    None
+):
+    """The close at 4 has its result at 10, after those of two later requests, which are on two pages."""
+    now, removed = datetime.now(UTC), dict[str, Any]()
+    values = {seq: CheckpointMessage(b"long", before="").pack() for seq in (6, 8)}
+    parts, whole = (str(Link(seq, digest(value))) for seq, value in values.items())
+    late, asked = failure("r", "expired", "late", seq=5), Asked(stored=now, request=msgspec.Raw(b"{}"))
+    results = [
+        StoredMessage(7, now, encode_answer(late, asked), {PARTS_HEADER: parts}),
+        StoredMessage(9, now, encode_answer(late, Asked(stored=now, link=whole)), {}),
+    ]
+
+    class Log:
+        async def page(self, _: SessionKey, kind: str, after: int) -> tuple[list[StoredMessage], int]:
+            left = [one for one in results if one.seq > after] if kind == "out" else []
+            return left[:1], len(left[1:])
+
+        async def get(self, seq: int) -> bytes:
+            return values[seq]
+
+        async def remove(self, _: SessionKey, before: int, kind: str = "", **options: Any) -> None:
+            removed[kind] = before, options.get("kept")
+
+    result = StoredMessage(10, now, b"", {})
+    closed = retention._Closing(result, Closed(id="c", seq=4, position=0), forgets=False)
+    keeper = Retention(Log(), closed_ttl_s=0, max_bytes=1, sync_s=0)  # type: ignore[arg-type]
+    await keeper._remove_before(SessionKey("t", "s"), StoredMessage(3, now, b"", {}), closed)
+    assert removed["checkpoint"] == (10, {6, 8})
+    assert (removed["in"], removed["dead"]) == ((4, None), (10, None)), (
+        "an earlier request may be given up late"
+    )
+
+
 USAGE = Usage(prompt_tokens=1, cached_tokens=0, prefilled_tokens=1, completion_tokens=0)
 EMPTY = Generated(
     id="r",
@@ -744,10 +783,11 @@ async def test_a_worker_away_for_longer_than_erasure_notes_are_kept_drops_all_kv
     await asyncio.sleep(1)
     assert (asked in w.results, *kv.resident) == (False,), "only the running turn has KV"
     assert (await disk.erased_up_to(app._parts.erasures._log)).seq == 0
+    await w.send("new", append("b"))
     await w.result(asked)
     await asyncio.sleep(2)
     assert running == [set(), set()]
-    assert not kv.resident
+    assert [*kv.resident] == [SessionKey("default", "new")], "which has begun since"
     assert (await disk.erased_up_to(app._parts.erasures._log)).seq > asked
 
 

@@ -583,12 +583,26 @@ def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
     assert note.then(2, 9) == AttemptNote(2, 1, 9)
 
 
-async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_request(world: World) -> None:
+@pytest.mark.parametrize(
+    ("noted", "attempts", "asked", "is_noted"),
+    [
+        (1, 2, 2, False),
+        (1, 0, 2, True),
+        (3, 2, 2, True),
+        (2, 0, 2, False),
+        (2, 1, 2, False),
+        (0, 0, 3, False),
+    ],
+)
+async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_request(
+    world: World, noted: int, attempts: int, asked: int, is_noted: bool
+) -> None:
     """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""
-    first, second = (world.log.add("in", encode(Append(id=id_, text="x"))) for id_ in "ab")
-    world.log.notes.append(b'{"seq":%d,"attempts":2}' % first)
-    await excuse(world.session.services, {world.session.key: second})
-    assert len(world.log.notes) == 1
+    assert [world.log.add("in", encode(Append(id=id_, text="x"))) for id_ in "ab"] == [1, 2]
+    world.log.add("dead", b"")  # at 3, where the log has no request
+    world.log.notes.append(b'{"seq":%d,"attempts":%d}' % (noted, attempts))
+    await excuse(world.session.services, {world.session.key: asked})
+    assert len(world.log.notes) == 1 + is_noted
 
 
 async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(world: World) -> None:

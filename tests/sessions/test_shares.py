@@ -37,12 +37,18 @@ class Crowd:
         self.tasks: dict[tuple[str, str], asyncio.Task[None]] = {}
 
     async def come(
-        self, tenant: str, *sessions: str, priority: int = 0, at_once: bool = False, max_new: int = 1000
+        self,
+        tenant: str,
+        *sessions: str,
+        priority: int = 0,
+        at_once: bool = False,
+        max_new: int = 1000,
+        most_s: float | None = None,
     ) -> None:
         """Add waiting sessions of a tenant, and let the event loop run until nothing changes."""
         for session in sessions:
             self.tasks[tenant, session] = asyncio.create_task(
-                self._work((tenant, session), priority, at_once, max_new)
+                self._work((tenant, session), priority, at_once, max_new, most_s)
             )
         await settled()
 
@@ -58,8 +64,11 @@ class Crowd:
     def num(self, tenant: str) -> int:
         return Counter(one for one, _ in self.at_work)[tenant]
 
-    async def _work(self, key: tuple[str, str], priority: int, at_once: bool, max_new: int) -> None:
-        async with self.shares.enter(SessionKey(*key), priority, at_once=at_once, max_new=max_new):
+    async def _work(
+        self, key: tuple[str, str], priority: int, at_once: bool, max_new: int, most_s: float | None
+    ) -> None:
+        place = self.shares.enter(SessionKey(*key), priority, at_once=at_once, max_new=max_new, most_s=most_s)
+        async with place:
             self.at_work.append(key)
             self.came_in.append(key[1])
             self._ends[key] = asyncio.Event()
@@ -145,6 +154,9 @@ async def test_during_a_flood_of_long_answers_a_few_additional_slots_are_for_sho
         assert one.came_in[MOST:] == [f"short{number}" for number in range(MOST // 4)]
         await one.end("loud", "short0")
         assert one.came_in[-1] == f"short{MOST // 4}"
+        while shorts := [session for _, session in one.at_work if session.startswith("short")]:
+            await one.end("loud", shorts[0])
+        assert one.num("loud") == MOST  # a place of a short answer that has ended is none for a long one
 
 
 @pytest.mark.parametrize(("after_s", "next_one"), [(1.0, f"short{MOST // 4}"), (100.0, f"s{MOST}")])
@@ -191,6 +203,15 @@ async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_
         first_waiting.cancel()
         await settled()
         assert first_waiting.cancelled()
+        assert one.num("loud") == MOST
+
+
+async def test_a_session_that_becomes_active_at_its_deadline_counts_and_leaves_no_additional_slot() -> None:
+    async with crowd() as one:
+        await one.flood("loud")
+        await one.come("loud", "late", most_s=0.0)
+        assert one.came_in[-1] == "late"
+        await one.end("loud", "late")
         assert one.num("loud") == MOST
 
 

@@ -160,7 +160,7 @@ class Shares:
         """Compute each tenant's limit anew, and admit waiting sessions that it allows."""
         horizon_s = self._clock() - _PRESENT_S
         while (first := next(iter(self._present.items())))[1].seen_s < horizon_s:
-            if first[1].at_work.total() or first[1].num_waiting:
+            if first[1].at_work.total():  # as it has while sessions of it wait
                 self._seen(first[0])
             else:
                 del self._present[first[0]]
