@@ -287,7 +287,7 @@ export class Call {
     }
   }
 
-  /** Publish the request and return its sequence. If the log is full, a worker has room for a close: it gets its result. */
+  /** Publish the request; return its sequence. A full log refuses a close: then a worker stores and answers it. */
   async #store(body: Uint8Array): Promise<number | undefined> {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
