@@ -348,8 +348,10 @@ class Call:
                 if not isinstance(self.request, Close):
                     raise
                 # A worker has room for it.
-                self._body = await self._wire.ask(subjects.of(self.key, "ask"), body, _ASK_S)
-                self.seq = _named(self._body).seq
+                reply = await self._wire.ask(subjects.of(self.key, "ask"), body, _ASK_S)
+                if (seq := _named(reply).seq) is None:
+                    raise  # the log did not take it from the worker either
+                self.seq, self._body = seq, reply
                 return
             self._wait_at(self.seq, feed)
             if self.seq in feed.early:

@@ -296,9 +296,11 @@ export class Call {
     } catch (error) {
       const isFull = error instanceof RequestFailedError && (error.cause as { code?: unknown })?.code === STREAM_FULL;
       if (!isFull || this.request.type !== "close") throw error;
+      const result = decode<Result>(await wire.ask(wire.subjects.of(this.key, "ask"), body, ASK_MS));
+      if (typeof result?.seq !== "number") throw error; // the log did not take it from the worker either
+      this.result = result;
+      return undefined;
     }
-    this.result = decode<Result>(await wire.ask(wire.subjects.of(this.key, "ask"), body, ASK_MS));
-    return undefined;
   }
 
   #waitAt(seq: number, feed: ResultFeed): void {
