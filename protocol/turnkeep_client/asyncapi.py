@@ -21,6 +21,8 @@ from .messages import (
     Append,
     Asked,
     Chunk,
+    Close,
+    Closed,
     ControlReply,
     ControlRequest,
     DeadLetter,
@@ -102,7 +104,9 @@ def document() -> dict[str, Any]:
             "sendTokens": _operation("send", "tokens", (Chunk, _END)),
             "receiveImage": _operation("receive", "image", (_IMAGE,)),
             "receiveControl": _operation("receive", "ctl", CONTROLS, reply=("ctlReply", CONTROL_REPLIES)),
-            "receiveAsk": _operation("receive", "ask", (Generate,), reply=("askReply", (Generated, Failed))),
+            "receiveAsk": _operation(
+                "receive", "ask", (Generate, Close), reply=("askReply", (Generated, Closed, Failed))
+            ),
             "receiveServe": _operation("receive", "serve", SERVES, reply=("serveReply", (Serving, Failed))),
             "sendDeadLetter": _operation("send", "dead", (DeadLetter,)),
             "sendMetrics": _operation("send", "metrics", (Metrics,)),
@@ -131,10 +135,10 @@ def _channels(subjects: Subjects) -> dict[str, Any]:
         "ctlReply": _channel(None, "The reply inbox of the control request.", CONTROL_REPLIES),
         "ask": _channel(
             subjects.of(_KEY, "ask"),
-            "A generate by request and reply; its `type` and `id` may be left out.",
-            (Generate,),
+            "A generate or a close by request and reply; the `id`, and a generate's `type`, may be left out.",
+            (Generate, Close),
         ),
-        "askReply": _channel(None, "The reply inbox of the ask.", (Generated, Failed)),
+        "askReply": _channel(None, "The reply inbox of the ask.", (Generated, Closed, Failed)),
         "serve": _channel(subjects.serve, "Requests to load or unload the prefix's model.", SERVES),
         "serveReply": _channel(None, "The reply inbox of such a request.", (Serving, Failed)),
         "dead": _channel(

@@ -17,12 +17,13 @@ from msgspec import Struct
 from .errors import (
     ClientClosedError,
     InvalidMessageError,
+    LogFullError,
     ResultRemovedError,
     ResultTimeoutError,
     TurnkeepError,
 )
 from .images import files_of
-from .messages import ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
+from .messages import Close, ControlReply, Failed, Request, Result, UnknownResult, decode_result, encode
 from .stream import LogStream
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ LAST_POLL_S: Final = 30.0
 DOUBT_S: Final = 1.0
 #: No replica of the log lags behind longer than this.
 MOST_LAG_S: Final = 30.0
+#: Longer than a worker waits for the result of an ask.
+_ASK_S: Final = 960.0
 
 
 class _Named(Struct):
@@ -337,9 +340,19 @@ class Call:
         await self._wire.store_images(self.key, files_of(self.request))
         feed.publishing += 1
         try:
-            subject = self._wire.subjects.of(self.key, "in")
+            subjects, body = self._wire.subjects, encode(self.request)
             self.is_published = True
-            self.seq = await self._wire.publish(subject, encode(self.request), self._headers)
+            try:
+                self.seq = await self._wire.publish(subjects.of(self.key, "in"), body, self._headers)
+            except LogFullError:
+                if not isinstance(self.request, Close):
+                    raise
+                # A worker has room for it.
+                reply = await self._wire.ask(subjects.of(self.key, "ask"), body, _ASK_S)
+                if (seq := _named(reply).seq) is None:
+                    raise  # the log did not take it from the worker either
+                self.seq, self._body = seq, reply
+                return
             self._wait_at(self.seq, feed)
             if self.seq in feed.early:
                 self.resolve(feed.early[self.seq])

@@ -48,14 +48,17 @@ ENDED_HEADER: Final = "Turnkeep-Ended"
 SEALED_HEADER: Final = "Turnkeep-Sealed"
 
 #: JetStream's error code for a stream that has reached its `max_bytes`.
-_STREAM_FULL: Final = 10077
+STREAM_FULL: Final = 10077
+
+#: What helps if the log is full, as the end of a sentence.
+ROOM_REMEDY: Final = "; close sessions with forget, or restart the worker with a larger --log-max-bytes"
 
 
 def why_refused(code: int | None, description: str | None) -> str:
     """Return the text for a request that the log refuses with this JetStream error; a full log needs room."""
     remedy = ""
-    if code == _STREAM_FULL:  # which refuses the closes of sessions too
-        remedy = "; restart the worker with a larger --log-max-bytes, then close sessions"
+    if code == STREAM_FULL:
+        remedy = ROOM_REMEDY
     return f"the log refused the request: {description}{remedy}"
 
 

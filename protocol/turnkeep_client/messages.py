@@ -148,8 +148,8 @@ def decode_control(body: bytes) -> ControlRequest:
     return _as_sent(_decode(_CONTROL, body, "a control request"), body)
 
 
-def decode_ask(body: bytes, request_id: str) -> Generate:
-    """Decode a body from `ask`: a generate whose `type` and `id` may be left out.
+def decode_ask(body: bytes, request_id: str) -> Generate | Close:
+    """Decode a body from `ask`: a generate, whose `type` may be left out, or a close; both without an `id`.
 
     A missing id becomes `request_id`. Raises `InvalidMessageError`.
     """
@@ -161,10 +161,11 @@ def decode_ask(body: bytes, request_id: str) -> Generate:
     except InvalidMessageError as error:
         named = _named(body)  # not the id added here
         raise InvalidMessageError(str(error), request_id=named, field=error.field) from None
-    if not isinstance(request, Generate):
+    if not isinstance(request, Generate | Close):
         kind = type(request).__struct_config__.tag
         raise InvalidMessageError(
-            f"ask takes a generate, not {kind}: publish that on the session's in", request_id=request.id
+            f"ask takes a generate or a close, not {kind}: publish that on the session's in",
+            request_id=request.id,
         )
     return request
 

@@ -16,6 +16,7 @@ from turnkeep_client.subjects import Subjects
 from worker.cluster import liveness as members_of
 from worker.cluster.liveness import Members
 from worker.wire.connection import BrokerError, connect
+from worker.wire.log_room import open_bytes
 from worker.wire.records import ensure_records, record_subject
 
 PATIENCE_S = 30
@@ -102,7 +103,7 @@ async def test_a_second_worker_with_the_same_name_is_refused_with_an_error_of_on
     connection = await connect(first.settings.nats, name="test")
     config = (await connection.jetstream().stream_info(f"{first.settings.prefix}_log")).config
     await connection.close()
-    assert config.max_bytes == first.settings.log_max_bytes
+    assert config.max_bytes == open_bytes(first.settings.log_max_bytes)
 
 
 async def test_a_second_worker_with_another_model_is_refused_and_the_first_still_serves(

@@ -12,6 +12,7 @@ from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.constants import Constants
 from worker.wire import streams
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
+from worker.wire.log_room import open_bytes
 from worker.wire.streams import CONSUMER, ensure
 
 SUBJECTS = Subjects("turnkeep")
@@ -37,7 +38,7 @@ async def test_the_log_is_set_to_refuse_messages_when_full_and_the_token_stream_
     streams = await ensure(js, SUBJECTS, settings)
     assert (streams.log, streams.tokens, streams.consumer) == ("turnkeep_log", "turnkeep_tok", CONSUMER)
     log = (await js.stream_info(streams.log)).config
-    assert (log.storage, log.discard, log.max_bytes, log.max_age) == ("file", "new", 2**26, 0)
+    assert (log.storage, log.discard, log.max_bytes, log.max_age) == ("file", "new", open_bytes(2**26), 0)
     assert log.allow_direct
     tokens = (await js.stream_info(streams.tokens)).config
     assert (tokens.storage, tokens.discard, tokens.max_age) == ("file", "old", 900)
@@ -82,7 +83,7 @@ async def test_subscribers_receive_a_result_only_if_the_log_has_stored_it(client
 async def test_workers_with_different_settings_can_make_the_streams_at_the_same_time(js, settings):
     others = [dataclasses.replace(settings, log_max_bytes=size) for size in (2**24, 2**25, 2**26)]
     await asyncio.gather(*(ensure(js, SUBJECTS, other) for other in others))
-    assert (await js.stream_info("turnkeep_log")).config.max_bytes in (2**24, 2**25, 2**26)
+    assert (await js.stream_info("turnkeep_log")).config.max_bytes in map(open_bytes, (2**24, 2**25, 2**26))
 
 
 async def test_changed_settings_are_applied_to_existing_streams_and_their_messages_stay(js, settings):
@@ -97,7 +98,7 @@ async def test_changed_settings_are_applied_to_existing_streams_and_their_messag
     )
     await ensure(js, SUBJECTS, changed, Constants(token_ttl_s=60.0, ack_wait_s=9.0))
     info = await js.stream_info("turnkeep_log")
-    assert (info.config.max_bytes, info.state.messages) == (2**25, 1)
+    assert (info.config.max_bytes, info.state.messages) == (open_bytes(2**25), 1)
     assert info.config.description == "an operator's words"
     assert (await js.stream_info("turnkeep_tok")).config.max_age == 60
     assert (await js.consumer_info("turnkeep_log", CONSUMER)).config.ack_wait == 9.0

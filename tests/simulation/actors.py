@@ -718,6 +718,17 @@ async def _tear(history: History, _: Random) -> None:
     history.server.faults.num_torn += 1
 
 
+async def _fill(history: History, random: Random) -> None:
+    """Let the log take requests up to its present size only, for a while."""
+    stream = history.server.jetstream.streams[SUBJECTS.log_stream]
+    most, stream.config["max_bytes"] = stream.config["max_bytes"], 1
+
+    def empty() -> None:
+        stream.config["max_bytes"] = most
+
+    history.loop.call_later(random.choice((0.2, 2.0, 6.0)), empty)
+
+
 def _for_a_while(name: str, *most_s: float) -> Fault:
     async def begin(history: History, random: Random) -> None:
         setattr(history.server.faults, name, history.loop.time() + random.choice(most_s))
@@ -743,4 +754,5 @@ FAULTS: Final[dict[str, Fault]] = {
     "rot": _rot,
     "full log": _for_a_while("full_until_s", 0.2, 2.0),
     "torn read": _tear,
+    "no room": _fill,
 }

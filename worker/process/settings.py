@@ -219,7 +219,9 @@ class Settings:
         "time until a closed session is removed from the log; off keeps it while there is room",
     )
     log_max_bytes: int = _setting(
-        kinds.size(16 * kinds.MIB), 10 * kinds.GIB, "maximum size of the log; a full log refuses new requests"
+        kinds.size(16 * kinds.MIB),
+        10 * kinds.GIB,
+        "maximum size of the log; a full log refuses new requests, but no closes",
     )
     log_replicas: int | None = _setting(
         kinds.word_or("keep", None, kinds.count(1, 5)),

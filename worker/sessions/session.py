@@ -15,6 +15,7 @@ from msgspec import structs
 
 from cache.names.errors import InterruptionError
 from turnkeep_client.errors import InvalidMessageError
+from turnkeep_client.log import ROOM_REMEDY
 from turnkeep_client.messages import Close, Generate, Open
 from turnkeep_client.subjects import SessionKey, session_key
 from worker.engine.port import DeviceFaultError, NoMemoryError
@@ -331,6 +332,7 @@ class ServedSession:
             return Outcome(withdrawn_result(pending, history, self.log.record.position), history)
         if self.log.record.diverged is not None:
             return await self._end_diverged(request, pending, self.log.record.diverged)
+        await self._check_room(request, pending)
         self.services.fold.check(history, request)
         if isinstance(request, Open) and request.from_ is not None:
             parent = await self._parent(self.key, request.from_)
@@ -342,6 +344,13 @@ class ServedSession:
             had = await self.log.all_tokens() if request.forget else ()
             return await self._execution(pending, history).close(request, had, self._count_shared)
         return await self._execution(pending, history).carry_out()
+
+    async def _check_room(self, request: Request, pending: PendingRequest) -> None:
+        """Raise `RefusedError` if the log is full. A close goes on, and an answer that clients have seen."""
+        if not self.services.retention.is_full or isinstance(request, Close):
+            return
+        if not await self.log.is_streamed(pending):
+            raise RefusedError("overloaded", f"the log is full{ROOM_REMEDY}")
 
     def _execution(self, pending: PendingRequest, history: TokenHistory) -> Execution:
         return Execution(self.services, self.key, pending, history)

@@ -1,4 +1,4 @@
-"""Answers asks: an ask is a generate whose result is also the reply. The log has it like any other."""
+"""Answers asks: a generate or a close whose result is also the reply. The log has it like any other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nats.js.errors import APIError
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.images import files_of
 from turnkeep_client.log import why_refused
-from turnkeep_client.messages import Failed, decode_ask, decode_result, encode, failure
+from turnkeep_client.messages import Close, Failed, decode_ask, decode_result, encode, failure
 from worker.observe.traces import trace_headers
 from worker.process.concurrency import shielded
 
@@ -73,14 +73,18 @@ class Asks:
         finally:
             await shielded(results.unsubscribe)
 
-    async def _store(self, key: SessionKey, request: Generate, headers: dict[str, str]) -> int | Failed:
+    async def _store(
+        self, key: SessionKey, request: Generate | Close, headers: dict[str, str]
+    ) -> int | Failed:
         """Store the request in the log, its images first; return its sequence, or the failure."""
         for data in files_of(request).values():
             await self._journal.store_image(key, data)
+        subject, body = self._subjects.of(key, "in"), encode(request)
         try:
-            ack = await self._js.publish(
-                self._subjects.of(key, "in"), encode(request), timeout=_PUBLISH_TIMEOUT_S, headers=headers
-            )
+            if isinstance(request, Close):  # it makes room in a full log
+                ack = await self._journal.room.publish(subject, body, headers)
+            else:
+                ack = await self._js.publish(subject, body, timeout=_PUBLISH_TIMEOUT_S, headers=headers)
         except nats.errors.MaxPayloadError:
             return failure(request.id, "invalid_request", _TOO_LARGE)
         except APIError as error:

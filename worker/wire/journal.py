@@ -36,6 +36,7 @@ from .consistent_reads import (
     pause_after,
 )
 from .fence import WRONG_LAST_SEQUENCE, FencedError, check_server
+from .log_room import LogRoom
 from .overwriting import overwrite
 from .written import answered_seq
 
@@ -80,6 +81,7 @@ class Journal:
         self._js = js
         self._subjects = subjects
         self._reads = ConsistentReads(nc, js, subjects.log_stream)
+        self.room = LogRoom(nc, js, subjects.log_stream)
         self.chunks = AnswerChunks(nc, js, subjects, self._reads, model=model)
         self._time_s = 0.0  # the server's clock minus the monotonic one
 
@@ -118,7 +120,7 @@ class Journal:
         """Store a checkpoint message; return its sequence, None on failure. Does not retry."""
         subject = self._subjects.of(key, "checkpoint")
         try:
-            return (await self._js.publish(subject, body, timeout=TIMEOUT_S)).seq
+            return (await self.room.publish(subject, body)).seq
         except (nats.errors.Error, APIError, OSError) as error:
             log.warning("a checkpoint could not be stored", session=str(key), error=str(error))
             return None
@@ -170,9 +172,7 @@ class Journal:
             if await check_server(self._nc, server) and not after:
                 continue  # the session may have been removed during the wait
             try:
-                ack = await self._js.publish(
-                    subject, body, timeout=TIMEOUT_S, headers={**headers, EXPECT_HEADER: str(after)}
-                )
+                ack = await self.room.publish(subject, body, {**headers, EXPECT_HEADER: str(after)})
             except nats.errors.MaxPayloadError as error:
                 raise TooLargeError(f"{len(body)} bytes") from error
             except APIError as error:
@@ -205,7 +205,7 @@ class Journal:
         pause_s = 0.1
         while True:
             try:
-                await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=headers)
+                await self.room.publish(subject, body, headers)
             except (nats.errors.Error, APIError, OSError) as error:
                 if isinstance(error, APIError) and error.err_code == WRONG_LAST_SEQUENCE:
                     return  # it was stored meanwhile

@@ -53,6 +53,7 @@ from turnkeep_client.messages import (
 from worker.process.concurrency import task_group
 
 from .intake import session_of
+from .log_room import turns_bytes
 from .synced import SyncedEntries
 from .written import answered_seq
 
@@ -121,6 +122,11 @@ class Retention:
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
         self._woken = Event()
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the log is so full that no turn may begin."""
+        return self.num_bytes > turns_bytes(self.max_bytes)
+
     def lock(self, key: SessionKey) -> Lock:
         """Return a session's lock, held while its log is read page by page, closed, or removed."""
         return self._locks.setdefault(key, Lock(fast_acquire=True))
@@ -167,6 +173,7 @@ class Retention:
             self._woken = Event()
             try:
                 if self._is_first():
+                    await self._journal.room.lower()  # before the removals, which make room
                     await self.sweep()
                 else:
                     self.num_bytes = await self._synced.look()

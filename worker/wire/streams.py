@@ -22,6 +22,7 @@ from worker.process.constants import CONSTANTS
 from worker.process.formatting import size
 
 from .connection import BrokerError, ask_patiently
+from .log_room import LIMIT_NOTE, open_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -159,12 +160,12 @@ def _log_stream(subjects: Subjects, settings: Settings) -> api.StreamConfig:
         retention=api.RetentionPolicy.LIMITS,
         storage=api.StorageType.FILE,
         discard=api.DiscardPolicy.NEW,  # a full log refuses requests, and never drops entries
-        max_bytes=settings.log_max_bytes,
+        max_bytes=open_bytes(settings.log_max_bytes),
         max_msg_size=settings.max_message_bytes,
         num_replicas=settings.log_replicas,
         allow_direct=True,
         duplicate_window=DEDUPE_S,
-        metadata=_FORMAT,
+        metadata={**_FORMAT, LIMIT_NOTE: str(settings.log_max_bytes)},
     )
 
 
@@ -256,7 +257,8 @@ async def _copied(look: Callable[[], Awaitable[Any]], num_replicas: int | None) 
 def _check_identity(wanted: api.StreamConfig, info: api.StreamInfo) -> None:
     """Raise `BrokerError` if a stream is another program's, or this version cannot read or update it."""
     found = info.config
-    if info.state.messages and not (wanted.metadata or {}).items() <= (found.metadata or {}).items():
+    is_log = wanted.metadata is not None
+    if is_log and info.state.messages and not _FORMAT.items() <= (found.metadata or {}).items():
         raise BrokerError(
             f"the stream {wanted.name} was written by another version, whose results have no requests; serve"
             " it with that version, remove it, or choose another --prefix"

@@ -12,7 +12,7 @@ import { decode, encode } from "./json.js";
 import type { ControlReply, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import { Bell } from "./waiting.js";
-import type { Wire } from "./wire.js";
+import { STREAM_FULL, type Wire } from "./wire.js";
 
 /** After so long without an event, a waiting call reads the log; doubles up to the second value. */
 const FIRST_POLL_MS = 2000;
@@ -21,6 +21,8 @@ export const LAST_POLL_MS = 30_000;
 const DOUBT_MS = 1000;
 /** No replica of the log lags for so long. */
 const MOST_LAG_MS = 30_000;
+/** Longer than a worker waits for the result of an ask. */
+const ASK_MS = 960_000;
 
 /** Options of a single call. */
 export interface CallOptions {
@@ -265,7 +267,7 @@ export class Call {
 
   async #publish(feed: ResultFeed): Promise<void> {
     const { wire } = this.#feeds;
-    const { headers, signal } = this.#options;
+    const { signal } = this.#options;
     const [logged, files] = await withDigests(this.request);
     this.logged = logged;
     const body = encode(logged);
@@ -273,7 +275,8 @@ export class Call {
     feed.publishing += 1;
     this.isPublished = true;
     try {
-      const seq = await wire.publish(wire.subjects.of(this.key, "in"), body, headers, signal);
+      const seq = await this.#store(body);
+      if (seq === undefined) return;
       this.seq = seq;
       this.#waitAt(seq, feed);
       const early = feed.early.get(seq);
@@ -281,6 +284,22 @@ export class Call {
     } finally {
       feed.publishing -= 1;
       if (feed.publishing === 0) feed.early.clear();
+    }
+  }
+
+  /** Publish the request; return its sequence. A full log refuses a close: then a worker stores and answers it. */
+  async #store(body: Uint8Array): Promise<number | undefined> {
+    const { wire } = this.#feeds;
+    const { headers, signal } = this.#options;
+    try {
+      return await wire.publish(wire.subjects.of(this.key, "in"), body, headers, signal);
+    } catch (error) {
+      const isFull = error instanceof RequestFailedError && (error.cause as { code?: unknown })?.code === STREAM_FULL;
+      if (!isFull || this.request.type !== "close") throw error;
+      const result = decode<Result>(await wire.ask(wire.subjects.of(this.key, "ask"), body, ASK_MS));
+      if (typeof result?.seq !== "number") throw error; // the log did not take it from the worker either
+      this.result = result;
+      return undefined;
     }
   }
 

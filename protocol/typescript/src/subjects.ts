@@ -44,7 +44,7 @@ export class Subjects {
     this.tokenStream = `${name}_tok`;
   }
 
-  of(key: SessionKey, kind: "in" | "out" | "checkpoint" | "closed" | "ctl"): string {
+  of(key: SessionKey, kind: "in" | "out" | "checkpoint" | "closed" | "ctl" | "ask"): string {
     return `${this.prefix}.${key.tenant}.${key.session}.${kind}`;
   }
 

@@ -45,7 +45,7 @@ const TOO_MANY = 413;
 const RECONNECT_MS = 5000;
 /** JetStream's code: larger than the stream's max_msg_size. */
 const MESSAGE_TOO_LARGE = 10054;
-const STREAM_FULL = 10077;
+export const STREAM_FULL = 10077;
 /** JetStream's codes: the subject has another last message than expected; in a cluster, another one is being stored. */
 const WRONG_LAST_SEQUENCE = 10071;
 const IN_PROGRESS = 10164;
@@ -426,7 +426,7 @@ function throwIfRefused(error: unknown, subject: string, isDoubtful = false): vo
     }
     const doubt = isDoubtful ? "; an earlier attempt may have stored it: send it again under the same id" : "";
     const remedy =
-      code === STREAM_FULL ? "; restart the worker with a larger --log-max-bytes, then close sessions" : "";
+      code === STREAM_FULL ? "; close sessions with forget, or restart the worker with a larger --log-max-bytes" : "";
     const refusal = `the log refused the request: ${message}${remedy}${doubt}`; // under another id it could be executed twice
     throw new RequestFailedError({ code: "overloaded", message: refusal, retryable: !isDoubtful }, { cause: error });
   }
