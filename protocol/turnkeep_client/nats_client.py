@@ -98,6 +98,8 @@ class Nats(Client):
     def __init__(self) -> None:
         super().__init__()
         self._ps = _Parser(self)  # type: ignore[assignment]
+        #: The subjects of requests that wait for a reply, by the future of the reply.
+        self._asked: dict[asyncio.Future[Any], str] = {}
 
     async def connect(self, *args: Any, **options: Any) -> None:
         """Connect as nats-py does; but notice a server whose machine or network has failed within seconds.
@@ -193,6 +195,22 @@ class Nats(Client):
     def _abort(self) -> None:
         if (writer := getattr(self._transport, "_io_writer", None)) is not None:
             writer.transport.abort()
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", reply: str = "", headers: dict[str, Any] | None = None
+    ) -> None:
+        """Publish as nats-py does; a request that the server then denies times out at once."""
+        if (asked := self._resp_map.get(reply.rpartition(".")[2])) is not None:
+            self._asked[asked] = subject
+            asked.add_done_callback(self._asked.pop)
+        await super().publish(subject, payload, reply, headers)
+
+    async def _process_err(self, err_msg: str) -> None:
+        await super()._process_err(err_msg)
+        denied = [one for one, subject in self._asked.items() if f'publish to "{subject}"'.lower() in err_msg]
+        for asked in denied:
+            if not asked.done():
+                asked.set_exception(nats.errors.TimeoutError())
 
     def _remove_sub(self, sid: int, max_msgs: int = 0) -> None:
         super()._remove_sub(sid, max_msgs)
