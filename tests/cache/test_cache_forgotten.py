@@ -95,6 +95,20 @@ async def test_a_file_that_an_erase_could_not_remove_is_removed_when_its_erasure
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
+async def test_an_erasure_note_repeats_no_unfinished_erasure_of_another_tenant(
+    open_store, monkeypatch
+) -> None:
+    store = await stored(open_store, TOKENS)
+    save_all(store, "b", TOKENS)
+    assert await store.queue.drained(10)
+    with monkeypatch.context() as patched:
+        patched.setattr(Folder, "remove", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "no")))
+        assert not (await store.eraser.erase("b", pack(TOKENS), 10)).settled
+    left = {*store.eraser._unsettled}
+    assert await store.eraser.erase_marked("a", Marks.of("a", pack(TOKENS)))
+    assert store.eraser._unsettled == left
+
+
 async def test_an_erase_whose_time_runs_out_behind_other_writes_still_removes_quarantined_copies(
     open_store, tmp_path, gate
 ) -> None:

@@ -43,6 +43,16 @@ def test_snapshots_of_one_chain_that_were_used_together_are_evicted_from_its_end
     assert index.oldest() is one
 
 
+def test_a_snapshot_that_was_removed_while_in_use_is_neither_held_nor_evicted_after_its_release() -> None:
+    index = SnapshotIndex(lambda: 0.0)
+    node = index.add(name((1, 2)), 1)
+    index.mark_durable(node)
+    index.hold([node])
+    index.remove(node)
+    index.release([node])
+    assert (index.held_bytes, index.oldest()) == (0, None)
+
+
 def test_times_of_use_always_increase_even_if_the_clock_goes_back() -> None:
     times = iter([5.0, 3.0, 5.0, 9.0])
     index = SnapshotIndex(lambda: next(times))

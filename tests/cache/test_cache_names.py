@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from cache.names import blocks, identity
 from cache.names.identity import Identity, files_digest, folder_identity, hash_weights
 from cache.names.images import ImageSpan
+from cache.names.policy import Policy
 from cache.names.tokens import Chain, Tokens, as_tokens, from_compact, pack, to_compact
 
 ROOT = blocks.root(b"identity", "tenant")
@@ -85,6 +86,18 @@ def test_tokens_behave_like_a_plain_list_after_any_slices_and_appends(data) -> N
             for other, theirs in made:
                 assert (tokens == other) == (ids == theirs)
                 assert tokens.num_common(other) == common(ids, theirs)
+
+
+def test_a_copy_of_tokens_for_a_fork_or_a_chain_has_their_images_too() -> None:
+    tokens = as_tokens(range(9), [ImageSpan(2, 6, b"picture")])
+    tokens.chains[ROOT] = Chain(ROOT, 3, Policy(4, 64), "tenant")
+    fork = tokens.apart()
+    assert fork.spans == tokens.alone().spans == tokens.spans
+    copied = fork.chains[ROOT]
+    assert (copied.block, copied.policy, copied.tenant) == (3, Policy(4, 64), "tenant")
+    names = [*copied.names(fork)]
+    tokens.chains[ROOT].names(as_tokens([5] * 9))
+    assert [*copied.names(fork)] == names, "each has names of its own"
 
 
 def test_a_turn_does_not_pack_or_hash_a_session_of_a_million_tokens_again(monkeypatch) -> None:

@@ -325,6 +325,16 @@ async def test_snapshots_that_a_turn_held_or_began_with_are_evicted_after_snapsh
     assert [await num_restored(store, [session, 1]) for session in range(3)] == [2, 0, 2]
 
 
+async def test_files_in_quarantine_count_against_the_disk_limit_of_a_store_that_opens(
+    open_store, tmp_path
+) -> None:
+    store = await stored(open_store, [0, 1])
+    size = store.stats().stored_bytes
+    await store.close()
+    (tmp_path / "cache" / "quarantine" / "damaged").write_bytes(bytes(size))
+    assert (await open_store(max_bytes=size + size // 2)).stats().stored == 0
+
+
 async def test_a_lowered_disk_limit_is_reached_by_evicting_in_small_steps(open_store, tmp_path) -> None:
     store = await open_store()
     for session in range(100):

@@ -25,6 +25,7 @@ from turnkeep_client.log import CHECKPOINT_HEADER, HISTORY_HEADER, MODEL_HEADER
 from turnkeep_client.messages import Append, Close, Closed, Generate, Message, Rewind
 from worker.models.tokenizer import Tokenizer
 from worker.sessions import attachments
+from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.attachments import _Body
 from worker.sessions.session import ServedSession
 from worker.wire.written import answered_seq
@@ -198,6 +199,18 @@ async def test_no_checkpoint_is_stored_after_a_session_is_closed(world: World, f
     await stored(world)
     assert checkpoints(world)
     assert checkpoints(world)[-1].seq < world.log.entries[-1].seq
+
+
+async def test_a_checkpoint_has_no_ids_of_requests_behind_it_which_the_next_one_has(world: World) -> None:
+    """They were answered out of order."""
+    await converse(world, range(1))
+    ids = AnsweredIds()
+    for seq in (1, 7):
+        ids.add(f"r{seq}", AnsweredAt(seq, 9))
+    packed, _ = attachments.Checkpoint(3, world.session.history, ids).pack()
+    found = attachments.Checkpoint.unpack([packed], world._tokenizer)
+    assert found is not None
+    assert (found.answered.find("r1"), found.answered.find("r7")) == (AnsweredAt(1, 9), None)
 
 
 def forged(world: World, **fields: Any) -> dict[str, str]:

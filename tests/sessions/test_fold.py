@@ -8,14 +8,16 @@ import random
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from hypothesis import given
 from msgspec import structs
-from session_world import OPERATIONS, STORED, LogEntry, World, live, tampered
+from session_world import KEY, OPERATIONS, STORED, LogEntry, World, live, tampered
 
+from cache.names.tokens import as_tokens
 from turnkeep_client.log import BEGAN_HEADER, BUILD_HEADER, HISTORY_HEADER
 from turnkeep_client.messages import (
     Append,
@@ -24,7 +26,9 @@ from turnkeep_client.messages import (
     Closed,
     Failed,
     Generate,
+    Generated,
     Open,
+    Opened,
     Rewind,
     UnknownResult,
     encode,
@@ -32,6 +36,8 @@ from turnkeep_client.messages import (
 from worker.sessions import answered_ids, cancelling, record
 from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
+from worker.sessions.dead_letters import AttemptNote
+from worker.sessions.execution import erase_all
 from worker.sessions.pending import PendingRequest
 from worker.sessions.session import ServedSession
 from worker.sessions.streaming import unpublished_text
@@ -101,6 +107,7 @@ async def test_a_request_cancelled_behind_a_close_that_forgets_stays_answered_un
     assert [result.seq for result in world.results[1:]] == [late, closing]
     for _ in range(2):  # in memory, and read from the log
         assert (await world.ask(Append(id="late", text="two"))).repeat_of == late
+        assert (await world.ask(Append(id="a", text="one"))).repeat_of != 1, "whose session is forgotten"
         world.crash()
 
 
@@ -255,6 +262,51 @@ async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result
     assert repeated.repeat_of == 1
 
 
+async def test_a_session_that_could_not_be_continued_can_be_opened_anew_once_it_is_forgotten(world) -> None:
+    await world.ask(Append(id="a", text="one"))
+    await diverged(world, tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32}))
+    await world.ask(Close(id="close", forget=True))
+    assert isinstance(await world.ask(Open(id="o")), Opened)
+    assert (await world.ask(Append(id="b", text="one"))).position == 3
+
+
+@pytest.mark.parametrize("found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["its id", "its sequence"])
+async def test_a_result_of_another_request_is_not_taken_for_that_of_an_id_with_the_same_hash(
+    world, found: AnsweredAt
+) -> None:
+    await world.ask(Append(id="a", text="one"))
+    ids = world.session.log.record.answered_ids = AnsweredIds()
+    asked = "other" if found.in_seq == 1 else "a"
+    ids.add(asked, found)
+    assert await world.session.log.find_answered(asked) is None
+
+
+async def test_the_tokens_to_erase_are_those_since_the_last_forget_without_those_of_repeats(world) -> None:
+    for round_ in ("1", "2"):
+        await world.ask(Open(id=f"open{round_}"))
+        await world.ask(Append(id=f"a{round_}", tokens=(1, 2, 3)))
+        await world.ask(Rewind(id=f"back{round_}", position=2))
+        await world.ask(Append(id=f"a{round_}", tokens=(1, 2, 3)))  # a repeat
+        assert [list(one) for one in await world.session.log.all_tokens()] == [[1, 2, 3], [1, 2]]
+        await world.ask(Close(id=f"close{round_}", forget=True))
+
+
+async def test_an_erasure_keeps_of_each_token_sequence_what_the_next_one_begins_with() -> None:
+    erased = list[tuple[list[int], int]]()
+
+    async def erase(_: object, tokens: Any, num_shared: int) -> Any:
+        erased.append((list(tokens), num_shared))
+        return SimpleNamespace(num_snapshots=1, settled=True)
+
+    async def shared(_: object) -> int:
+        return 1
+
+    had = [as_tokens(one) for one in ((1, 2, 3), (1, 2, 4, 5))]
+    engine: Any = SimpleNamespace(erase=erase)
+    assert await erase_all(engine, KEY, had, shared) == (2, True, [2, 1])
+    assert erased == [([1, 2, 3], 2), ([1, 2, 4, 5], 1)]
+
+
 async def test_a_wrong_position_in_a_logged_result_stops_the_session(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await world.ask(Append(id="b", text="two"))
@@ -358,6 +410,18 @@ async def again(world: World, request: Any) -> Any:
     world.ring(seq, encode(request), again=True)
     await world.session.run()
     return world.result(seq)
+
+
+@pytest.mark.parametrize(("crashes", "answer"), [(3, Generated), (4, Failed)])
+async def test_what_clients_saw_of_an_answer_is_its_result_unless_recording_that_has_crashed_a_worker_too(
+    world: World, crashes: int, answer: type
+) -> None:
+    seq = world.log.add("in", encode(Generate(id="g", text="one", max_tokens=9)))
+    world.log.chunks.stored = [Chunk(0, (5,), "x")]
+    world.log.notes.append(msgspec.json.encode(AttemptNote(seq, crashes, 1)))
+    world.ring(seq, again=True)
+    await world.session.run()
+    assert isinstance(world.result(seq), answer)
 
 
 ASKED: dict[str, Any] = {

@@ -187,6 +187,26 @@ async def test_an_attempt_is_not_taken_for_one_at_a_request_that_a_restored_log_
     assert (await mine._next(AttemptNote(), here)).attempts == attempts
 
 
+@pytest.mark.parametrize(("last", "left"), [(AttemptNote(), 0), (AttemptNote(7, 3), 2)])
+async def test_an_attempt_that_the_workers_stop_ended_is_subtracted_from_the_earlier_ones(
+    last: AttemptNote, left: int
+) -> None:
+    """No note means that this attempt is the first; the tokens that it published are noted."""
+    stored = list[dict[str, Any]]()
+
+    async def published(_: object) -> Any:
+        return SimpleNamespace(num_tokens=5)
+
+    async def append(_: object, __: str, body: bytes) -> None:
+        stored.append(json.loads(body))
+
+    services = SimpleNamespace(boot="me", journal=SimpleNamespace(append=append))
+    mine = RequestAttempts(SimpleNamespace(key=None, published=published), services)  # type: ignore[arg-type]
+    await mine._uncount(PendingRequest(7, None, None, datetime.fromtimestamp(1, UTC)), last)
+    (note,) = stored
+    assert (note["seq"], note.get("attempts", 0), note["tokens"]) == (7, left, 5)
+
+
 @pytest.mark.parametrize(("runs", "kind"), [(True, "appended"), (False, "failed")])
 async def test_an_attempt_by_another_worker_counts_as_a_crash_only_if_that_worker_no_longer_runs(
     wire: Start, monkeypatch: pytest.MonkeyPatch, runs: bool, kind: str

@@ -122,6 +122,15 @@ def test_a_paged_default_policy_without_snapshots_is_refused() -> None:
     assert "needs another cache.policy" in str(misfit(replace(paged, has_snapshots=False), **limits))
 
 
+@pytest.mark.parametrize("default", [FULL, replace(FULL, has_snapshots=False)])
+@pytest.mark.parametrize("snapshots", ["none", None])
+def test_whether_a_session_has_snapshots_is_as_its_open_says_whatever_the_default_policy(
+    default: Policy, snapshots: Any
+) -> None:
+    limits = RequestLimits(None, default, context_tokens=9, block_tokens=4, vocab_size=9)  # type: ignore[arg-type]
+    assert limits.chosen_policy(CachePolicy(snapshots=snapshots)).has_snapshots is (snapshots is None)
+
+
 def test_the_largest_and_the_smallest_allowed_window_are_accepted() -> None:
     limits = {"block_tokens": 32, "context_tokens": 100}
     assert misfit(Policy(68, 32), **limits) is None

@@ -13,7 +13,7 @@ from raw_wire import Start, Wire, append, generate
 
 from tests.parts import fall_asleep, until
 from turnkeep_client.chunks import Assembly
-from turnkeep_client.messages import Chunk, decode_chunk
+from turnkeep_client.messages import Chunk, decode_chunk, encode
 from turnkeep_client.subjects import SessionKey
 from worker.process import clock
 from worker.sessions import streaming
@@ -154,6 +154,14 @@ async def test_an_answer_that_runs_longer_than_the_token_stream_keeps_chunks_los
     assert result["resumed_tokens"] == known
     await asyncio.sleep(1)  # the last chunk may come behind the result, on another subscription
     assert result["text"] == "".join(chunk.text for chunk in whole(heard))
+
+
+def test_chunks_that_are_published_again_are_joined_only_up_to_a_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chunks = [Chunk(number, (number,), "text") for number in range(1, 10)]
+    monkeypatch.setattr(streaming, "_COPY_BYTES", 2 * len(encode(chunks[0])))
+    assert [len(one.tokens) for one in streaming._batches(chunks)] == [2, 2, 2, 2, 1]
 
 
 @pytest.mark.simulated

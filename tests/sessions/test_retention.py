@@ -504,13 +504,15 @@ async def test_of_sessions_that_take_too_much_memory_the_last_used_one_stays_and
 ) -> None:
     w = await quiet_wire()
     monkeypatch.setattr(sessions, "_MAX_IDLE_BYTES", 0)
-    held = w.worker.app._parts.sessions._sessions
+    parts = w.worker.app._parts
+    held = parts.sessions._sessions
     for name in ("a", "b"):
         await w.send(name, append("1"))
         await until(lambda name=name: list(held) == [SessionKey("default", name)])
     session = held[SessionKey("default", "b")]
     await w.send("b", append("2"))
     assert held == {SessionKey("default", "b"): session}
+    await until(lambda: parts.sessions._size_bytes == session.log.record.size_bytes)
 
 
 async def test_a_session_is_not_removed_while_its_log_is_being_read(
