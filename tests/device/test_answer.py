@@ -76,6 +76,14 @@ def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(
     assert ("".join(texts), answer.finish_reason, len(answer.tokens)) == ("x", "stop", 4)
 
 
+def test_an_end_token_is_the_reason_for_the_end_even_as_the_last_token_of_max_tokens(
+    tokenizer, new_answer
+) -> None:
+    answer = new_answer(max_tokens=2)
+    push_until_over(answer, [*tokenizer.encode("x", at_start=False), min(tokenizer.eos_ids)])
+    assert (len(answer.tokens), answer.finish_reason) == (2, "stop")
+
+
 def test_an_answer_that_ends_at_max_tokens_releases_text_held_back_for_a_stop_string(
     tokenizer, new_answer
 ) -> None:
