@@ -66,10 +66,22 @@ def test_an_answer_resumed_from_its_first_tokens_continues_like_the_original(
         assert one.text.startswith(whole.text)
 
 
-def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(tokenizer, new_answer) -> None:
-    answer = new_answer()
+@pytest.mark.parametrize("max_tokens", [4, 12])
+def test_a_stop_string_is_left_out_of_the_text_and_its_tokens_are_kept(
+    tokenizer, new_answer, max_tokens
+) -> None:
+    """It also counts as the reason for the end if the last token that the answer may have completes it."""
+    answer = new_answer(max_tokens=max_tokens)
     texts = push_until_over(answer, tokenizer.encode("xaab", at_start=False))
     assert ("".join(texts), answer.finish_reason, len(answer.tokens)) == ("x", "stop", 4)
+
+
+def test_an_end_token_is_the_reason_for_the_end_even_as_the_last_token_of_max_tokens(
+    tokenizer, new_answer
+) -> None:
+    answer = new_answer(max_tokens=2)
+    push_until_over(answer, [*tokenizer.encode("x", at_start=False), min(tokenizer.eos_ids)])
+    assert (len(answer.tokens), answer.finish_reason) == (2, "stop")
 
 
 def test_an_answer_that_ends_at_max_tokens_releases_text_held_back_for_a_stop_string(

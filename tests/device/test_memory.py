@@ -98,11 +98,15 @@ def test_memory_for_a_restore_is_freed_then_granted_and_reserved_until_it_is_rel
     assert rig.peak <= limit
 
 
-def test_a_restore_larger_than_the_device_is_refused(make_rig, model) -> None:
+def test_a_restore_larger_than_the_device_is_refused_and_idle_sessions_keep_their_kv(make_rig, model) -> None:
     rig = make_rig(model, limit_bytes=limit_of(2))
+    rig.run(append(prompt(20), name="idle"))
     answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
     rig.device.reserve_room(key("large"), 100_000, answers.put)
     assert answers.get(timeout=20) is False
+    after = append(prompt(20), name="idle", num_kept=19)
+    rig.run(after)
+    assert after.num_reused == 19
 
 
 def test_a_session_whose_restore_is_tried_again_does_not_wait_for_its_own_memory(make_rig, model) -> None:
@@ -138,9 +142,11 @@ def test_long_prompts_that_do_not_fit_together_all_finish_after_some_of_them_res
     gc.collect()
     limit = least_limit(estimator, 1500, weight_bytes=mx.get_active_memory())
     rig = make_rig(model, max_batch=4, limit_bytes=limit)
-    turns = [append(prompt(1500, salt=i), tenant=f"t{i}") for i in range(6)]
+    rig.run(*(append(prompt(65, salt=i), tenant=f"t{i}") for i in range(6)))
+    turns = [append(prompt(1500, salt=i), tenant=f"t{i}", num_kept=64) for i in range(6)]
     rig.run(*turns)
     assert rig.peak <= limit
+    assert all(turn.num_reused + turn.num_prefilled == turn.num_cached for turn in turns), "what was dropped"
     assert {type(rig.end(turn)) for turn in turns} == {FinishedTurn}
     assert any(ends != sorted(ends) for ends in map(rig.chunk_ends, turns))
     last = [event for event in rig.events if isinstance(event, FinishedTurn)][-1].turn

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import queue
 import random
 import threading
 import time
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from engine_process import Process
 from mlx_lm.models.cache import make_prompt_cache
-from tiny_models import WIDE, key, loaded, prompt
+from tiny_models import WIDE, append, key, loaded, prompt
 
 from cache.disk import format as snapshot_format
 from cache.kv import layers, paged
@@ -30,6 +31,7 @@ from worker.batch.parts import OwnPart
 from worker.device import cutter
 from worker.device.request import TurnRequest
 from worker.device.step_chooser import ChosenStep, StepChooser
+from worker.device.turn import KvRequest
 from worker.engine import kv_lookup
 
 WINDOW = Policy(4, 4 * CHUNK)
@@ -452,6 +454,20 @@ async def test_a_turn_cancelled_while_it_waits_for_blocks_to_be_written_ends_at_
         async with asyncio.timeout(20):
             await running
         may_end.set()
+
+
+def test_a_restore_without_room_does_not_wait_for_a_turn_cancelled_while_it_waited_for_kv(
+    model, make_rig
+) -> None:
+    rig = make_rig(model, block_tokens=64, room=lambda: 2**30)
+    turn = append(prompt(40 * 64), policy=POLICY)
+    rig.device.submit(turn)
+    rig.wait(lambda events: any(isinstance(one, KvRequest) for one in events))
+    rig.device.cancel(turn)
+    rig.finish(turn)
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    rig.device.reserve_room(key("large"), 10**9, answers.put)
+    assert answers.get(timeout=20) is False
 
 
 @pytest.mark.parametrize("is_hanging", [False, True])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 
@@ -125,13 +125,17 @@ def estimator(make_model) -> Estimator:
 
 
 def chooser_of(
-    scheduler: Scheduler, room: IdleKv, starve: Callable[[Any], None] = lambda event: None
+    scheduler: Scheduler,
+    room: IdleKv,
+    starve: Callable[[Any], None] = lambda event: None,
+    behind: Collection[DeviceTurn] = (),
 ) -> StepChooser:
     batch: Any = SimpleNamespace(is_ahead=False, num_cached=0, growing=[], removal_bytes=0)
     none: Any = SimpleNamespace(
         size_bytes=lambda step: 0,
-        is_behind=lambda turn, num: False,
-        cut_noted=lambda turn: None,
+        is_behind=lambda turn, num: turn in behind,
+        cut=lambda turn: None,
+        begin_anew=lambda turn: setattr(turn, "num_cached", 0),
         drop_resident=lambda: False,
     )
     at: Any = room
@@ -184,6 +188,20 @@ def test_a_prompt_waits_for_memory_anew_after_each_step_that_has_fitted(estimato
     chooser.choose()
     now_s[0] += step_chooser.PATIENCE_S
     assert chooser.choose().hopeless is not None
+
+
+def test_without_memory_a_prompt_that_waits_for_the_disk_does_not_fail_in_place_of_one_that_could_run(
+    estimator, monkeypatch
+) -> None:
+    monkeypatch.setattr(step_chooser, "PATIENCE_S", 0.0)
+    scheduler, (waiting, other) = Scheduler(4, BLOCK), turns()[1:3]
+    chooser = chooser_of(scheduler, IdleKv(estimator), behind=[waiting])
+    waiting.num_cached = 20
+    for turn in (waiting, other):
+        scheduler.add(turn)
+    hopeless = chooser.choose().hopeless
+    assert hopeless is not None
+    assert hopeless[0] is other
 
 
 def test_a_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(estimator) -> None:

@@ -84,6 +84,9 @@ def test_a_resumed_answer_keeps_its_published_tokens_and_draws_the_same_remainin
     assert begun.tokens == whole
     assert [event.chunk.i for event in rig.of(turn) if isinstance(event, SampledToken)] == list(range(5, 12))
     assert turn.request.num_prompt == turn.num_prefilled == 11, "forced tokens are no part of the prompt"
+    after = generate(prompt(11) + whole, 1, num_kept=22)
+    rig.run(after)
+    assert after.num_reused == 22
 
 
 def test_a_turn_snapshots_the_requested_blocks_of_its_prompt_all_blocks_of_its_answer_and_the_tail(

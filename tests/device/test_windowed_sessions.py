@@ -20,7 +20,7 @@ from cache.names.policy import SLACK, Policy
 from worker.batch.forward import Forward
 from worker.batch.own_pass import run_alone
 from worker.batch.parts import OwnPart
-from worker.batch.slots import Pool
+from worker.batch.slots import Pool, form_of
 
 POLICY = Policy(sink=3, window=20)
 #: Attention and recurrent layers: alternating, without positions, within a layer, and with sliding windows.
@@ -87,6 +87,16 @@ def test_windowed_rows_join_a_pool_once_and_never_move_to_another(make_model, ma
     rig.run(*turns)
     assert joined == [0] * 4
     assert all(rig.end(turn).cost.num_cached > SLACK + 23 for turn in turns)
+
+
+def test_a_restored_ring_that_leaves_a_pool_claims_no_tokens_that_it_lacked_when_it_joined() -> None:
+    """It has room for more tokens than the last ones, with which it was restored."""
+    ring = RingCache(POLICY.sink, POLICY.window or 0)
+    restored = [mx.ones((1, 2, 23, 8))]
+    ring.fill(restored, restored, 100)
+    pool = Pool(form_of([ring]) or (), 0)
+    (left,) = pool.leave(pool.join([ring]), 101)
+    assert left.first_held == ring.first_held == 80
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])

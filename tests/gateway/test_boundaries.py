@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from crafted import generated, user
 from msgspec.structs import replace
 
 from gateway import boundaries
+from gateway.conversations import Conversations
 from gateway.dialects.openai import chat
 from gateway.index import (
     MOST_SESSIONS,
@@ -199,6 +202,22 @@ def test_a_session_that_another_gateway_has_continued_keeps_its_boundaries_unles
     (after,) = boundaries.after_answer(b"p", result("a"))
     assert index.find(after) == (None if rewrites else (held, (10, True)))
     assert ("s" in index.sessions, held.position is None) == ((False, False) if rewrites else (True, True))
+
+
+@pytest.mark.parametrize(("num_running", "expected"), [(1, 9), (0, None)])
+async def test_the_position_of_a_refused_fork_point_is_that_of_the_running_request_or_unknown(
+    num_running: int, expected: int | None
+) -> None:
+    index, held = SessionIndex(), IndexedSession("s", 3, 1.0)
+    held.num_running = num_running
+    conversations: Any = SimpleNamespace(index=index)
+    catching_up = asyncio.create_task(Conversations._catch_up(conversations, held, 3))
+    await asyncio.sleep(0.1)
+    assert catching_up.done() == (not num_running)
+    if num_running:
+        index.move(held, 9)
+    await catching_up
+    assert held.position == expected
 
 
 def test_of_sessions_with_the_same_conversation_the_index_finds_one_that_needs_no_fork() -> None:

@@ -12,6 +12,10 @@ from crafted import LETTERS
 from parts import png, until
 from test_coming_back import PATHS, asked, events, text_of
 
+from gateway.idempotency import id_of, state_of
+from gateway.index import PREFIX, tags
+from turnkeep_client.requests import ForkPoint
+
 pytestmark = pytest.mark.serves("endless_model")
 
 
@@ -49,6 +53,18 @@ async def test_a_request_under_the_idempotency_key_of_a_deleted_answer_generates
     assert len({written(one) for one in several} - {*seen}) == 1
     for one in clients:
         await one.aclose()
+
+
+async def test_a_fork_for_an_idempotency_key_counts_only_until_its_session_is_closed(worker: Any) -> None:
+    answer_id, client = id_of("again"), worker.client
+    appended = await client.session("parent").append(text="x")
+    session = client.session(PREFIX + answer_id[:32])
+    await session.open(fork_of=ForkPoint("parent"), tags=tags(b"base"))
+    state = await state_of(client, answer_id, "")
+    assert (state.opened, state.closed_seq) == ((b"base", appended.position), 0)
+    await session.close()
+    state = await state_of(client, answer_id, "")
+    assert (state.opened, state.closed_seq > 0) == (None, True)
 
 
 _REFUSING = """{% for one in messages %}{% if one.content is string and 'boom' in one.content %}
