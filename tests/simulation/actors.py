@@ -38,6 +38,7 @@ from turnkeep_client.messages import (
 )
 from turnkeep_client.subjects import SessionKey, Subjects
 from worker.process.setting_kinds import TenantLimits
+from worker.wire.log_room import LIMIT_NOTE, open_bytes
 
 from .device import POISON, Disk, Worker
 from .gateways import Gate, Visitor
@@ -721,10 +722,10 @@ async def _tear(history: History, _: Random) -> None:
 async def _fill(history: History, random: Random) -> None:
     """Let the log take requests up to its present size only, for a while."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
-    most, stream.config["max_bytes"] = stream.config["max_bytes"], 1
+    stream.config["max_bytes"] = 1
 
     def empty() -> None:
-        stream.config["max_bytes"] = most
+        stream.config["max_bytes"] = open_bytes(int(stream.config["metadata"][LIMIT_NOTE]))
 
     history.loop.call_later(random.choice((0.2, 2.0, 6.0)), empty)
 
