@@ -153,6 +153,10 @@ def test_the_conversation_index_drops_all_positions_after_text_that_the_template
     assert index.find(before) is None
     (after,) = boundaries.after_answer(b"q", result("b"))
     assert index.find(after) == (held, (20, True))
+    counts = {"tokens": 5, "cached_tokens": 0, "prefilled_tokens": 5}
+    rewriting = Appended(id="r", seq=6, position=30, seconds=0, kv_live_bytes=0, rewritten_from=15, **counts)
+    index.append(held, b"r", rewriting)
+    assert [index.find(one) for one in (after, b"q", b"r")] == [None, None, (held, (30, True))]
     index.drop(held)
     assert not index.sessions
     assert not index.asked
