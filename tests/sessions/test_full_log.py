@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from nats.js.errors import APIError
 
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Failed, Generate
@@ -19,7 +20,7 @@ LIMIT = 2**20
 async def is_taken(worker: Any, session: str, num_tokens: int) -> bool:
     """Send an append; return whether the log takes it."""
     try:
-        await worker.client.session(session).append(tokens=[5] * num_tokens)
+        await worker.client.session(session).append(tokens=[5] * num_tokens, timeout_s=10)
     except RequestFailedError as error:
         return "close sessions" not in str(error)
     return True
@@ -83,3 +84,28 @@ async def test_a_request_that_just_fits_gets_its_result_and_later_ones_are_refus
     assert (refused.code, refused.retryable) == ("overloaded", True)
     assert "close sessions" in refused.message
     assert await last.close(forget=True, timeout_s=10)
+
+
+async def test_entries_that_a_worker_stores_at_once_in_a_full_log_all_fit(local_worker: Any) -> None:
+    worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)
+    await fill(worker)
+    room = worker.app._parts.retention._journal.room
+    subject = worker.client.subjects.erased("default")
+    await asyncio.gather(*(room.publish(subject, b"x" * 100 * n) for n in range(1, 31)))
+    num_bytes, _ = await size_of(worker)
+    assert open_bytes(LIMIT) < num_bytes <= LIMIT
+
+
+async def test_the_last_part_of_the_reserve_takes_only_small_entries_and_none_beyond_the_limit(
+    local_worker: Any,
+) -> None:
+    worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)
+    await fill(worker)
+    room = worker.app._parts.retention._journal.room
+    subject = worker.client.subjects.erased("default")
+    for size, most in ((6000, LIMIT - LIMIT // 32), (3000, LIMIT)):
+        answers = await asyncio.gather(
+            *(room.publish(subject, b"x" * size) for _ in range(40)), return_exceptions=True
+        )
+        assert isinstance(answers[-1], APIError)
+        assert most - 2 * size < (await size_of(worker))[0] <= most

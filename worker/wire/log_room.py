@@ -11,6 +11,7 @@ import json
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
+from anyio import Lock
 from nats.js.errors import APIError
 
 from .consistent_reads import TIMEOUT_S
@@ -56,19 +57,26 @@ class LogRoom:
         self._nc = nc
         self._js = js
         self._stream = stream
+        self._raising = Lock()  # the raises for entries that come at once would undo each other
 
     async def publish(self, subject: str, body: bytes, headers: Mapping[str, str] | None = None) -> PubAck:
         """Publish an entry; if the log is full, use its reserve. Raises nats-py's errors."""
         size = _RECORD_BYTES + len(subject) + len(body)
         size += sum(len(name) + len(value) + 4 for name, value in (headers or {}).items()) + 16
         sent = dict(headers) if headers else None
-        for _ in range(_TRIES):
-            try:
-                return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
-            except APIError as error:
-                if error.err_code != STREAM_FULL or not await self._make_room(size):
-                    raise
-        return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
+        try:
+            return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
+        except APIError as error:
+            if error.err_code != STREAM_FULL:
+                raise
+        async with self._raising:
+            for _ in range(_TRIES):
+                try:
+                    return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
+                except APIError as error:
+                    if error.err_code != STREAM_FULL or not await self._make_room(size):
+                        raise
+            return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
 
     async def lower(self) -> None:
         """Let the stream take requests up to its normal size only, after workers have raised that."""
