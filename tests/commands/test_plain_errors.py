@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -66,12 +67,14 @@ def test_an_error_about_a_temporary_file_names_the_file_that_the_command_was_to_
 
 
 def test_ctrl_c_while_a_command_imports_its_modules_prints_no_traceback() -> None:
-    command = [sys.executable, "-P", "-X", "importtime", "-m", "commands", "sessions", "--nats", "nowhere"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
-        said = ""
-        while "turnkeep_client" not in said:  # then the command line is next
-            said += process.stderr.readline()
-        process.send_signal(signal.SIGINT)
-        said += process.stderr.read()
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # it waits there if the signal comes late
+        nats = f"127.0.0.1:{silent.getsockname()[1]}"
+        command = [sys.executable, "-P", "-X", "importtime", "-m", "commands", "sessions", "--nats", nats]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment()) as process:
+            said = ""
+            while "turnkeep_client" not in said:  # then the command line is next
+                said += process.stderr.readline()
+            process.send_signal(signal.SIGINT)
+            said += process.stderr.read()
     assert process.returncode in {-signal.SIGINT, 130}
     assert "Traceback" not in said
