@@ -107,7 +107,7 @@ def locking(data: Path, note: str) -> TextIO:
 
 @pytest.mark.parametrize("has_lock", [True, False])
 def test_ask_waits_for_a_worker_that_is_still_starting(
-    tmp_path: Path, tiny_model: Path, worker_process: Callable[..., WorkerProcess], *, has_lock: bool
+    tmp_path: Path, tiny_model: Path, *, has_lock: bool
 ) -> None:
     data, port = tmp_path / "data", free_port()
     where = ["--data-dir", str(data), "--nats-port", str(port)]
@@ -128,7 +128,8 @@ def test_ask_waits_for_a_worker_that_is_still_starting(
         assert ask.stderr.readline() == f"waiting for the worker that is starting (pid {starting.pid}) ...\n"
         if has_lock:
             locked.close()
-            worker_process(port=port).start()
+            served = stack.enter_context(Popen(serve, env=environment(), stderr=DEVNULL))
+            stack.callback(served.terminate)
         starting.send_signal(signal.SIGCONT)
         rest = ask.stderr.read()
         assert ask.wait() == 0, rest

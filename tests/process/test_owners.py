@@ -320,7 +320,7 @@ async def test_an_answer_continues_at_another_worker_within_seconds_of_a_kill(
     prefix, workers = await processes("first", "second")
     log = look(prefix)
     async with connect(nats_url, prefix=prefix) as client:
-        asked = {"text": "eee", "max_tokens": 1500, "timeout_s": PATIENCE_S}
+        asked = {"text": "eee", "max_tokens": 3000, "timeout_s": PATIENCE_S}
         whole = await client.session("whole").generate(**asked)
         generation = client.session("s").generate(**asked)
         tokens: list[int] = []
