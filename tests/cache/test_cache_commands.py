@@ -166,7 +166,9 @@ async def test_files_of_another_format_version_are_skipped_and_kept_until_evicti
     assert store.stats().stored == 0
 
 
-async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, filled, turnkeep) -> None:
+async def test_cache_prune_removes_snapshots_by_age_by_model_and_until_few_bytes_are_left(
+    open_store, filled, turnkeep
+) -> None:
     chains = json.loads(turnkeep("ls", "--json").stdout)["chains"]
     other = next(chain for chain in chains if not chain["model"])
     with sqlite3.connect(filled / "index.sqlite") as db:
@@ -175,10 +177,13 @@ async def test_cache_prune_removes_snapshots_by_age_and_by_model(open_store, fil
     db.close()
     assert "removed 0 files" in turnkeep("prune", "--older-than", "2d").stdout
     assert "removed 0 files" in turnkeep("prune", "--older-than", "1h", "--identity", "f" * 12).stdout
+    tiny = next(chain for chain in chains if chain["model"])["identity"]
+    num_bytes = sum(path.stat().st_size for path in (filled / "snapshots").iterdir())
+    pruned = turnkeep("prune", "--identity", tiny[:8], "--to-bytes", str(num_bytes - 1)).stdout
+    assert "removed 1 files" in pruned, "the other model's older one, which stays, does not count"
     assert "removed 1 files" in turnkeep("prune", "--older-than", "1d").stdout
     assert other["identity"] not in turnkeep("ls", "--json").stdout
-    tiny = next(chain for chain in chains if chain["model"])["identity"]
-    assert "removed 4 files" in turnkeep("prune", "--identity", tiny[:8]).stdout
+    assert "removed 3 files" in turnkeep("prune", "--identity", tiny[:8]).stdout
 
 
 async def test_cache_prune_all_leaves_an_empty_cache_that_accepts_new_snapshots(

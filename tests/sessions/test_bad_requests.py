@@ -444,6 +444,8 @@ async def test_an_ask_beyond_the_message_limit_of_the_log_is_refused_and_not_sto
     reply = json.loads((await w.nc.request(w.subject("s", "ask"), body, timeout=20)).data)
     assert reply["type"] == "failed"
     assert await w.entries() == []
+    heard = [one.subject for one in w.worker.app._nc._subs.values()]
+    assert w.subject("s", "out") not in heard, "no result will come"
     await check_goes_on(w)
 
 
