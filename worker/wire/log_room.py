@@ -14,6 +14,8 @@ import structlog
 from anyio import Lock
 from nats.js.errors import APIError
 
+from turnkeep_client.log import STREAM_FULL
+
 from .consistent_reads import TIMEOUT_S
 
 if TYPE_CHECKING:
@@ -27,8 +29,6 @@ log = structlog.get_logger()
 
 #: Metadata of the log stream: the log's limit in bytes. Workers with other settings must not undo it.
 LIMIT_NOTE: Final = "turnkeep-limit"
-#: JetStream's error code if a stream is full, or cannot be written.
-STREAM_FULL: Final = 10077
 
 #: The reserve is the limit divided by this. The log must be nearly full (see `retention`) before it is used.
 _RESERVE: Final = 16
