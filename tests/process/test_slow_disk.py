@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,8 +93,10 @@ async def test_a_worker_that_stops_says_how_many_tokens_it_could_not_store(
 ) -> None:
     """The time to write the queue is short; the time to end the one write that runs is as it always is."""
     write, drained = snapshot_format.write, WriteQueue.drained
+    stops = threading.Event()  # until then nothing is written, however long the appends take
 
     def slow(*args: Any) -> None:
+        stops.wait(10)
         time.sleep(0.1)
         write(*args)
 
@@ -103,6 +106,7 @@ async def test_a_worker_that_stops_says_how_many_tokens_it_could_not_store(
         patched.setattr(WriteQueue, "drained", lambda queue, _: drained(queue, 0.2))
         patched.setattr(snapshot_format, "write", slow)
         await appended(worker.client)
+        stops.set()
         await worker.stop()
     (said,) = [log for log in logs if log["event"] == SAYS]
     worker = await local_worker(model=str(endless_model), block_tokens=BLOCK)
