@@ -300,8 +300,9 @@ class Engine(EnginePort):
             case DroppedKv(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
                     self._kv_on_device.pop(key)
-            case SnapshotCut(turn) if self._audit is not None and turn.request.audited is not None:
-                self._audit.take(event.tensors)
+            case SnapshotCut(turn, span) if (audited := turn.request.audited) is not None:
+                if span == audited.span:
+                    audited.tensors = event.tensors
             case SnapshotCut(turn) if self._saving is not None:
                 self._saving.save(event, self._turns.get(turn))
             case CopiedSession(turn) if self._saving is not None:

@@ -131,7 +131,8 @@ class KvFinder:
         num_kept = min(self._kv_on_device.tokens(request.key).num_common(request.context), num_usable)
         num_kept = self._kv_on_device.num_usable(request.key, num_kept, request.policy)
         source, num_shared = self._find_source(request, num_kept, submitted)
-        return TurnPlan(num_kept, source=source), num_usable, max(num_kept, num_shared)
+        spans = () if request.audited is None else (request.audited.span,)
+        return TurnPlan(num_kept, source=source, spans=spans), num_usable, max(num_kept, num_shared)
 
     async def _on_disk(
         self, store: Store, run: Run, plan: TurnPlan, num_usable: int, num_found: int
@@ -148,14 +149,12 @@ class KvFinder:
             num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
         snapshots = TurnSnapshots(store, chain, request.context)
         whole = request.context[: request.target - request.target % chain.block]
-        spans = store.kv.wanted(chain, whole) if request.policy.has_snapshots else []
-        if request.audited is not None:
-            spans = [request.audited]
+        spans = tuple(store.kv.wanted(chain, whole)) if request.policy.has_snapshots else ()
         plan = TurnPlan(
             plan.num_kept,
             num_restored,
             plan.source if tensors is None else None,
-            tuple(spans),
+            plan.spans or spans,
             snapshots.edges,
             chain,
             tuple(phases),
