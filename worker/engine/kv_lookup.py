@@ -19,7 +19,6 @@ from worker.device.memory import GROWTH_TOKENS
 from worker.device.turn import DeviceTurn, KvRead, TurnPlan
 from worker.observe.traces import Phase
 
-from .kv_on_device import LEAST_SHARED
 from .run import resolve
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 #: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more
 #: than 1/16 of the latter. If it is, the measured `RestoreTimes` decide.
 _RESTORE_GAIN: Final = 16
+#: The fewest common tokens for which a turn copies another session's KV, or waits for its prefill.
+LEAST_SHARED: Final = 32
 #: How long a turn waits for blocks being written, rather than prefill their tokens again.
 SETTLE_S: Final = 5.0
 #: How long a turn waits for blocks that it needs while the disk takes none.
@@ -224,8 +225,8 @@ class KvFinder:
         if len(context) <= most:
             return None, 0
         busy = self._ledger.busy
-        alike = self._kv_on_device.alike(request.tenant, context)
-        idle = ((key, self._kv_on_device.tokens(key)) for key in alike if key not in busy)
+        every = self._kv_on_device.sessions()
+        idle = ((key, self._kv_on_device.tokens(key)) for key in every if key not in busy)
         others = (turn.request for turn in submitted if turn.request.key != request.key)  # not its abandoned
         running = ((other.key, other.context) for other in others if other.policy == request.policy)
         for key, tokens in chained(idle, running):
