@@ -20,11 +20,11 @@ from cache.kv.difference import difference
 from cache.names.policy import FULL
 from turnkeep_client.subjects import SessionKey
 
-from .device.request import AuditedBlock, TurnRequest
+from .device.request import AuditedBlock, NoMemoryError, TurnRequest
 from .engine.audit import MOST_DIFFERENCE
 from .engine.engine import Engine
 from .engine.ledger import Ledger
-from .engine.port import DeviceFaultError, NoMemoryError
+from .engine.port import DeviceFaultError
 from .model_start import ModelStart, WorkerError
 from .observe.telemetry import Telemetry
 from .process.concurrency import background, in_thread, task_group

@@ -21,7 +21,8 @@ from cache.kv.size import KvSize
 from worker.batch.rows import PrefillPiece
 from worker.device.machine import _PROFILES
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
-from worker.device.turn import FaultedTurn, FinishedTurn, NoRoomError
+from worker.device.request import NoMemoryError
+from worker.device.turn import FaultedTurn, FinishedTurn
 
 #: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
 SESSION = 256 * 2 * 2 * 8 * 4 * 2
@@ -68,7 +69,7 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     rig.run(doomed)
     end = rig.end(doomed)
     assert isinstance(end, FaultedTurn)
-    assert isinstance(end.error, NoRoomError)
+    assert isinstance(end.error, NoMemoryError)
     assert "the limit of the device is" in str(end.error)
     after = generate(prompt(20), 4, name="other")
     rig.run(after)

@@ -34,6 +34,10 @@ TOKEN_S: Final = 0.02
 _MOST_TOKENS: Final = 1024
 
 
+class NoMemoryError(Exception):
+    """The device had no room for a prompt's next piece, and nothing left to drop for it."""
+
+
 @dataclass(slots=True)
 class AuditedBlock:
     """A block, or a piece of one, whose KV is computed again to compare it with stored KV."""

@@ -19,7 +19,7 @@ from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
 from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
-from worker.device.request import TurnRequest, place
+from worker.device.request import NoMemoryError, TurnRequest, place
 from worker.device.turn import (
     CopiedSession,
     DeviceTurn,
@@ -31,7 +31,6 @@ from worker.device.turn import (
     KvRead,
     KvRequest,
     LostKvError,
-    NoRoomError,
     PrefilledPiece,
     SampledToken,
     SnapshotCut,
@@ -44,7 +43,7 @@ from worker.process.concurrency import task_group
 from .audit import Audit
 from .grants import Grants
 from .kv_lookup import KvFinder
-from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
+from .port import DeviceFaultError, EnginePort, StoppingError, TurnResult
 from .run import Run, phases_of, resolve
 from .unsaved_kv import UnsavedKv
 
@@ -444,8 +443,8 @@ class Engine(EnginePort):
         ):
             if run.admitted is not None:
                 return False
-            if isinstance(end.error, NoRoomError):
-                raise NoMemoryError(str(end.error)) from end.error
+            if isinstance(end.error, NoMemoryError):
+                raise end.error
             raise DeviceFaultError(repr(end.error)) from end.error
         self._finder.rates.prefilled.learn(cost.num_prefilled, cost.prefill_s)
         run.count(request, cost, live_bytes)

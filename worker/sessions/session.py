@@ -18,7 +18,8 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ROOM_REMEDY
 from turnkeep_client.messages import Close, Generate, Open
 from turnkeep_client.subjects import SessionKey, session_key
-from worker.engine.port import DeviceFaultError, NoMemoryError
+from worker.device.request import NoMemoryError
+from worker.engine.port import DeviceFaultError
 from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.fence import FencedError
