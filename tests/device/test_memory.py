@@ -45,7 +45,7 @@ def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int
     while low < high:
         middle = (low + high) // 2
         of = dataclasses.replace(estimator, limit_bytes=middle, weight_bytes=0)
-        enough = of.room_for_kv(4, 32, 4096) >= wanted
+        enough = of.kv_limit(4, 32, 4096) >= wanted
         low, high = (low, middle) if enough else (middle + 1, high)
     return weight_bytes + low
 
@@ -264,11 +264,11 @@ def test_memory_is_reserved_for_a_step_of_the_longest_session_that_can_fit() -> 
         step = estimator.scratch_bytes(4, [(128, longest)]) + estimator.growth_bytes([longest] * 4)
         return estimator.kv.held(num_tokens) + step
 
-    room = estimator.room_for_kv(4, 128, 100_000)
+    room = estimator.kv_limit(4, 128, 65_536)
     num_tokens = room // 2**16
     assert needed(num_tokens, num_tokens) <= GIB // 2 < needed(num_tokens + 1, num_tokens + 1)
-    assert room > GIB // 2 - needed(0, 100_000)
-    short = estimator.room_for_kv(4, 128, 1000)
+    assert room > GIB // 2 - needed(0, 65_536)
+    short = estimator.kv_limit(4, 128, 1000)
     assert short == GIB // 2 - needed(0, 1000)
 
 
