@@ -132,7 +132,7 @@ class Engine(EnginePort):
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why this worker cannot serve a session under a cache policy; None if it can."""
-        return self._device.refusal(policy, has_disk=self._store is not None)
+        return self._device.served.refusal(policy, has_disk=self._store is not None)
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         """Return the bytes of device memory that the KV of `num_tokens` takes."""
@@ -287,7 +287,7 @@ class Engine(EnginePort):
     def _handle_event(self, event: Event) -> None:
         match event:
             case PrefilledPiece(turn, num_cached):
-                self._turns[turn].note_prefilled(num_cached)
+                self._turns[turn].num_cached = num_cached
             case SampledToken():
                 self._sampled(event)
             case KvRequest(turn) | ImageRequest(
