@@ -128,8 +128,7 @@ async def compare(
 def engine_on(device: Device, kv_bytes: int) -> Engine:
     """Return an engine that stores nothing, for `compare`: its device cuts the KV of audited blocks only."""
     device.cut_snapshots(lambda: sys.maxsize)
-    kv, ledger, piece_tokens = device.kv(FULL), Ledger(kv_bytes), CONSTANTS.block_tokens
-    return Engine(device, ledger, None, Telemetry(), kv=kv, piece_tokens=piece_tokens)
+    return Engine(device, Ledger(kv_bytes), None, Telemetry(), piece_tokens=CONSTANTS.block_tokens)
 
 
 async def _computed(engine: EnginePort, tokens: Tokens, span: Span) -> tuple[Tensor, ...]:

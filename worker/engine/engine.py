@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from cache.kv.size import KvSize
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from cache.store import Store
@@ -83,24 +82,22 @@ class Engine(EnginePort):
         store: Store | None,
         telemetry: Telemetry,
         *,
-        kv: KvSize,
         piece_tokens: int,
         max_tenant_bytes: int | None = None,
         has_unopened: bool = False,
     ) -> None:
-        """`kv` computes the size of a session's KV; prompts run in pieces of up to `piece_tokens`.
+        """Prompts run in pieces of up to `piece_tokens`.
 
-        A tenant's new turns wait while they would bring it above `max_tenant_bytes`. `has_unopened` says that
-        there are snapshots on disk although there is no `store`.
+        A tenant's new turns wait while they would bring it above `max_tenant_bytes`. `has_unopened`: there
+        are snapshots on disk although there is no `store`.
         """
         self.ledger = ledger
         self._device = device
         self._store = store
         self._telemetry = telemetry
-        self._kv = kv
         self._has_unopened = has_unopened
         self._kv_on_device = ledger.kv_on_device
-        self._grants = Grants(device, ledger, kv, piece_tokens, max_tenant_bytes)
+        self._grants = Grants(device, ledger, piece_tokens, max_tenant_bytes)
         self._runs = self._grants.runs
         self._turns: dict[DeviceTurn, Run] = {}  # turns on the device, in order of submission, and their runs
         self._finder = KvFinder(device, store, ledger)
@@ -136,11 +133,11 @@ class Engine(EnginePort):
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         """Return the bytes of device memory that the KV of `num_tokens` takes."""
-        return self._kv.under(policy).held(num_tokens)
+        return self._device.kv(policy).held(num_tokens)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of a session's KV on the device that cover a prefix of `tokens`."""
-        return self._kv.under(policy).live(self._kv_on_device.tokens(key).num_common(tokens))
+        return self._device.kv(policy).live(self._kv_on_device.tokens(key).num_common(tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Return the progress of a session's running turn; None if no turn runs."""
@@ -149,7 +146,7 @@ class Engine(EnginePort):
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return the largest number of tokens, at most `most`, whose KV fits into the limit of KV memory."""
-        return self._kv.under(policy).most_tokens(self.ledger.max_bytes, most)
+        return self._device.kv(policy).most_tokens(self.ledger.max_bytes, most)
 
     async def run(
         self,
