@@ -284,7 +284,8 @@ class Engine(EnginePort):
     def _handle_event(self, event: Event) -> None:
         match event:
             case PrefilledPiece(turn, num_cached):
-                self._turns[turn].num_cached = num_cached
+                run = self._turns[turn]
+                run.num_cached = num_cached
             case SampledToken():
                 self._sampled(event)
             case KvRequest(turn) | ImageRequest(
