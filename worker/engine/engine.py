@@ -284,8 +284,7 @@ class Engine(EnginePort):
     def _handle_event(self, event: Event) -> None:
         match event:
             case PrefilledPiece(turn, num_cached):
-                run = self._turns[turn]
-                run.num_cached = num_cached
+                self._turns[turn].note_prefilled(num_cached)
             case SampledToken():
                 self._sampled(event)
             case KvRequest(turn) | ImageRequest(

@@ -89,6 +89,10 @@ class Run(Claim):
         if num_found > self.num_found:
             self.num_found, self.num_gaps = num_found, 0
 
+    def note_prefilled(self, num_cached: int) -> None:
+        """Note that the first `num_cached` tokens of the context have KV by now."""
+        self.num_cached = num_cached
+
     def note_drawn(self, index: int) -> None:
         """Note that the device has drawn the answer's token number `index`, from 0."""
         self.num_generated, self.num_lost = index + 1, 0
