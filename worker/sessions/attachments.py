@@ -242,9 +242,9 @@ class SessionAttachments:
             parts.append(message.part)
         return b"".join(reversed(parts)) if parts else None
 
-    def base(self, packed: bytes) -> TokenHistory | None:
+    async def base(self, packed: bytes) -> TokenHistory | None:
         """Decode the history that a fork starts with; None if it is damaged or of another version."""
-        found = Checkpoint.unpack([packed], self._services.formats.tokenizer)
+        found = await in_thread(Checkpoint.unpack, [packed], self._services.formats.tokenizer)
         return found.history if found else None
 
     async def find(self) -> FoundCheckpoint | None:

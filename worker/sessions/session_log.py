@@ -221,7 +221,7 @@ class FencedLog:
         if (link := entry.headers.get(PARTS_HEADER)) is not None:
             packed = await self._attachments.read(Link.parse(link))
             if packed is not None:
-                value = self._attachments.base(packed) if _opens(entry) else packed.decode()
+                value = await self._attachments.base(packed) if _opens(entry) else packed.decode()
         return ResultParts(value, await self._whole(asked))
 
     async def _whole(self, asked: Asked | None) -> Asked | None:
