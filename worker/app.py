@@ -336,7 +336,6 @@ class App:
             Ledger(ground.model.kv_bytes),
             ground.store,
             ground.telemetry,
-            kv=device.served.estimator.kv,
             piece_tokens=ground.constants.block_tokens,
             max_tenant_bytes=ground.settings.tenants.memory,
             has_unopened=self._has_unopened,

@@ -211,5 +211,5 @@ class ModelStart:
         """Raise `WorkerError` if the worker cannot serve sessions under its default cache policy."""
         policy, blocks = self._settings.cache_policy, self._constants.block_tokens
         why = misfit(policy, block_tokens=blocks, context_tokens=self.context_tokens)
-        if why := why or self.device.refusal(policy, has_disk=self._settings.snapshots != "off"):
+        if why := why or self.device.served.refusal(policy, has_disk=self._settings.snapshots != "off"):
             raise WorkerError(f"cache_policy cannot be the default here: {why}")

@@ -7,23 +7,27 @@ one. Knows no files: the caller lists blocks, and reads them.
 
 from __future__ import annotations
 
-import queue
 import sys
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final
 
 import structlog
+from anyio import Event, from_thread
+from anyio.lowlevel import current_token
 
 from cache.kv.difference import difference
 from cache.names.policy import FULL
 from turnkeep_client.subjects import SessionKey
 
-from .device.request import TurnRequest
-from .device.turn import DeviceTurn, FaultedTurn, FinishedTurn, SnapshotCut, TurnPlan
+from .device.request import AuditedBlock, NoMemoryError, TurnRequest
 from .engine.audit import MOST_DIFFERENCE
+from .engine.engine import Engine
+from .engine.ledger import Ledger
+from .engine.port import DeviceFaultError
 from .model_start import ModelStart, WorkerError
-from .process.concurrency import in_thread, task_group
+from .observe.telemetry import Telemetry
+from .process.concurrency import background, in_thread, task_group
 from .process.constants import CONSTANTS
 from .process.datadir import DataDir
 
@@ -37,7 +41,7 @@ if TYPE_CHECKING:
     from worker.models.model_files import Progress
 
     from .device.device import Device
-    from .device.turn import StepReport
+    from .engine.port import EnginePort
     from .process.settings import Settings
 
     #: All tokens up to a block's end, its place in them, and the name of its file.
@@ -70,13 +74,23 @@ async def recompute(
     policy, and the blocks. `read` reads the file of a block, and returns None if it cannot. Needs no lock.
     Raises `ModelError`, `WorkerError`.
     """
+    ended, token, faults = Event(), current_token(), list[BaseException]()
+
+    def died(error: BaseException) -> None:
+        faults.append(error)
+        from_thread.run_sync(ended.set, token=token)
+
+    async def fail() -> None:
+        await ended.wait()
+        raise WorkerError(f"the device thread ended: {faults[0]!r}")
+
     async with task_group() as tasks, AsyncExitStack() as stack:
         # Neither a draft model nor a policy of sessions changes this KV.
         settings = replace(settings, draft_model=None, cache_policy=FULL)
         start = ModelStart(settings, CONSTANTS, tasks, progress=show, weights_loaded=lambda: None)
-        computed = ComputedBlocks()
-        await start.load(DataDir(settings.data_dir.absolute(), -1, ""), stack, computed.reports.put)
-        computed.take(start.device)
+        await start.load(DataDir(settings.data_dir.absolute(), -1, ""), stack, died)
+        await stack.enter_async_context(background(fail))
+        engine = engine_on(start.device, start.kv_bytes)
         identity = await start.identity()
         num, listed = await in_thread(blocks, identity.digest())
 
@@ -87,11 +101,11 @@ async def recompute(
                     yield block
             show(num, num, "computing blocks again")
 
-        return await compare(computed, following(), read)
+        return await compare(engine, following(), read)
 
 
 async def compare(
-    computed: ComputedBlocks,
+    engine: EnginePort,
     blocks: Iterable[StoredBlock],
     read: Callable[[str], Mapping[str, Tensor] | None],
 ) -> Recomputation:
@@ -102,7 +116,7 @@ async def compare(
     found = Recomputation()
     for tokens, span, file in blocks:
         stored = await in_thread(read, file)
-        differs = difference(stored, await computed.block(tokens, span)) if stored is not None else None
+        differs = difference(stored, await _computed(engine, tokens, span)) if stored is not None else None
         if differs is None:
             continue
         found.num_blocks += 1
@@ -111,50 +125,21 @@ async def compare(
     return found
 
 
-class ComputedBlocks:
-    """Computes blocks on a device that runs nothing else, and keeps the KV up to the last one."""
+def engine_on(device: Device, kv_bytes: int) -> Engine:
+    """Return an engine that stores nothing, for `compare`: its device cuts the KV of audited blocks only."""
+    device.cut_snapshots(lambda: sys.maxsize)
+    return Engine(device, Ledger(kv_bytes), None, Telemetry(), piece_tokens=CONSTANTS.block_tokens)
 
-    def __init__(self) -> None:
-        self._device: Device
-        #: The device's reports, and the error that has ended it.
-        self.reports: queue.SimpleQueue[StepReport | BaseException] = queue.SimpleQueue()
-        #: The tokens whose KV is on the device, and to how few of them it can be truncated.
-        self._tokens: Tokens | None = None
-        self._earliest = 0
 
-    def take(self, device: Device) -> None:
-        """Use this device, which has loaded its model. Call once, before `block`."""
-        self._device = device
-        device.listen(self.reports.put)
-        device.cut_snapshots(lambda: sys.maxsize)
+async def _computed(engine: EnginePort, tokens: Tokens, span: Span) -> tuple[Tensor, ...]:
+    """Compute the KV of the last block of `tokens`, whose place is `span`; empty if the device cannot.
 
-    async def block(self, tokens: Tokens, span: Span) -> tuple[Tensor, ...]:
-        """Compute the KV of the last block of `tokens`, whose place is `span`; empty if the device cannot.
-
-        Raises `WorkerError` if the device thread has ended.
-        """
-        num_kept = 0 if self._tokens is None else min(self._tokens.num_common(tokens), span.start)
-        if num_kept < self._earliest:
-            num_kept = 0
-        # The last token of a context is not run.
-        request = TurnRequest(_SESSION, tokens + tokens[:1], audited=span)
-        turn = DeviceTurn(request, TurnPlan(num_kept, spans=(span,)))
-        self._device.submit(turn)
-        found: tuple[Tensor, ...] = ()
-        while True:
-            report = await in_thread(self.reports.get)
-            if isinstance(report, BaseException):
-                raise WorkerError(f"the device thread ended: {report!r}")
-            for event in report.events:
-                match event:
-                    case SnapshotCut() if event.turn is turn and event.span == span:
-                        found = event.tensors
-                    case FinishedTurn() if event.turn is turn:
-                        self._tokens, self._earliest = tokens, event.earliest
-                        return found
-                    case FaultedTurn() if event.turn is turn:
-                        log.warning("a block could not be computed", error=repr(event.error))
-                        self._tokens = None
-                        return ()
-                    case _:
-                        pass
+    The session keeps the KV up to the last block.
+    """
+    block = AuditedBlock(span)
+    request = TurnRequest(_SESSION, tokens + tokens[:1], audited=block)  # a context's last token is not run
+    try:
+        await engine.run(request, lambda: False)
+    except (DeviceFaultError, NoMemoryError) as error:
+        log.warning("a block could not be computed", error=repr(error))
+    return block.tensors

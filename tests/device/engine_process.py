@@ -13,7 +13,6 @@ import mlx.core as mx
 from tiny_models import BLOCK, GREEDY, answer, key, loaded
 
 from cache.disk.codec import PLAIN, Codec
-from cache.kv.size import KvSize
 from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
@@ -136,7 +135,7 @@ async def open_process(
         min_free_bytes=0,
         codec=codec,
     )
-    engine = Engine(device, Ledger(1 << 30), store, Telemetry(), kv=KvSize(1024), piece_tokens=block)
+    engine = Engine(device, Ledger(1 << 30), store, Telemetry(), piece_tokens=block)
     device.cut_snapshots(store.queue.vacant_bytes, queue_bytes)
     try:
         yield Process(engine, store, recorded)

@@ -267,7 +267,7 @@ async def make_engine(make_model, trials):
         )
         devices.append(device)
         ledger = Ledger(model.kv.held(num_tokens))
-        engine = Engine(device, ledger, None, Telemetry(), kv=model.kv, piece_tokens=8)
+        engine = Engine(device, ledger, None, Telemetry(), piece_tokens=8)
         await asyncio.to_thread(device.start)
         return engine
 

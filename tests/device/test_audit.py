@@ -20,11 +20,11 @@ from cache.admin.stored_blocks import StoredBlocks
 from cache.disk.codec import PLAIN
 from cache.names.tokens import as_tokens
 from worker.device.device import Device
-from worker.device.request import TurnRequest
+from worker.device.request import AuditedBlock, TurnRequest
 from worker.device.served_model import DeviceOptions
 from worker.engine import audit
 from worker.observe.telemetry import TenantCounters
-from worker.recomputation import ComputedBlocks, Recomputation, compare
+from worker.recomputation import Recomputation, compare, engine_on
 
 PROMPT = [1 + i % 90 for i in range(6 * BLOCK + 3)]
 
@@ -146,24 +146,22 @@ async def test_a_block_is_not_compared_with_the_kv_of_an_interrupted_audit(
     drawn = iter([0, 0, 1, 1, 1, 1])  # the first two of six blocks are audited
     monkeypatch.setattr(audit.random, "randrange", lambda stop: next(drawn, 1))
     async with auditing(open_process(model)) as process:
-        auditor = process.engine._audit
-        assert auditor is not None
-        run, take, taken = process.engine.run, auditor.take, list[Any]()
+        run, blocks = process.engine.run, list[AuditedBlock]()
 
-        async def interrupted_first(request: Any, *args: Any) -> Any:
+        async def interrupted_first_then_without_room(request: TurnRequest, *args: Any) -> Any:
             result = await run(request, *args)
-            return None if request.audited is not None and len(taken) == 1 else result
+            if request.audited is None:
+                return result
+            blocks.append(request.audited)
+            assert request.audited.tensors
+            if len(blocks) == 2:
+                request.audited.tensors = ()
+            return None if len(blocks) == 1 else result
 
-        def without_room_then(tensors: Any) -> None:
-            taken.append(tensors)
-            if len(taken) != 2:
-                take(tensors)
-
-        monkeypatch.setattr(process.engine, "run", interrupted_first)
-        monkeypatch.setattr(auditor, "take", without_room_then)
+        monkeypatch.setattr(process.engine, "run", interrupted_first_then_without_room)
         await process.generate(PROMPT, 1)
         assert await audited(process, 1) == 0, "the first block, in its second run"
-        assert len(taken) == 3
+        assert len(blocks) == 3
 
 
 async def test_an_audit_waits_until_no_request_runs_and_begins_again(
@@ -196,19 +194,17 @@ OTHER = [*LONG[: 2 * BLOCK], *range(5, 5 + BLOCK + 3)]
 
 async def recomputed(model: Any, directory: Path, trials: Path) -> tuple[Recomputation, int]:
     """Compute all blocks in a directory again; return the result, and how many files there are."""
-    computed = ComputedBlocks()
     device = Device(
         lambda: loaded(model),
-        computed.reports.put,
+        lambda error: None,
         DeviceOptions(block_tokens=BLOCK, max_batch=1, stall_s=0.25, trials=trials),
     )
     await asyncio.to_thread(device.start)
     try:
-        computed.take(device)
         stored = StoredBlocks(directory, PLAIN)
         identity = replace(IDENTITY, caches=device.served.caches, block_tokens=BLOCK)
         num, blocks = stored.of(identity.digest())
-        return await compare(computed, blocks, stored.read), num
+        return await compare(engine_on(device, 1 << 30), blocks, stored.read), num
     finally:
         assert device.stop()
 

@@ -29,12 +29,12 @@ from worker.batch.forward import Forward
 from worker.batch.image_rows import ImageRows
 from worker.batch.rows import Embedding, PrefillPiece
 from worker.device import vision
-from worker.device.request import TurnRequest
-from worker.engine.port import DeviceFaultError, NoMemoryError, TurnResult
+from worker.device.request import NoMemoryError, TurnRequest
+from worker.engine.port import DeviceFaultError, TurnResult
 from worker.model_start import WorkerError
 from worker.models import model
 from worker.models.model import LoadedModel
-from worker.models.vision.image_file import ImageError
+from worker.models.template_support import TemplateError
 from worker.process.constants import CONSTANTS
 from worker.process.settings import Settings
 from worker.weighing import weigh
@@ -664,11 +664,11 @@ def test_an_image_has_the_tokens_that_mlx_vlms_processor_gives_it(seeing, kind, 
 
 def test_an_image_that_the_chat_template_drops_is_an_error(seeing) -> None:
     image_processor, image = seeing("idefics3").loaded.vision_model.processor, picture(1)
-    with pytest.raises(ImageError, match="the chat template writes 1 of 2 images; "):
+    with pytest.raises(TemplateError, match="the chat template writes 1 of 2 images; "):
         image_processor.written(f"a{image_processor.image}b", [image_processor.read(image).grid] * 2)
-    with pytest.raises(ImageError, match="the chat template writes 2 of 1 images; "):
+    with pytest.raises(TemplateError, match="the chat template writes 2 of 1 images; "):
         image_processor.written(image_processor.image * 2, [image_processor.read(image).grid])
-    with pytest.raises(ImageError, match="the tokenizer writes an image in another way; "):
+    with pytest.raises(TemplateError, match="the tokenizer writes an image in another way; "):
         image_processor.found(
             [image_processor.image_token] * 2,
             [(image_processor.read(image).digest.hex(), image_processor.read(image).grid)],

@@ -21,7 +21,8 @@ from cache.kv.size import KvSize
 from worker.batch.rows import PrefillPiece
 from worker.device.machine import _PROFILES
 from worker.device.memory import Estimator, Shape, attention_bytes, shape_of
-from worker.device.turn import FaultedTurn, FinishedTurn, NoRoomError
+from worker.device.request import NoMemoryError
+from worker.device.turn import FaultedTurn, FinishedTurn
 
 #: What 256 tokens of the tiny llama's KV take, and so one session of up to 256.
 SESSION = 256 * 2 * 2 * 8 * 4 * 2
@@ -44,7 +45,7 @@ def least_limit(estimator: Estimator, num_tokens: int, weight_bytes: int) -> int
     while low < high:
         middle = (low + high) // 2
         of = dataclasses.replace(estimator, limit_bytes=middle, weight_bytes=0)
-        enough = of.room_for_kv(4, 32, 4096) >= wanted
+        enough = of.kv_limit(4, 32, 4096) >= wanted
         low, high = (low, middle) if enough else (middle + 1, high)
     return weight_bytes + low
 
@@ -68,7 +69,7 @@ def test_a_prompt_too_large_for_the_device_fails_and_leaves_other_sessions_intac
     rig.run(doomed)
     end = rig.end(doomed)
     assert isinstance(end, FaultedTurn)
-    assert isinstance(end.error, NoRoomError)
+    assert isinstance(end.error, NoMemoryError)
     assert "the limit of the device is" in str(end.error)
     after = generate(prompt(20), 4, name="other")
     rig.run(after)
@@ -263,11 +264,11 @@ def test_memory_is_reserved_for_a_step_of_the_longest_session_that_can_fit() -> 
         step = estimator.scratch_bytes(4, [(128, longest)]) + estimator.growth_bytes([longest] * 4)
         return estimator.kv.held(num_tokens) + step
 
-    room = estimator.room_for_kv(4, 128, 100_000)
+    room = estimator.kv_limit(4, 128, 65_536)
     num_tokens = room // 2**16
     assert needed(num_tokens, num_tokens) <= GIB // 2 < needed(num_tokens + 1, num_tokens + 1)
-    assert room > GIB // 2 - needed(0, 100_000)
-    short = estimator.room_for_kv(4, 128, 1000)
+    assert room > GIB // 2 - needed(0, 65_536)
+    short = estimator.kv_limit(4, 128, 1000)
     assert short == GIB // 2 - needed(0, 1000)
 
 

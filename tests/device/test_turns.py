@@ -14,13 +14,12 @@ from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from worker.batch.row_sampler import RowSampling
 from worker.batch.rows import PrefillPiece
-from worker.device.request import TurnRequest
+from worker.device.request import NoMemoryError, TurnRequest
 from worker.device.runner import Runner
 from worker.device.turn import (
     DeviceTurn,
     FaultedTurn,
     FinishedTurn,
-    NoRoomError,
     PrefilledPiece,
     SampledToken,
     SnapshotCut,
@@ -213,7 +212,7 @@ def test_a_prompt_that_cannot_start_fails_and_the_other_turns_of_its_step_comple
 
     def cut(runner: Runner, turn: DeviceTurn, num_tokens: int) -> PrefillPiece:
         if turn.request.key.session == "doomed":
-            raise NoRoomError("no room")
+            raise NoMemoryError("no room")
         return piece(runner, turn, num_tokens)
 
     monkeypatch.setattr(Runner, "_piece", cut)

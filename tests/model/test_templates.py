@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from worker.models.tokenizer import Tokenizer
 from worker.text import templates
 from worker.text.conversation import said_in
-from worker.text.segments import MessageRecord, Segment, SegmentList
+from worker.text.segments import MessageRecord, Segment, pack_segments, unpack_segments
 from worker.text.templates import Addition, Conversation, TemplateError
 
 pytestmark = pytest.mark.model
@@ -616,9 +616,9 @@ def test_the_text_of_raw_content_is_known_only_if_all_its_parts_are(
 def test_a_checkpoint_shares_only_segments_that_a_rewind_has_left(
     num_kept: int, num_new: int, num_shared: int
 ) -> None:
-    before = SegmentList().extended(*(Segment("raw", at, at + 1, text="old") for at in range(300)))
+    before = tuple(Segment("raw", at, at + 1, text="old") for at in range(300))
     new = (Segment("raw", at, at + 1, text="new") for at in range(num_kept, num_kept + num_new))
-    after = before[:num_kept].extended(*new)
-    num, parts = after.pack(before)
+    after = (*before[:num_kept], *new)
+    num, parts = pack_segments(after, before)
     assert num == num_shared
-    assert before.unpack(num, parts) == after
+    assert unpack_segments(before, num, parts) == after

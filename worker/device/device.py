@@ -73,10 +73,6 @@ class Device:
         """Return the `KvSize` that computes the bytes of a session's KV under a cache policy."""
         return self.served.estimator.kv.under(policy)
 
-    def refusal(self, policy: Policy, *, has_disk: bool) -> str | None:
-        """Return why sessions cannot use a cache policy; None if they can. `has_disk`: KV is kept on disk."""
-        return self.served.refusal(policy, has_disk=has_disk)
-
     @property
     def is_alive(self) -> bool:
         """Whether the thread runs. After a fault of the program it does not, and no turn ends any more."""

@@ -7,6 +7,7 @@ from the model's shape; the metrics compare the estimate with what MLX measures 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -184,33 +185,22 @@ class Estimator:
         return self.kv.held(num_tokens + block, ahead=block) + self.kv.held(num_tokens) // self.num_layers
 
     def kv_limit(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
-        """Return the limit of all KV in bytes, if sessions under a policy have up to `num_context` tokens.
-
-        Leaves memory for attention over `_PLANNED_CONTEXT` tokens at most.
-        """
-        return self.room_for_kv(max_rows, chunk, min(num_context, _PLANNED_CONTEXT), policy)
-
-    def room_for_kv(self, max_rows: int, chunk: int, num_context: int, policy: Policy = FULL) -> int:
         """Return the bytes of KV that fit beside weights, the largest step, and the growth of caches.
 
-        Assumes that no session has more than `num_context` tokens, or more than fit into the returned bytes;
-        steps over shorter sessions need less memory. Under a policy with a window, a step reads only the KV
-        on the device, however long the session is.
+        Assumes that no session has more than `num_context` tokens, or `_PLANNED_CONTEXT`, or more than fit
+        into the returned bytes; steps over shorter sessions need less memory. Under a policy with a window, a
+        step reads only the KV on the device, however long the session is.
         """
         left, kv = self.limit_bytes - self.weight_bytes, self.kv.under(policy)
         chunk *= policy.scale
 
-        def fits(size_bytes: int) -> bool:
-            longest = max(kv.most_tokens(size_bytes, num_context), chunk)
+        def exceeds(size_bytes: int) -> bool:
+            longest = max(kv.most_tokens(size_bytes, min(num_context, _PLANNED_CONTEXT)), chunk)
             num_held = policy.num_held(longest)
             num_cached = min(max_rows * num_held, size_bytes * num_held // max(kv.held(longest), 1))
             step = self.scratch_bytes(max_rows, [(chunk, num_scores(policy, longest, chunk))], num_cached)
             step += self.recall_bytes(policy, longest)
             growth = replace(self, kv=kv).growth_bytes([longest] * max_rows)
-            return size_bytes + step + growth <= left
+            return size_bytes + step + growth > left
 
-        least, most = 0, max(left, 0)
-        while least < most:
-            middle = (least + most + 1) // 2
-            least, most = (middle, most) if fits(middle) else (least, middle - 1)
-        return least
+        return bisect_left(range(1, max(left, 0) + 1), True, key=exceeds)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from cache.names.blocks import Span
     from cache.names.policy import Policy
+    from cache.names.snapshot import Tensor
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
     from worker.batch.rows import Embedding
@@ -31,6 +32,19 @@ PRIORITY_S: Final = 10.0
 #: One token of an answer's limit counts as much as arriving this much later, up to `_MOST_TOKENS` tokens.
 TOKEN_S: Final = 0.02
 _MOST_TOKENS: Final = 1024
+
+
+class NoMemoryError(Exception):
+    """The device had no room for a prompt's next piece, and nothing left to drop for it."""
+
+
+@dataclass(slots=True)
+class AuditedBlock:
+    """A block, or a piece of one, whose KV is computed again to compare it with stored KV."""
+
+    span: Span
+    #: Its KV; empty until it has run, and if it could not be cut.
+    tensors: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,8 +64,8 @@ class TurnRequest:
     embedding: Embedding | None = None
     #: Reads images of the context whose rows and KV are unknown.
     read_image: ReadImage | None = None
-    #: A block to compute again, whose KV is handed over; the context's last token, after it, is unused.
-    audited: Span | None = None
+    #: Gets the KV of the context's end, without its last token, which is unused.
+    audited: AuditedBlock | None = None
     num_prompt: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +110,7 @@ class TurnRequest:
     def reusable(self) -> Tokens:
         """The prefix of the context whose KV may be reused; later tokens must run, for their outputs."""
         if self.audited is not None:
-            return self.context[: self.audited.start]
+            return self.context[: self.audited.span.start]
         return self.context if self.embedding is None else self.context[:-2]
 
     def tokens(self, end: int) -> Tokens:

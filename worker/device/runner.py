@@ -23,6 +23,7 @@ from .cutter import Cutter
 from .idle_kv import IdleKv, MemoryRequest
 from .paging import Paging
 from .prefill_budget import PrefillBudget
+from .request import NoMemoryError
 from .scheduler import Scheduler
 from .served_model import ServedModel
 from .starting_kv import StartingKv, TurnSharing
@@ -36,7 +37,6 @@ from .turn import (
     FaultedTurn,
     FinishedTurn,
     LostKvError,
-    NoRoomError,
     PrefilledPiece,
     ResidentKv,
     SampledToken,
@@ -168,7 +168,7 @@ class Runner:
         """Fail the prompt `choice.hopeless`, if there is one, since it can never fit into memory."""
         if choice.hopeless is not None:
             turn, needed_bytes = choice.hopeless
-            self._fault(turn, NoRoomError(self._no_room(turn, needed_bytes)))
+            self._fault(turn, NoMemoryError(self._no_room(turn, needed_bytes)))
 
     def serve_waiting(self) -> None:
         """Start turns that no longer wait, grant memory to restores, and report events, between two steps."""
@@ -319,7 +319,7 @@ class Runner:
         del self._turns[turn]
         if isinstance(error, LostPastError):
             log.warning("a turn lacks KV on disk", session=str(turn.request.key), error=str(error))
-        elif not isinstance(error, NoRoomError | LostKvError):
+        elif not isinstance(error, NoMemoryError | LostKvError):
             log.error("a turn failed on the device", session=str(turn.request.key), exc_info=error)
         self._scheduler.remove(turn)
         self._paging.discard(turn)

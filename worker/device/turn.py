@@ -292,10 +292,6 @@ class LostKvError(Exception):
         self.weight = weight
 
 
-class NoRoomError(Exception):
-    """A prompt's next piece would exceed the memory limit, and nothing is left to drop for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """The outcome of one step, and the device's memory after it."""

@@ -22,7 +22,8 @@ from worker.batch.image_rows import ImageRows
 
 from . import machine
 from .memory import Estimator, shape_of
-from .turn import ImageRequest, LostKvError, NoRoomError, Starvation
+from .request import NoMemoryError
+from .turn import ImageRequest, LostKvError, Starvation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection
@@ -220,7 +221,7 @@ class Vision:
     def _has_room(self, num_patches: int) -> bool:
         """Make room for a view by dropping idle KV; return False while there may be room soon.
 
-        Raises `NoRoomError` once there was none for `PATIENCE_S`.
+        Raises `NoMemoryError` once there was none for `PATIENCE_S`.
         """
         size_bytes = view_bytes(self._seeing().tower.family, num_patches)
         if self._idle_kv.make_room(size_bytes):
@@ -233,7 +234,7 @@ class Vision:
             return False
         self._patient_until_s = None
         limit_bytes = self._idle_kv.estimator.limit_bytes
-        raise NoRoomError(
+        raise NoMemoryError(
             f"an image of {num_patches} patches takes {size_bytes} bytes beside the {mx.get_active_memory()}"
             f" in use, the limit of the device is {limit_bytes}; send a smaller image, or raise device_memory"
         )

@@ -18,7 +18,7 @@ import structlog
 from cache.kv.difference import difference
 from cache.names.blocks import Span
 from turnkeep_client.subjects import SessionKey
-from worker.device.request import TurnRequest
+from worker.device.request import AuditedBlock, TurnRequest
 
 from .port import StoppingError
 
@@ -79,7 +79,6 @@ class Audit:
         self._one_in = one_in
         self._noted: deque[_Restored] = deque(maxlen=_MOST_NOTED)
         self._running: SessionKey | None = None
-        self._computed: tuple[Tensor, ...] = ()
         self._changed = asyncio.Event()
 
     def note(self, request: TurnRequest, num_tokens: int) -> None:
@@ -96,10 +95,6 @@ class Audit:
         """End the audit that is running, since a request has come; it begins again later."""
         if self._running is not None:
             self._engine.cancel(self._running)
-
-    def take(self, tensors: tuple[Tensor, ...]) -> None:
-        """Take the KV that the device has computed for the running audit."""
-        self._computed = tensors
 
     async def run(self) -> None:
         """Audit the noted blocks while the worker is idle; run until cancelled."""
@@ -149,10 +144,11 @@ class Audit:
         Empty if the writer's queue had no room for it.
         """
         self._running = key = SessionKey(one.tenant, _SESSION)
-        request = TurnRequest(key, one.tokens + one.tokens[:1], policy=one.policy, audited=one.span)
+        block = AuditedBlock(one.span)
+        request = TurnRequest(key, one.tokens + one.tokens[:1], policy=one.policy, audited=block)
         try:
             result = await self._engine.run(request, lambda: not self._is_idle())
-            return self._computed if result is not None and result.complete else None
+            return block.tensors if result is not None and result.complete else None
         finally:
-            self._running, self._computed = None, ()  # no run sees what another has computed
+            self._running = None
             self._engine.forget(key)

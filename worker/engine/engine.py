@@ -19,7 +19,7 @@ from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
 from turnkeep_client.messages import Progress, joined
 from worker.batch.rows import Embedding
-from worker.device.request import TurnRequest, place
+from worker.device.request import NoMemoryError, TurnRequest, place
 from worker.device.turn import (
     CopiedSession,
     DeviceTurn,
@@ -31,7 +31,6 @@ from worker.device.turn import (
     KvRead,
     KvRequest,
     LostKvError,
-    NoRoomError,
     PrefilledPiece,
     SampledToken,
     SnapshotCut,
@@ -44,7 +43,7 @@ from worker.process.concurrency import task_group
 from .audit import Audit
 from .grants import Grants
 from .kv_lookup import KvFinder
-from .port import DeviceFaultError, EnginePort, NoMemoryError, StoppingError, TurnResult
+from .port import DeviceFaultError, EnginePort, StoppingError, TurnResult
 from .run import Run, phases_of, resolve
 from .unsaved_kv import UnsavedKv
 
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
 
     from anyio.abc import TaskGroup
 
-    from cache.kv.size import KvSize
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from cache.store import Store
@@ -84,24 +82,22 @@ class Engine(EnginePort):
         store: Store | None,
         telemetry: Telemetry,
         *,
-        kv: KvSize,
         piece_tokens: int,
         max_tenant_bytes: int | None = None,
         has_unopened: bool = False,
     ) -> None:
-        """`kv` computes the size of a session's KV; prompts run in pieces of up to `piece_tokens`.
+        """Prompts run in pieces of up to `piece_tokens`.
 
-        A tenant's new turns wait while they would bring it above `max_tenant_bytes`. `has_unopened` says that
-        there are snapshots on disk although there is no `store`.
+        A tenant's new turns wait while they would bring it above `max_tenant_bytes`. `has_unopened`: there
+        are snapshots on disk although there is no `store`.
         """
         self.ledger = ledger
         self._device = device
         self._store = store
         self._telemetry = telemetry
-        self._kv = kv
         self._has_unopened = has_unopened
         self._kv_on_device = ledger.kv_on_device
-        self._grants = Grants(device, ledger, kv, piece_tokens, max_tenant_bytes)
+        self._grants = Grants(device, ledger, piece_tokens, max_tenant_bytes)
         self._runs = self._grants.runs
         self._turns: dict[DeviceTurn, Run] = {}  # turns on the device, in order of submission, and their runs
         self._finder = KvFinder(device, store, ledger)
@@ -133,15 +129,15 @@ class Engine(EnginePort):
 
     def refusal(self, policy: Policy) -> str | None:
         """Return why this worker cannot serve a session under a cache policy; None if it can."""
-        return self._device.refusal(policy, has_disk=self._store is not None)
+        return self._device.served.refusal(policy, has_disk=self._store is not None)
 
     def size_bytes(self, num_tokens: int, policy: Policy = FULL) -> int:
         """Return the bytes of device memory that the KV of `num_tokens` takes."""
-        return self._kv.under(policy).held(num_tokens)
+        return self._device.kv(policy).held(num_tokens)
 
     def live_bytes(self, key: SessionKey, tokens: Tokens, policy: Policy = FULL) -> int:
         """Count the bytes of a session's KV on the device that cover a prefix of `tokens`."""
-        return self._kv.under(policy).live(self._kv_on_device.tokens(key).num_common(tokens))
+        return self._device.kv(policy).live(self._kv_on_device.tokens(key).num_common(tokens))
 
     def progress(self, key: SessionKey) -> Progress | None:
         """Return the progress of a session's running turn; None if no turn runs."""
@@ -150,7 +146,7 @@ class Engine(EnginePort):
 
     def most_tokens(self, most: int, policy: Policy = FULL) -> int:
         """Return the largest number of tokens, at most `most`, whose KV fits into the limit of KV memory."""
-        return self._kv.under(policy).most_tokens(self.ledger.max_bytes, most)
+        return self._device.kv(policy).most_tokens(self.ledger.max_bytes, most)
 
     async def run(
         self,
@@ -300,8 +296,9 @@ class Engine(EnginePort):
             case DroppedKv(keys):  # turns of these sessions that are not submitted yet reuse less
                 for key in keys:
                     self._kv_on_device.pop(key)
-            case SnapshotCut(turn) if self._audit is not None and turn.request.audited is not None:
-                self._audit.take(event.tensors)
+            case SnapshotCut(turn, span) if (audited := turn.request.audited) is not None:
+                if span == audited.span:
+                    audited.tensors = event.tensors
             case SnapshotCut(turn) if self._saving is not None:
                 self._saving.save(event, self._turns.get(turn))
             case CopiedSession(turn) if self._saving is not None:
@@ -443,8 +440,8 @@ class Engine(EnginePort):
         ):
             if run.admitted is not None:
                 return False
-            if isinstance(end.error, NoRoomError):
-                raise NoMemoryError(str(end.error)) from end.error
+            if isinstance(end.error, NoMemoryError):
+                raise end.error
             raise DeviceFaultError(repr(end.error)) from end.error
         self._finder.rates.prefilled.learn(cost.num_prefilled, cost.prefill_s)
         run.count(request, cost, live_bytes)

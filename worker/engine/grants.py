@@ -16,7 +16,6 @@ from .admission import Admission
 from .run import Run, resolve
 
 if TYPE_CHECKING:
-    from cache.kv.size import KvSize
     from worker.device.device import Device
 
     from .admission import Decision
@@ -35,14 +34,12 @@ class Grants:
         self,
         device: Device,
         ledger: Ledger,
-        kv: KvSize,
         piece_tokens: int,
         max_tenant_bytes: int | None,
     ) -> None:
         self.runs: dict[Claim, Run] = {}
         self._device = device
         self._ledger = ledger
-        self._kv = kv
         self._piece_tokens = piece_tokens
         self.admission = Admission(ledger, max_tenant_bytes)
 
@@ -69,10 +66,9 @@ class Grants:
         # A rewound session keeps its memory until its turn ends: trimming frees nothing.
         num_tokens = max(run.num_asked, len(self._ledger.kv_on_device.tokens(run.key)))
         # Caches grow by more than a token at a time: many short prompts hold more than their tokens' KV.
-        allocated = self._kv.under(run.request.policy).held(capacity(num_tokens), ahead=self._piece_tokens)
-        return max(
-            min(allocated, self._ledger.max_bytes), self._kv.under(run.request.policy).held(num_tokens)
-        )
+        kv = self._device.kv(run.request.policy)
+        allocated = kv.held(capacity(num_tokens), ahead=self._piece_tokens)
+        return max(min(allocated, self._ledger.max_bytes), kv.held(num_tokens))
 
     def grow(self, run: Run, num_tokens: int) -> None:
         """Request more memory for a run at `num_tokens` tokens, if it may soon need more than it has.

@@ -19,7 +19,6 @@ from worker.device.memory import GROWTH_TOKENS
 from worker.device.turn import DeviceTurn, KvRead, TurnPlan
 from worker.observe.traces import Phase
 
-from .kv_on_device import LEAST_SHARED
 from .run import resolve
 
 if TYPE_CHECKING:
@@ -41,6 +40,8 @@ if TYPE_CHECKING:
 #: A restore reads the whole prefix from SSD, so that prefix must be longer than the one on the device by more
 #: than 1/16 of the latter. If it is, the measured `RestoreTimes` decide.
 _RESTORE_GAIN: Final = 16
+#: The fewest common tokens for which a turn copies another session's KV, or waits for its prefill.
+LEAST_SHARED: Final = 32
 #: How long a turn waits for blocks being written, rather than prefill their tokens again.
 SETTLE_S: Final = 5.0
 #: How long a turn waits for blocks that it needs while the disk takes none.
@@ -131,7 +132,8 @@ class KvFinder:
         num_kept = min(self._kv_on_device.tokens(request.key).num_common(request.context), num_usable)
         num_kept = self._kv_on_device.num_usable(request.key, num_kept, request.policy)
         source, num_shared = self._find_source(request, num_kept, submitted)
-        return TurnPlan(num_kept, source=source), num_usable, max(num_kept, num_shared)
+        spans = () if request.audited is None else (request.audited.span,)
+        return TurnPlan(num_kept, source=source, spans=spans), num_usable, max(num_kept, num_shared)
 
     async def _on_disk(
         self, store: Store, run: Run, plan: TurnPlan, num_usable: int, num_found: int
@@ -148,14 +150,12 @@ class KvFinder:
             num_restored, tensors = await self._restore(store, chain, run, usable, num_found, phases)
         snapshots = TurnSnapshots(store, chain, request.context)
         whole = request.context[: request.target - request.target % chain.block]
-        spans = store.kv.wanted(chain, whole) if request.policy.has_snapshots else []
-        if request.audited is not None:
-            spans = [request.audited]
+        spans = tuple(store.kv.wanted(chain, whole)) if request.policy.has_snapshots else ()
         plan = TurnPlan(
             plan.num_kept,
             num_restored,
             plan.source if tensors is None else None,
-            tuple(spans),
+            plan.spans or spans,
             snapshots.edges,
             chain,
             tuple(phases),
@@ -225,8 +225,8 @@ class KvFinder:
         if len(context) <= most:
             return None, 0
         busy = self._ledger.busy
-        alike = self._kv_on_device.alike(request.tenant, context)
-        idle = ((key, self._kv_on_device.tokens(key)) for key in alike if key not in busy)
+        every = self._kv_on_device.sessions()
+        idle = ((key, self._kv_on_device.tokens(key)) for key in every if key not in busy)
         others = (turn.request for turn in submitted if turn.request.key != request.key)  # not its abandoned
         running = ((other.key, other.context) for other in others if other.policy == request.policy)
         for key, tokens in chained(idle, running):

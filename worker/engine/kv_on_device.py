@@ -7,22 +7,16 @@ short. Then `ledger.Ledger` chooses what to drop, or the device thread, which ha
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cache.names.policy import FULL
-from cache.names.tokens import as_tokens, pack
+from cache.names.tokens import as_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from cache.names.policy import Policy
     from cache.names.tokens import Tokens
     from turnkeep_client.subjects import SessionKey
-
-#: The fewest common tokens for which a turn copies another session's KV, or waits for its prefill.
-LEAST_SHARED: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +37,6 @@ class KvOnDevice:
     def __init__(self) -> None:
         self.num_bytes = 0
         self._kv: dict[SessionKey, _Kv] = {}  # least recently used first
-        # Sessions of a tenant that begin with the same `LEAST_SHARED` tokens.
-        self._alike: defaultdict[tuple[str, bytes], dict[SessionKey, None]] = defaultdict(dict)
 
     def sessions(self) -> list[SessionKey]:
         """Return all sessions with KV, least recently used first."""
@@ -89,8 +81,6 @@ class KvOnDevice:
         self.pop(key)
         self._kv[key] = _Kv(tokens, size_bytes, earliest, policy, used)
         self.num_bytes += size_bytes
-        if len(tokens) >= LEAST_SHARED:
-            self._alike[_beginning(key.tenant, tokens)][key] = None
 
     def pop(self, key: SessionKey) -> bool:
         """Remove the record of a session's KV; return False if the session had none."""
@@ -98,17 +88,4 @@ class KvOnDevice:
         if kv is None:
             return False
         self.num_bytes -= kv.size_bytes
-        if len(kv.tokens) >= LEAST_SHARED:
-            beginning = _beginning(key.tenant, kv.tokens)
-            del self._alike[beginning][key]
-            if not self._alike[beginning]:
-                del self._alike[beginning]
         return True
-
-    def alike(self, tenant: str, tokens: Tokens) -> Iterable[SessionKey]:
-        """List the tenant's sessions whose first `LEAST_SHARED` tokens equal those of `tokens`."""
-        return self._alike.get(_beginning(tenant, tokens), ())
-
-
-def _beginning(tenant: str, tokens: Tokens) -> tuple[str, bytes]:
-    return tenant, pack(tokens[:LEAST_SHARED])

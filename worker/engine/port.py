@@ -29,10 +29,6 @@ class DeviceFaultError(Exception):
     """The forward pass failed; the session's tokens have not changed."""
 
 
-class NoMemoryError(Exception):
-    """The device had no room for the next piece of the prompt; the session's tokens have not changed."""
-
-
 class StoppingError(InterruptionError):
     """The worker stops: the turn was ended early, and its request stays unanswered."""
 

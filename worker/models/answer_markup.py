@@ -272,9 +272,10 @@ def renders_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def reasons(vocabulary: Container[str]) -> bool:
-    """Return whether a model's vocabulary has markers of reasoning."""
-    return _has_all(vocabulary, _HARMONY) or _reasoning(vocabulary) is not None
+def reasons(vocabulary: str) -> bool:
+    """Return whether a model's vocabulary, a text of JSON, has markers of reasoning."""
+    known = (_HARMONY, *(words for words, _ in _REASONING))
+    return any(all(f'"{word}"' in vocabulary for word in words) for words in known)
 
 
 def _has_all(vocabulary: Container[str], words: Sequence[str]) -> bool:

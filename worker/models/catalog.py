@@ -9,6 +9,7 @@ its path has the origin `elsewhere`.
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ from .model_files import (
 from .template_support import TemplateSupport, support_of
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator
+    from collections.abc import Iterator
 
 #: A package that contains the default model. It is never imported, and is installed without its dependencies,
 #: one of which takes ten minutes to compile (ADR 0020).
@@ -232,7 +233,8 @@ def describe(place: ModelLocation, data_dir: Path) -> ModelEntry:
         made = converted.conversions(place.path, data_dir / "models")
     else:
         config = check_folder(place.path)
-        template, words = _template(place.path), _Words(place.path)
+        template, path = _template(place.path), place.path / "tokenizer.json"
+        words = path.read_text("utf-8", errors="replace") if path.exists() else ""
         size = sum(path.stat().st_size for path in weight_files(place.path))
     text = text_config(config)
     return ModelEntry(
@@ -321,20 +323,6 @@ def _remove(path: Path) -> int:
     return size
 
 
-class _Words:
-    """A tokenizer's vocabulary that only supports `in`.
-
-    Searches tokenizer.json as text, since parsing it takes a second.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        self._text = path.read_text("utf-8", errors="replace") if path.exists() else ""
-
-    def __contains__(self, word: object) -> bool:
-        return f'"{word}"' in self._text
-
-
 def _template(folder: Path) -> str:
     """Return the source of a folder's chat template (see `template_of`); empty without one."""
     if code := CodeTemplate.of_folder(folder):
@@ -348,8 +336,8 @@ def _template(folder: Path) -> str:
     return ""
 
 
-def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
-    """Return a GGUF file's configuration (what `describe` reads of it), chat template and vocabulary."""
+def _of_gguf(path: Path) -> tuple[dict[str, Any], str, str]:
+    """Return a GGUF file's configuration (what `describe` reads), chat template, and vocabulary as JSON."""
     from . import gguf_file
 
     file = gguf_file.read(path)
@@ -360,6 +348,5 @@ def _of_gguf(path: Path) -> tuple[dict[str, Any], str, Container[str]]:
         "max_position_embeddings": file.fields.get(f"{file.architecture}.context_length"),
         "sliding_window": file.fields.get(f"{file.architecture}.attention.sliding_window"),
     }
-    tokens = file.fields.get("tokenizer.ggml.tokens")
-    words = frozenset(tokens if isinstance(tokens, list) else ())
+    words = json.dumps(file.fields.get("tokenizer.ggml.tokens"))
     return config, str(file.fields.get("tokenizer.chat_template") or ""), words

@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -36,10 +35,6 @@ if TYPE_CHECKING:
     from .model_files import Progress
 
 WeightDtype = Literal["float32", "float16", "bfloat16"]
-
-#: Threads that convert tensors; each holds some rows of one tensor in memory.
-_THREADS: Final = 2
-_SYNC_BYTES: Final = 64 << 20
 
 _UNFINISHED: Final = ".unfinished-"
 _SAFETENSORS_DTYPES: Final = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -285,35 +280,18 @@ def _write_weights(path: Path, conversion: _Conversion, progress: Progress) -> N
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    done = synced = 0
+    done = 0
     progress(done, conversion.num_bytes, "converting weights")
-    with path.open("wb", buffering=0) as file, ThreadPoolExecutor(_THREADS) as pool:
-        start = file.write(len(text).to_bytes(8, "little") + text)
-
-        def write(name: str, tensor: GgufTensor) -> int:
-            return _write_tensor(file.fileno(), start + header[name]["data_offsets"][0], tensor, conversion)
-
-        for num_bytes in pool.map(write, conversion.names, conversion.names.values()):
-            done += num_bytes
-            progress(done, conversion.num_bytes, "converting weights")
-            if done - synced >= _SYNC_BYTES:  # syncs while the threads work, so the last sync is short
-                os.fsync(file.fileno())
-                synced = done
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in conversion.names.values():
+            is_norm = conversion.family.norms_have_one and tensor.name.endswith("norm.weight")
+            for rows in conversion.file.rows(tensor):
+                values = rows - 1 if is_norm else rows
+                done += file.write(_cast(values, conversion.dtype, tensor.name).data)
+                progress(done, conversion.num_bytes, "converting weights")
+        file.flush()
         os.fsync(file.fileno())
-
-
-def _write_tensor(fd: int, offset: int, tensor: GgufTensor, conversion: _Conversion) -> int:
-    """Write one tensor at an offset of a file; return its number of bytes."""
-    is_norm = conversion.family.norms_have_one and tensor.name.endswith("norm.weight")
-    num_bytes = 0
-    for stored in conversion.file.rows(tensor):
-        rows = stored - 1 if is_norm else stored
-        left = _cast(rows, conversion.dtype, tensor.name).data.cast("B")
-        while left:  # one call writes at most 2 GiB
-            written = os.pwrite(fd, left, offset + num_bytes)
-            num_bytes += written
-            left = left[written:]
-    return num_bytes
 
 
 def _cast(values: npt.NDArray[np.float32], dtype: WeightDtype, name: str) -> npt.NDArray[Any]:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
 
+class TemplateError(Exception):
+    """The chat template refuses these messages; the error's text contains the template's own error."""
+
+
 @dataclass(frozen=True, slots=True)
 class TemplateSupport:
     """Whether a chat template renders each kind of messages: without an error, and with all of their text.

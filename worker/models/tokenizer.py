@@ -21,7 +21,14 @@ from .chat_template import ChatTemplate, CodeTemplate, template_of
 from .control_tokens import ControlTokens, is_marked, unmarked
 from .image_parts import with_parts
 from .model_files import one_line, read_json, silent, text_config
-from .template_support import INSTEAD, TemplateSupport, in_parts, joined_in_words, support_of
+from .template_support import (
+    INSTEAD,
+    TemplateError,
+    TemplateSupport,
+    in_parts,
+    joined_in_words,
+    support_of,
+)
 from .tokenizer_files import load
 
 if TYPE_CHECKING:
@@ -41,10 +48,6 @@ _SHIELD: Final = "\x01"
 _PROBE: Final = "answer-content"
 _ANSWER: Final = {"role": "assistant", "content": _PROBE}
 _BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-class TemplateError(Exception):
-    """The chat template refuses these messages; the error's text contains the template's own error."""
 
 
 class Tokenizer:

@@ -128,9 +128,11 @@ def _stamp(path: Path) -> tuple[int, int, int]:
 
 
 def _load(folder: Path) -> LoadedTokenizer:
-    hf_class = _import_transformers().AutoTokenizer
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that PyTorch is missing
+    from transformers import AutoTokenizer
+
     try:
-        hf: LoadedTokenizer = hf_class.from_pretrained(str(folder), trust_remote_code=False)
+        hf: Any = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
     except Exception as error:  # noqa: BLE001  # the library passes on any error of its parsers
         raise ModelError(f"{folder} has no tokenizer that can be read: {one_line(error)}") from None
     if not hf.chat_template:  # transformers reads this file for multimodal models only
@@ -138,19 +140,5 @@ def _load(folder: Path) -> LoadedTokenizer:
         hf.chat_template = read_json(written).get("chat_template") if written.exists() else None
     if not hasattr(hf, "backend_tokenizer"):
         raise ModelError(f"{folder} has a tokenizer without tokenizer.json; convert it to a fast tokenizer")
-    return hf
-
-
-def _import_transformers() -> Any:
-    """Import transformers without its warning that PyTorch is missing, which is not needed here."""
-    name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        import transformers
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-    return transformers
+    loaded: LoadedTokenizer = hf
+    return loaded

@@ -242,9 +242,9 @@ class SessionAttachments:
             parts.append(message.part)
         return b"".join(reversed(parts)) if parts else None
 
-    def base(self, packed: bytes) -> TokenHistory | None:
+    async def base(self, packed: bytes) -> TokenHistory | None:
         """Decode the history that a fork starts with; None if it is damaged or of another version."""
-        found = Checkpoint.unpack([packed], self._services.formats.tokenizer)
+        found = await in_thread(Checkpoint.unpack, [packed], self._services.formats.tokenizer)
         return found.history if found else None
 
     async def find(self) -> FoundCheckpoint | None:
@@ -274,7 +274,8 @@ class SessionAttachments:
                 link = Link.parse(msgspec.msgpack.decode(values[-1], type=_Head).before)
             except msgspec.MsgspecError:
                 return None
-        return Checkpoint.unpack(values[::-1], self._services.formats.tokenizer) if values else None
+        tokenizer = self._services.formats.tokenizer
+        return await in_thread(Checkpoint.unpack, values[::-1], tokenizer) if values else None
 
     async def _store(self, value: bytes) -> Link | None:
         """Store a value as messages, each linked to the previous one; return the last message's link.

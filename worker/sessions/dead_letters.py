@@ -131,7 +131,6 @@ class RequestAttempts:
         attempts = note.attempts if note.seq == pending.seq else 1
         num_tokens = (await self._log.published(pending)).num_tokens
         await self._store(pending, AttemptNote(pending.seq, attempts - 1, num_tokens))
-        self._tried = self._begun = None
 
     async def give_up(
         self, pending: PendingRequest, num_attempts: int, reason: str, *, keeps: bool = True

@@ -51,7 +51,7 @@ class EarlierTokens:
         if (last := self._record.take_last()) is None or last[1].repeat_of is not None:
             return
         pending, result = last
-        request, after = pending.request if pending else None, self._record.history
+        request, after = pending.request, self._record.history
         if is_close(result) and isinstance(request, Close) and request.forget:  # what was before is erased
             self.known, self.unknown = [], []
         elif after.tokens.num_common(before) < len(before):

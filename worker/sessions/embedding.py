@@ -15,7 +15,8 @@ import numpy as np
 from cache.names.tokens import as_tokens
 from turnkeep_client.messages import Embedded, EmbedRequest, Failed, Reranked, failure
 from turnkeep_client.subjects import SessionKey
-from worker.engine.port import DeviceFaultError, NoMemoryError, StoppingError
+from worker.device.request import NoMemoryError
+from worker.engine.port import DeviceFaultError, StoppingError
 from worker.process.concurrency import task_group
 
 if TYPE_CHECKING:

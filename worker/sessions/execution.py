@@ -66,9 +66,6 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger()
 
-#: Up to this many characters or token ids, tokenising takes less time than starting a thread.
-_LITTLE: Final = 256
-
 #: Reason for giving up an answer whose session no longer has the tokens that the answer was begun with.
 _LOST_BASE: Final = (
     "the NATS server has lost entries on which this answer was begun: it ends as it was streamed"
@@ -283,12 +280,9 @@ class Execution:
         return Outcome(foreign_result(pending, chunk, calls, self._history, extended), extended.history)
 
     async def _extend(self, request: Append | Generate) -> ExtendedHistory:
-        """Add a request's input to the history, on a thread if it may be long. Raises `RefusedError`."""
+        """Add a request's input to the history. Raises `RefusedError`."""
         grids = await self._images.grids(self._history, request)
-        num_given = len(request.text or request.tokens or ()) + len(getattr(request, "prefix", ""))
-        if request.messages or num_given > _LITTLE or self._history.conversation.has_messages:
-            return await self._fold.extend_on_thread(self._key.tenant, self._history, request, grids)
-        return self._fold.extend(self._history, request, grids)
+        return await self._fold.extend_on_thread(self._key.tenant, self._history, request, grids)
 
     async def _prefill(self, prompt: TokenHistory) -> TurnResult | None:
         """Prefill a prompt without an answer; return the cost, None if cancelled before the turn began."""

@@ -34,7 +34,6 @@ from turnkeep_client.messages import (
     Rewound,
 )
 from worker.models.image_parts import with_marks, with_parts
-from worker.models.vision.image_file import ImageError
 from worker.process.concurrency import Rotation
 from worker.text.harmony import FINAL
 from worker.text.templates import Addition, Conversation, MessageRecord, TemplateError
@@ -207,10 +206,7 @@ class Fold:
         if image_processor is None:
             return kept + addition.tokens
         images = conversation.images[sum(span.start >= conversation.base for span in kept.spans) :]
-        try:
-            return kept + (image_processor.found(addition.tokens, images) if images else addition.tokens)
-        except ImageError as error:
-            raise TemplateError(str(error)) from None
+        return kept + (image_processor.found(addition.tokens, images) if images else addition.tokens)
 
     def add_answer(
         self, extended: TokenHistory, request: Generate, tokens: Sequence[int], message: Message

@@ -91,7 +91,7 @@ class Record:
         self.is_unreadable = False  # whether `mark_diverged` was called before the first reading
         #: Sequence of the last applied request whose result has a digest of the history; 0 if there is none.
         self.proven_seq = 0
-        self._last: tuple[PendingRequest | None, Result] | None = None  # the last result, and what it answers
+        self._last: tuple[PendingRequest, Result] | None = None  # the last result, and what it answers
         self._last_out = 0  # sequence of the entry of `out` that was read or stored last; 0 if unknown
         self._is_begun = False  # whether a result was read that changed the session
         self._lost_out = 0  # the first result that the log has lost
@@ -146,8 +146,8 @@ class Record:
         history = self.history
         return history if history.exists or history.closed else self._fold.begin(pending.began)
 
-    def take_last(self) -> tuple[PendingRequest | None, Result] | None:
-        """Return the last result read, and its request or None if that is gone; None when called again."""
+    def take_last(self) -> tuple[PendingRequest, Result] | None:
+        """Return the last result read, after its request; None if that is gone, or when called again."""
         last, self._last = self._last, None
         return last
 
@@ -262,7 +262,7 @@ class Record:
             pending = asked_at(seq, asked, bytes(asked.request))
         request = pending.request if pending else None
         self._num_since_checkpoint += 1
-        self._last = (pending, result)
+        self._last = (pending, result) if pending else None
         changes = changes_session(result)
         if changes and isinstance(request, Close):
             self._begin_behind(seq, entry, forgets=request.forget)

@@ -18,7 +18,8 @@ from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.log import ROOM_REMEDY
 from turnkeep_client.messages import Close, Generate, Open
 from turnkeep_client.subjects import SessionKey, session_key
-from worker.engine.port import DeviceFaultError, NoMemoryError
+from worker.device.request import NoMemoryError
+from worker.engine.port import DeviceFaultError
 from worker.process.clock import monotonic, time
 from worker.process.concurrency import task_group
 from worker.wire.fence import FencedError
@@ -183,7 +184,7 @@ class ServedSession:
         """Read the log and answer the first request without a result; return the log's record before that."""
         await self.log.catch_up()
         record = self.log.record
-        if (last := self.log.take_last()) is not None:
+        if (last := self.log.record.take_last()) is not None:
             # Its worker may have died before it ended the stream.
             pending, result = last
             await self._end_tokens(pending, unpublished_text(result, await self.log.published(pending)))
@@ -265,9 +266,8 @@ class ServedSession:
         # The clock of `sleep` stands still while a machine sleeps.
         while (left_s := deadline_s - time()) > 0:  # noqa: ASYNC110
             await sleep(min(left_s, _LOOK_S))
-        if pending is self.active:
-            pending.expired = True
-            self.stop_active()
+        pending.expired = True
+        self.stop_active()
 
     async def fail(self, error: Exception) -> None:
         """Count a failure for an unknown reason, and drop the session's state, so that its log is read again.

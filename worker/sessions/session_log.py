@@ -221,7 +221,7 @@ class FencedLog:
         if (link := entry.headers.get(PARTS_HEADER)) is not None:
             packed = await self._attachments.read(Link.parse(link))
             if packed is not None:
-                value = self._attachments.base(packed) if _opens(entry) else packed.decode()
+                value = await self._attachments.base(packed) if _opens(entry) else packed.decode()
         return ResultParts(value, await self._whole(asked))
 
     async def _whole(self, asked: Asked | None) -> Asked | None:
@@ -229,13 +229,6 @@ class FencedLog:
         if asked is None or not asked.link:
             return asked
         return decode_linked(await self._attachments.read(Link.parse(asked.link)))
-
-    def take_last(self) -> tuple[PendingRequest, Result] | None:
-        """Return the last result read, after its request; None the second time, or without the request."""
-        last = self.record.take_last()
-        if last is None or last[0] is None:  # it is a long request, which is gone
-            return None
-        return last[0], last[1]
 
     def drop_record(self) -> None:
         """Forget what was read: the next `catch_up` reads the log again. Sets `done` of pending requests.

@@ -21,7 +21,7 @@ from cache.names.tokens import pack
 from worker.models.answer_markup import short_id
 from worker.models.image_parts import images_in, with_marks, with_parts
 
-from .segments import Message, MessageRecord, Segment, SegmentList
+from .segments import Message, MessageRecord, Segment, pack_segments, unpack_segments
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class Segments:
 
     tokenizer: Tokenizer
     started: datetime = _SOME_DAY
-    _segments: SegmentList = field(default_factory=SegmentList)
+    _segments: tuple[Segment, ...] = ()
     _first: int = 0  # the first segment of the conversation that messages continue
     _extras: Extras = field(default_factory=Extras)
 
@@ -164,15 +164,15 @@ class Segments:
         kept = self._segments[:num_kept]
         if num_kept < len(self._segments):
             gone = self._segments[num_kept:]
-            last = kept[-1:] if num_kept > self._first and kept[-1].opens_answer else SegmentList()
+            last = kept[-1:] if num_kept > self._first and kept[-1].opens_answer else ()
             earlier = said_in([*last, *gone], drops=has_question(said))
             if last:  # the answer becomes a message of the new segment
-                kept = kept[:-1].extended(structs.replace(kept[-1], opens_answer=False))
+                kept = (*kept[:-1], structs.replace(kept[-1], opens_answer=False))
                 earlier = earlier[len(last[0].said) :]
             said = [*earlier, *said]
         start, told = kept[-1].end if kept else 0, tuple(in_order(said))
         added = Segment("prompt", start, end, told, opens_answer=opens_answer)
-        return replace(self, _segments=kept.extended(added))
+        return replace(self, _segments=(*kept, added))
 
     def opens_answer(self, *, raw: bool = False) -> bool:
         """Return whether a generate must add an assistant header.
@@ -207,11 +207,11 @@ class Segments:
             return self.with_raw(len(history), end, message.get("content"))
         if last.kind == "prompt":
             answer = self._answer(len(history), tokens, message, keeps=keeps_reasoning)
-            return replace(self, _segments=self._segments.extended(answer))
+            return replace(self, _segments=(*self._segments, answer))
         whole = [*history[last.start :], *tokens]
         both = _joined(last.said[0].message, message)
         answer = self._answer(last.start, whole, both, keeps=keeps_reasoning)
-        return replace(self, _segments=self._segments[:-1].extended(answer))
+        return replace(self, _segments=(*self._segments[:-1], answer))
 
     def with_raw(self, keep: int, end: int, text: str | None) -> Self:
         """Add raw content, with its text if known; later messages start a new conversation.
@@ -225,7 +225,7 @@ class Segments:
         known = [one for one in (*texts, text) if one is not None]
         whole = "".join(known) if len(known) == len(texts) + 1 else None
         start = kept[-1].end if kept else 0
-        segments = kept.extended(Segment("raw", start, end, text=whole))
+        segments = (*kept, Segment("raw", start, end, text=whole))
         return replace(self, _segments=segments, _first=len(segments))
 
     def tokenised_anew(self, num_raw: int, grids: Mapping[str, Sequence[int]]) -> Self:
@@ -239,12 +239,12 @@ class Segments:
             for one in said_in(self._segments[self._first :])
         ]
         raw = [one.text or "" for one in self._segments[: self._first]]
-        segments = SegmentList()
+        segments: tuple[Segment, ...] = ()
         if num_raw:
-            segments = segments.extended(Segment("raw", 0, num_raw, text="".join(raw)))
+            segments = (Segment("raw", 0, num_raw, text="".join(raw)),)
         first = len(segments)
         if said:  # without tokens yet: `given` moves the messages into the new prompt
-            segments = segments.extended(Segment("prompt", num_raw, num_raw + 1, tuple(said)))
+            segments = (*segments, Segment("prompt", num_raw, num_raw + 1, tuple(said)))
         return replace(self, _segments=segments, _first=first)
 
     def parts(self) -> Iterator[str | list[MessageRecord] | None]:
@@ -275,9 +275,9 @@ class Segments:
             cut = self._segments[len(segments)]
             if cut.start < position and cut.kind == "answer":
                 kept, keeps = history[cut.start : position], cut.said[0].thoughts == "kept"
-                segments = segments.extended(self._answer(cut.start, kept, {}, keeps=keeps))
+                segments = (*segments, self._answer(cut.start, kept, {}, keeps=keeps))
             elif cut.start < position:
-                segments = segments.extended(Segment("raw", cut.start, position))
+                segments = (*segments, Segment("raw", cut.start, position))
         return replace(self, _segments=segments, _first=_first(segments))
 
     def emptied(self) -> Self:
@@ -286,18 +286,18 @@ class Segments:
 
     def pack(self, before: Segments) -> PackedConversation:
         """Encode the conversation for a checkpoint; `before` is the conversation at the checkpoint before."""
-        num, parts = self._segments.pack(before._segments)  # of this class
+        num, parts = pack_segments(self._segments, before._segments)  # of this class
         return PackedConversation(self.started, num, parts, self._first, self._extras)
 
     def unpack(self, packed: PackedConversation) -> Self:
         """Decode what `pack` returned; this is the conversation at the checkpoint before.
 
-        Raises the errors of `SegmentList.unpack`.
+        Raises the errors of `unpack_segments`.
         """
-        segments = self._segments.unpack(packed.num_shared, packed.parts)
+        segments = unpack_segments(self._segments, packed.num_shared, packed.parts)
         return type(self)(self.tokenizer, packed.started, segments, packed.first, packed.extras)
 
-    def _until(self, end: int) -> SegmentList:
+    def _until(self, end: int) -> tuple[Segment, ...]:
         """Return the segments that end at the position `end` or before it."""
         return self._segments[: bisect_right(self._segments, end, key=attrgetter("end"))]
 

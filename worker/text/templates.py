@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 from cache.names.tokens import unpack
 from worker.models.control_tokens import unmarked
 from worker.models.image_parts import images_in, with_marks, without_unseen
-from worker.models.tokenizer import TemplateError, Tokenizer
-from worker.models.vision.image_file import ImageError
+from worker.models.template_support import TemplateError
+from worker.models.tokenizer import Tokenizer
 
 from .conversation import Segments, has_question, in_order, said_in
 from .harmony import has_header, in_places, sampled_message, with_places
@@ -197,10 +197,7 @@ class Conversation(Segments):
         if (image_processor := self.tokenizer.image_processor) is None:
             return text
         grids = [tuple(grid or ()) for one in messages for _, grid in images_in(one.get("content"))]
-        try:
-            return image_processor.written(text, grids) if grids else text
-        except ImageError as error:
-            raise TemplateError(str(error)) from None
+        return image_processor.written(text, grids) if grids else text
 
     def _text(self, history: Sequence[int], segment: Segment) -> str:
         """Return the text of a segment's tokens, decoded once: they never change."""

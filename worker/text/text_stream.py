@@ -18,11 +18,6 @@ if TYPE_CHECKING:
     from worker.models.tokenizer import Tokenizer
 
 
-def _never(_: str) -> bool:
-    """Return False: in an answer without markup no text is a marker."""
-    return False
-
-
 class TextStream:
     """Turns tokens into text that is safe to publish, up to the first stop string.
 
@@ -36,15 +31,10 @@ class TextStream:
         """`is_marker` says of a special token's text whether it may be a part of the answer's markup."""
         self._tokenizer = tokenizer
         self._stops = stop
-        self._is_marker = is_marker or _never
+        self._is_marker = is_marker or (lambda _: False)  # an answer without markup
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.stop: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the text has reached a stop string."""
-        return self.stop is not None
 
     def push(self, token: int) -> str:
         """Add the next token; return the text that is now final.
@@ -68,13 +58,13 @@ class TextStream:
     def finish(self) -> str:
         """Return the text that was held back; an incomplete character becomes U+FFFD."""
         text = self._release(self._decoder.decode(b"", final=True))
-        if self.stopped:
+        if self.stop is not None:
             return text
         text, self._held = text + self._held, ""
         return text
 
     def _release(self, text: str) -> str:
-        if self.stopped:
+        if self.stop is not None:
             return ""
         text = self._held + text
         ends = [(text.index(one) + len(one), -len(one), one) for one in self._stops if one in text]

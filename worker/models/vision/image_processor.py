@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cache.names.images import ImageSpan
 from cache.names.tokens import Tokens, as_tokens
+from worker.models.template_support import TemplateError
 
 from .image_file import ImageError, decode
 
@@ -89,12 +90,12 @@ class ImageProcessor:
     def written(self, text: str, grids: Sequence[Grid]) -> str:
         """Return a rendered prompt with the text of all tokens of each image, instead of one placeholder.
 
-        `grids` are those of the images, in order. Raises `ImageError` if the chat template has written
+        `grids` are those of the images, in order. Raises `TemplateError` if the chat template has written
         another number of placeholders: some templates drop earlier images.
         """
         first, *rest = text.split(self.image)
         if len(rest) != len(grids):
-            raise ImageError(
+            raise TemplateError(
                 f"the chat template writes {len(rest)} of {len(grids)} images; send images in the user's"
                 " messages"
             )
@@ -105,7 +106,7 @@ class ImageProcessor:
     def found(self, ids: Iterable[int], images: Iterable[tuple[str, Sequence[int]]]) -> Tokens:
         """Return a prompt's tokens with the spans of its images, given each image's (digest, grid), in order.
 
-        Raises `ImageError` if the tokens of one are not there.
+        Raises `TemplateError` if the tokens of one are not there.
         """
         tokens, spans, at = array("I", ids), list[ImageSpan](), 0
         for digest, grid in images:
@@ -113,7 +114,7 @@ class ImageProcessor:
             with suppress(ValueError):
                 at = tokens.index(self.image_token, at) - one.start
             if tokens[max(at, 0) : at + len(one.tokens)] != one.tokens:
-                raise ImageError("the tokenizer writes an image in another way; get the whole model again")
+                raise TemplateError("the tokenizer writes an image in another way; get the whole model again")
             columns = one.grid[-1] if self._family.is_plane else 0
             spans.append(ImageSpan(at + one.start, at + one.end, one.fingerprint, one.digest, columns))
             at += len(one.tokens)
