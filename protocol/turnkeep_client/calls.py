@@ -17,7 +17,7 @@ from msgspec import Struct
 from .errors import (
     ClientClosedError,
     InvalidMessageError,
-    LogFullError,
+    RequestFailedError,
     ResultRemovedError,
     ResultTimeoutError,
     TurnkeepError,
@@ -344,10 +344,9 @@ class Call:
             self.is_published = True
             try:
                 self.seq = await self._wire.publish(subjects.of(self.key, "in"), body, self._headers)
-            except LogFullError:
+            except RequestFailedError:  # if the log is full, workers still have room in it
                 if not isinstance(self.request, Close):
                     raise
-                # A worker has room for it.
                 reply = await self._wire.ask(subjects.of(self.key, "ask"), body, _ASK_S)
                 if (seq := _named(reply).seq) is None:
                     raise  # the log did not take it from the worker either

@@ -92,10 +92,6 @@ class RequestFailedError(TurnkeepError):
         self.limit = limit
 
 
-class LogFullError(RequestFailedError):
-    """The log has no room for a request."""
-
-
 class NoWorkerError(TurnkeepError):
     """No worker could be reached. Each of the three possible reasons has a subclass."""
 

@@ -158,7 +158,7 @@ class Metrics(Totals, frozen=True, kw_only=True, tag_field="type", tag="metrics"
         int, _gauge("Requests that wait in the log for their tenant's share.", name="returned_requests")
     ] = 0
     log_bytes: Annotated[int, _gauge("Size of the log's stream.")] = 0
-    log_max_bytes: Annotated[int, _gauge("Size at which the log refuses requests.")] = 0
+    log_max_bytes: Annotated[int, _gauge("Limit of the log, which refuses requests at 15/16.")] = 0
     max_message_bytes: Annotated[int, Meta(description="size of the largest request that the log takes")] = 0
     ignored: Annotated[
         dict[str, int],

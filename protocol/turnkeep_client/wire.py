@@ -20,7 +20,6 @@ from .direct import DirectGets, TooManyError
 from .errors import (
     TOO_MANY,
     LastSequenceError,
-    LogFullError,
     MessageTooLargeError,
     NoAnswerError,
     NotPermittedError,
@@ -29,7 +28,7 @@ from .errors import (
     TurnkeepError,
 )
 from .images import entries
-from .log import EXPECT_HEADER, STREAM_FULL, Stored, why_refused
+from .log import EXPECT_HEADER, Stored, why_refused
 from .messages import decode_asked, decode_result
 from .nats_client import Nats
 from .subjects import CONSUMER, Subjects
@@ -416,5 +415,4 @@ def _refusal(error: APIError, *, is_doubtful: bool) -> TurnkeepError:
     why = why_refused(error.err_code, error.description)
     if is_doubtful:  # a request under another id could be executed as well
         why += "; an earlier attempt may have stored it: send it again under the same id"
-    kind = LogFullError if error.err_code == STREAM_FULL else RequestFailedError
-    return kind("overloaded", why, retryable=not is_doubtful)
+    return RequestFailedError("overloaded", why, retryable=not is_doubtful)

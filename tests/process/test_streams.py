@@ -121,6 +121,20 @@ async def test_a_full_log_refuses_new_messages_and_keeps_its_old_ones(js, settin
     assert (await js.stream_info("turnkeep_log")).state.first_seq == 1
 
 
+async def test_a_limit_that_the_log_has_passed_is_refused_and_a_full_log_keeps_its_limit(js, settings):
+    """By one entry's overhead a full log may be larger than its limit: its workers can start again."""
+    full, lower = (dataclasses.replace(settings, log_max_bytes=size) for size in (2**20, 2**20 - 2**15))
+    await ensure(js, SUBJECTS, full)
+    config = (await js.stream_info("turnkeep_log")).config
+    await js.update_stream(config.evolve(max_bytes=2**20 + 2**10))
+    await js.publish(SUBJECTS.of(KEY, "in"), b"x" * 2**19)
+    await js.publish(SUBJECTS.of(KEY, "in"), b"x" * (2**19 - 100))
+    await ensure(js, SUBJECTS, full)
+    with pytest.raises(BrokerError, match="the log has 1 MiB, more than log_max_bytes"):
+        await ensure(js, SUBJECTS, lower)
+    assert (await js.stream_info("turnkeep_log")).config.max_bytes == open_bytes(2**20)
+
+
 async def test_messages_of_two_tenants_with_the_same_message_id_are_not_duplicates(js, settings):
     await ensure(js, SUBJECTS, settings)
     headers = {"Nats-Msg-Id": "1"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Failed, Generate
 from turnkeep_client.session import build
 from worker.wire import retention
-from worker.wire.log_room import open_bytes
+from worker.wire.log_room import LogRoom, open_bytes
 
 LIMIT = 2**20
 
@@ -63,7 +64,8 @@ async def test_sessions_in_a_full_log_can_be_closed_until_it_takes_requests_agai
 async def test_a_request_that_just_fits_gets_its_result_and_later_ones_are_refused(
     local_worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Refused are those that the log has when workers have used a part of the reserve, but no closes."""
+    """Refused are those that the log has once a result has used the reserve, but no closes."""
+    monkeypatch.setattr(retention, "_PERIOD_S", 1000)  # the worker does not see yet that the log is full
     worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)
     await fill(worker)
     keeper = worker.app._parts.retention
@@ -74,26 +76,50 @@ async def test_a_request_that_just_fits_gets_its_result_and_later_ones_are_refus
     await js.update_stream(config.evolve(max_bytes=num_bytes + 400))  # one request more
     last = worker.client.session("last")
     assert (await last.generate(text="Why?", max_tokens=64, timeout_s=10)).usage.completion_tokens
-    monkeypatch.setattr(keeper, "max_bytes", 1024)  # as if more of the log were used
-    monkeypatch.setattr(keeper, "num_bytes", LIMIT)
-    num_bytes, _ = await size_of(worker)
+    keeper.num_bytes = num_bytes = (await size_of(worker))[0]  # as it reads every 10 s
+    assert num_bytes > open_bytes(LIMIT)
     await js.update_stream(config.evolve(max_bytes=num_bytes + 400))
     call = await worker.client.submit(last.key, build(Generate, text="Why?"), timeout_s=10)
     refused = await call
     assert isinstance(refused, Failed)
     assert (refused.code, refused.retryable) == ("overloaded", True)
     assert "close sessions" in refused.message
-    assert await last.close(forget=True, timeout_s=10)
+    assert await last.close(timeout_s=10)
+    await js.purge_stream(stream, keep=1)  # the worker has not seen yet that there is room again
+    assert await worker.client.session("next").append(text="Why?", timeout_s=10)
 
 
-async def test_entries_that_a_worker_stores_at_once_in_a_full_log_all_fit(local_worker: Any) -> None:
+async def test_entries_that_several_workers_store_at_once_in_a_full_log_all_fit(local_worker: Any) -> None:
+    """Each raises the size for its own entry, and sets back the raises of the others."""
     worker = await local_worker(log_max_bytes=LIMIT, max_message_bytes=2**16)
     await fill(worker)
-    room = worker.app._parts.retention._journal.room
-    subject = worker.client.subjects.erased("default")
-    await asyncio.gather(*(room.publish(subject, b"x" * 100 * n) for n in range(1, 31)))
+    nc, subject, raises = worker.app._nc, worker.client.subjects.erased("default"), list[str]()
+
+    class Room(LogRoom):
+        async def ask(self, what: str, config: Any = None) -> Any:
+            raises.extend([what] if config else [])
+            return await super().ask(what, config)
+
+    rooms = [Room(nc, nc.jetstream(), worker.client.subjects.log_stream) for _ in range(4)]
+    bodies = [b"x" * 20 * n for n in range(1, 26)]
+    await asyncio.gather(*(rooms[0].publish(subject, body) for body in bodies))
+    assert len(raises) <= len(bodies), "the entries of one worker take turns"
+    await asyncio.gather(*(room.publish(subject, body) for body in bodies for room in rooms))
     num_bytes, _ = await size_of(worker)
     assert open_bytes(LIMIT) < num_bytes <= LIMIT
+
+
+async def test_running_workers_follow_the_limit_of_a_worker_that_starts_later(
+    local_worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention, "_PERIOD_S", 0.2)
+    first = await local_worker(log_max_bytes=LIMIT)
+    second = await local_worker(worker="second", data_dir=tmp_path / "second", log_max_bytes=2 * LIMIT)
+    assert (await size_of(first))[1] == open_bytes(2 * LIMIT)
+    async with asyncio.timeout(10):
+        while first.app._parts.retention.max_bytes != 2 * LIMIT:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert second.app._parts.retention.max_bytes == 2 * LIMIT
 
 
 async def test_the_last_part_of_the_reserve_takes_only_small_entries_and_none_beyond_the_limit(

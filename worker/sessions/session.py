@@ -347,7 +347,7 @@ class ServedSession:
 
     async def _check_room(self, request: Request, pending: PendingRequest) -> None:
         """Raise `RefusedError` if the log is full. A close goes on, and an answer that clients have seen."""
-        if not self.services.retention.is_full or isinstance(request, Close):
+        if isinstance(request, Close) or not await self.services.retention.is_full():
             return
         if not await self.log.is_streamed(pending):
             raise RefusedError("overloaded", f"the log is full{ROOM_REMEDY}")

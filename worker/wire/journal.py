@@ -9,7 +9,6 @@ All reads are consistent (`consistent_reads`). The chunks of answers are in a st
 from __future__ import annotations
 
 import contextlib
-import json
 from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
@@ -19,9 +18,7 @@ from nats.js.errors import APIError
 
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.images import assemble, entries
-from turnkeep_client.log import (
-    EXPECT_HEADER,
-)
+from turnkeep_client.log import EXPECT_HEADER
 from turnkeep_client.messages import decode_result, encode, failure
 from turnkeep_client.nats_client import server_id
 from turnkeep_client.subjects import REFUSED, SessionKey, check_id
@@ -30,7 +27,6 @@ from worker.process.clock import monotonic
 from .chunks import AnswerChunks
 from .consistent_reads import (
     MAX_BACKOFF_S,
-    TIMEOUT_S,
     ConsistentReads,
     StoredMessage,
     pause_after,
@@ -230,10 +226,7 @@ class Journal:
 
     async def end(self) -> tuple[int, int]:
         """Read the log's size in bytes, its last sequence, and the server's time. Raises nats-py's errors."""
-        subject = f"$JS.API.STREAM.INFO.{self._subjects.log_stream}"  # nats-py's answer lacks the time
-        answer = json.loads((await self._nc.request(subject, timeout=TIMEOUT_S)).data)
-        if "error" in answer:
-            APIError.from_error(answer["error"])
+        answer = await self.room.ask("INFO")  # nats-py's answer lacks the time
         self._time_s = datetime.fromisoformat(answer["ts"]).timestamp() - monotonic()
         return answer["state"]["bytes"], answer["state"]["last_seq"]
 
@@ -340,9 +333,7 @@ class Journal:
         with contextlib.suppress(InvalidMessageError):
             answer = self._subjects.of(SessionKey(check_id("tenant", tenant), REFUSED), "commit")
             try:
-                await self._js.publish(
-                    answer, encode(failure(None, "invalid_request", message, seq=seq)), timeout=TIMEOUT_S
-                )
+                await self.room.publish(answer, encode(failure(None, "invalid_request", message, seq=seq)))
             except (nats.errors.Error, APIError, OSError) as error:
                 log.warning("a refusal could not be stored", seq=seq, error=str(error))
 

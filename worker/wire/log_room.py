@@ -8,10 +8,11 @@ by the size of that entry: this leaves no room for requests, unless one arrives 
 from __future__ import annotations
 
 import json
+import os
 from typing import TYPE_CHECKING, Any, Final
 
 import structlog
-from anyio import Lock
+from anyio import Lock, sleep
 from nats.js.errors import APIError
 
 from turnkeep_client.log import STREAM_FULL
@@ -36,18 +37,15 @@ _RESERVE: Final = 16
 _SMALL_BYTES: Final = 4096
 #: A message's size in the server's files beside its subject, headers and body.
 _RECORD_BYTES: Final = 40
-#: How often to raise the stream's limit for one entry: requests may take the room first.
-_TRIES: Final = 4
+#: How often to raise the stream's size for an entry, and the longest random pause in between: a request may
+#: take the room, and another worker set back the size. (Raises that add up would leave room for requests.)
+_TRIES: Final = 200
+_PAUSE_S: Final = 0.016
 
 
 def open_bytes(limit: int) -> int:
-    """Return the size up to which a log with this limit takes requests."""
+    """Return the size from which on a log with this limit is full: requests fill it up to this size."""
     return limit - limit // _RESERVE
-
-
-def turns_bytes(limit: int) -> int:
-    """Return the size up to which workers begin turns: their results need more of the reserve."""
-    return open_bytes(limit) + limit // _RESERVE // 4
 
 
 class LogRoom:
@@ -61,50 +59,51 @@ class LogRoom:
 
     async def publish(self, subject: str, body: bytes, headers: Mapping[str, str] | None = None) -> PubAck:
         """Publish an entry; if the log is full, use its reserve. Raises nats-py's errors."""
+        sent = dict(headers or {})
         size = _RECORD_BYTES + len(subject) + len(body)
-        size += sum(len(name) + len(value) + 4 for name, value in (headers or {}).items()) + 16
-        sent = dict(headers) if headers else None
+        size += sum(len(name) + len(value) + 4 for name, value in sent.items()) + 16
         try:
-            return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
+            return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent or None)
         except APIError as error:
             if error.err_code != STREAM_FULL:
                 raise
-        async with self._raising:
-            for _ in range(_TRIES):
+            refusal = error
+        for _ in range(_TRIES):
+            async with self._raising:
+                if not await self._make_room(size):
+                    break
                 try:
-                    return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
+                    return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent or None)
                 except APIError as error:
-                    if error.err_code != STREAM_FULL or not await self._make_room(size):
+                    if error.err_code != STREAM_FULL:
                         raise
-            return await self._js.publish(subject, body, timeout=TIMEOUT_S, headers=sent)
+            await sleep(os.urandom(1)[0] / 256 * _PAUSE_S)
+        raise refusal
 
-    async def lower(self) -> None:
-        """Let the stream take requests up to its normal size only, after workers have raised that."""
-        config, _ = await self._look()
-        if config["max_bytes"] > (most := open_bytes(_limit(config))):
-            await self._ask("UPDATE", {**config, "max_bytes": most})
+    async def restore(self, *, lowers: bool) -> int:
+        """Return the log's limit; with `lowers`, undo raises of the stream's size."""
+        config = (await self.ask("INFO"))["config"]
+        limit = _limit(config)
+        if lowers and config["max_bytes"] > open_bytes(limit):
+            await self.ask("UPDATE", {**config, "max_bytes": open_bytes(limit)})
+        return limit
 
     async def _make_room(self, size: int) -> bool:
         """Have the stream take an entry of this size; False if the log's limit does not permit that."""
-        config, num_bytes = await self._look()
+        info = await self.ask("INFO")
+        config, num_bytes = info["config"], info["state"]["bytes"]
         limit = _limit(config)
-        most = limit if size <= _SMALL_BYTES else (limit + open_bytes(limit)) // 2
-        if num_bytes + size > most:
+        if num_bytes + size > (limit if size <= _SMALL_BYTES else (limit + open_bytes(limit)) // 2):
             return False
         if num_bytes + size > config["max_bytes"]:  # else there is room again
             log.info("using the reserve of the full log", bytes=num_bytes, limit=limit)
-            await self._ask("UPDATE", {**config, "max_bytes": num_bytes + size})
+            await self.ask("UPDATE", {**config, "max_bytes": num_bytes + size})
         return True
 
-    async def _look(self) -> tuple[dict[str, Any], int]:
-        """Read the stream's configuration, also fields that nats-py does not know, and its size."""
-        found = await self._ask("INFO")
-        return found["config"], found["state"]["bytes"]
-
-    async def _ask(self, what: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        request = json.dumps(body).encode() if body else b""
-        subject = f"$JS.API.STREAM.{what}.{self._stream}"
-        reply = await self._nc.request(subject, request, timeout=TIMEOUT_S)
+    async def ask(self, what: str, config: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Ask JetStream about the stream; return its answer, also fields that nats-py does not know."""
+        subject, request = f"$JS.API.STREAM.{what}.{self._stream}", json.dumps(config).encode()
+        reply = await self._nc.request(subject, request if config else b"", timeout=TIMEOUT_S)
         answer: dict[str, Any] = json.loads(reply.data)
         if "error" in answer:
             APIError.from_error(answer["error"])

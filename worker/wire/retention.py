@@ -53,7 +53,7 @@ from turnkeep_client.messages import (
 from worker.process.concurrency import task_group
 
 from .intake import session_of
-from .log_room import turns_bytes
+from .log_room import open_bytes
 from .synced import SyncedEntries
 from .written import answered_seq
 
@@ -102,7 +102,7 @@ class Retention:
         sync_s: float,
         is_first: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`max_bytes` is the log's size limit in the server; near it, closed sessions are removed early.
+        """`max_bytes` is the log's limit, until `run` reads it; near it, closed sessions are removed early.
 
         Without `closed_ttl_s` they stay until then; else until that many seconds after their close. The
         server syncs its files every `sync_s` seconds; with 0, before it acknowledges an entry.
@@ -122,10 +122,12 @@ class Retention:
         self._locks: WeakValueDictionary[SessionKey, Lock] = WeakValueDictionary()
         self._woken = Event()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the log is so full that no turn may begin."""
-        return self.num_bytes > turns_bytes(self.max_bytes)
+    async def is_full(self) -> bool:
+        """Whether the log is full: then no turn may begin, as its result would use the reserve."""
+        if self.num_bytes > open_bytes(self.max_bytes):  # there may be room again
+            with contextlib.suppress(nats.errors.Error, APIError, OSError):
+                self.num_bytes, _ = await self._journal.end()
+        return self.num_bytes > open_bytes(self.max_bytes)
 
     def lock(self, key: SessionKey) -> Lock:
         """Return a session's lock, held while its log is read page by page, closed, or removed."""
@@ -172,8 +174,9 @@ class Retention:
         while True:
             self._woken = Event()
             try:
-                if self._is_first():
-                    await self._journal.room.lower()  # before the removals, which make room
+                is_first = self._is_first()  # the size is lowered before the removals, which make room
+                self.max_bytes = await self._journal.room.restore(lowers=is_first)
+                if is_first:
                     await self.sweep()
                 else:
                     self.num_bytes = await self._synced.look()

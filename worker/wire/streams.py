@@ -230,6 +230,11 @@ async def _bring_about(js: JetStreamContext, wanted: api.StreamConfig) -> bool:
             return False
     _check_identity(wanted, info)
     if changes := _differences(wanted, info.config):
+        if info.state.bytes > int(changes.get("metadata", {}).get(LIMIT_NOTE, info.state.bytes)):
+            raise BrokerError(
+                f"the log has {size(info.state.bytes)}, more than log_max_bytes, so no close would fit;"
+                " give a larger limit until sessions are closed"
+            )
         await js.update_stream(info.config.evolve(**changes))
         log.info("updated stream", stream=name, **changes)
         if "num_replicas" in changes:

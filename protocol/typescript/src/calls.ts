@@ -12,7 +12,7 @@ import { decode, encode } from "./json.js";
 import type { ControlReply, Request, Result } from "./messages.js";
 import type { SessionKey } from "./subjects.js";
 import { Bell } from "./waiting.js";
-import { STREAM_FULL, type Wire } from "./wire.js";
+import type { Wire } from "./wire.js";
 
 /** After so long without an event, a waiting call reads the log; doubles up to the second value. */
 const FIRST_POLL_MS = 2000;
@@ -287,15 +287,14 @@ export class Call {
     }
   }
 
-  /** Publish the request; return its sequence. A full log refuses a close: then a worker stores and answers it. */
+  /** Publish the request; return its sequence. If the log refuses a close, a worker stores and answers it. */
   async #store(body: Uint8Array): Promise<number | undefined> {
     const { wire } = this.#feeds;
     const { headers, signal } = this.#options;
     try {
       return await wire.publish(wire.subjects.of(this.key, "in"), body, headers, signal);
     } catch (error) {
-      const isFull = error instanceof RequestFailedError && (error.cause as { code?: unknown })?.code === STREAM_FULL;
-      if (!isFull || this.request.type !== "close") throw error;
+      if (!(error instanceof RequestFailedError) || this.request.type !== "close") throw error;
       const result = decode<Result>(await wire.ask(wire.subjects.of(this.key, "ask"), body, ASK_MS));
       if (typeof result?.seq !== "number") throw error; // the log did not take it from the worker either
       this.result = result;

@@ -618,7 +618,7 @@ export interface Metrics {
   returned?: number;
   /** Size of the log's stream. */
   log_bytes?: number;
-  /** Size at which the log refuses requests. */
+  /** Limit of the log, which refuses requests at 15/16. */
   log_max_bytes?: number;
   /** size of the largest request that the log takes */
   max_message_bytes?: number;

@@ -45,7 +45,7 @@ const TOO_MANY = 413;
 const RECONNECT_MS = 5000;
 /** JetStream's code: larger than the stream's max_msg_size. */
 const MESSAGE_TOO_LARGE = 10054;
-export const STREAM_FULL = 10077;
+const STREAM_FULL = 10077;
 /** JetStream's codes: the subject has another last message than expected; in a cluster, another one is being stored. */
 const WRONG_LAST_SEQUENCE = 10071;
 const IN_PROGRESS = 10164;
