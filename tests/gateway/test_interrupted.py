@@ -139,6 +139,7 @@ async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_th
     finally:
         gateway.terminate()
         assert gateway.wait(30) == 143
+    assert log.read_text().splitlines()[1:] == [f"the gateway is at http://127.0.0.1:{port}/v1"]
 
 
 @pytest.mark.serves("endless_model")
