@@ -290,6 +290,12 @@ TINY: list[Row] = [
     (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
     (MESSAGES, saying(7), "with a type", None),
     (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
+    (
+        MESSAGES,
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "wat"}}}},
+        "output_config.format cannot be followed",
+        None,
+    ),
     (RESPONSES, {"input": None}, "empty", "input"),
     (COMPACT, {}, "", "input"),
     (COMPACT, {"input": []}, "", "input"),

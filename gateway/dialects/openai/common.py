@@ -81,8 +81,8 @@ class SamplingFields(_Options, frozen=True, kw_only=True):
 
 def with_tokens(options: dict[str, Any], param: str) -> dict[str, Any]:
     """Return `options`; raise a `Fault` about the field `param` if they ask for an answer of no tokens."""
-    if not options["max_tokens"]:
-        raise refused(f"{param} must be 1 or more, not 0", param)
+    if options["max_tokens"] < 1:
+        raise refused(f"{param} must be 1 or more, not {options['max_tokens']}", param)
     return options
 
 
