@@ -149,7 +149,7 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences
     if asked.output_config:
-        options |= openai.reasoning(asked.output_config.effort)
+        options |= openai.reasoning(asked.output_config.effort, "output_config.effort", warnings)
     if (budget := _budget(asked.thinking)) is not None:
         options["reasoning"] = {"budget": budget}
     if asked.output_config and (form := asked.output_config.format):

@@ -182,7 +182,7 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     if asked.think is False:
         options["reasoning"] = {"budget": 0}
     elif isinstance(asked.think, str):
-        options |= openai.reasoning(asked.think)
+        options |= openai.reasoning(asked.think, "think", warnings)
     return options
 
 
