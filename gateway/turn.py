@@ -256,7 +256,8 @@ def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
         field = re.split(r"[.\[]", name, maxsplit=1)[0]
         theirs = names.get(field, field)
         fault.param = theirs + name[len(field) :]
-        fault.message = re.sub(rf"\b{re.escape(field)}\b", lambda _: theirs, fault.message, count=1)
+        if fault.code is None:  # else the sentence has words that agents look for
+            fault.message = re.sub(rf"\b{re.escape(field)}\b", lambda _: theirs, fault.message, count=1)
     return fault
 
 

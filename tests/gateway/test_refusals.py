@@ -288,6 +288,7 @@ TINY: list[Row] = [
     (CHAT, [], "Expected `object`", None),
     (COMPLETIONS, {"echo": True}, "echo is not supported", "echo"),
     (COMPLETIONS, {"prompt": [99_999]}, "vocabulary", "prompt"),
+    (COMPLETIONS, {"prompt": "a b " * 9_000}, "However, your messages resulted in", "prompt"),
     (MESSAGES, saying(7), "with a type", None),
     (MESSAGES, {"max_tokens": None}, "max_tokens: Field required", None),
     (
