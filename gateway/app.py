@@ -11,6 +11,7 @@ from starlette import routing
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from turnkeep_client.errors import TurnkeepError
@@ -34,8 +35,7 @@ from .turn import WARNINGS, Fault, fault_of
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 
-    from starlette.requests import Request
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from turnkeep_client.client import Client
 
@@ -46,6 +46,10 @@ if TYPE_CHECKING:
 DIALECTS: Final = (OPENAI, ANTHROPIC, RESPONSES, OLLAMA, COHERE)
 MAX_BODY_BYTES: Final = 32 * 2**20
 _PUBLISH_S: Final = 5.0
+
+_STOPPED: Final = Fault(
+    503, "the gateway has stopped; send the request again", kind="server_error", retry_after_s=1.0
+)
 
 #: The page has no scripts, and loads nothing.
 _PAGE_HEADERS: Final = {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'"}
@@ -112,7 +116,7 @@ class Gateway:
             exception_handlers=dict.fromkeys(KINDS, errors.answer),
         )
         # Around the application: Starlette answers its faults outside of its middleware.
-        cors = _Cors(app, self.access.may_ask)
+        cors = _Cors(_until_stopped(app, errors), self.access.may_ask)
         counted = self.counters.counting(cors, [one.path for one in self.routes])
         return read_to_its_end(_without_slash(counted))
 
@@ -176,6 +180,31 @@ def _without_slash(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send)
 
     return stripped
+
+
+def _until_stopped(app: ASGIApp, errors: Errors) -> ASGIApp:
+    """Wrap an application so that requests without a response get an error when the server stops.
+
+    The server then cancels what still runs, and would answer in no dialect's form.
+    """
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def sending(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
+        try:
+            await app(scope, receive, sending)
+        except asyncio.CancelledError:
+            if not has_begun:
+                response = await errors.answer(Request(scope), _STOPPED)
+                await response(scope, receive, send)
+            raise
+
+    return answered
 
 
 class _Cors(CORSMiddleware):

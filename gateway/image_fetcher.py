@@ -87,7 +87,7 @@ class ImageFetcher:
         except ValueError:
             raise refused("the image's URL is not valid", where) from None
         if parts.scheme not in {"http", "https"} or not host or host not in self._hosts:
-            why = f"images are not fetched from {host!r}: send the image as a data: URL, or name the host"
+            why = f"images are not fetched from {host!r}: send the file in base64, or name the host"
             raise refused(f"{why} in the gateway's setting gateway_image_hosts", where)
 
     def _read(self, link: Link) -> bytes:

@@ -247,14 +247,17 @@ def check(turn: ClientTurn, names: Mapping[str, str]) -> ClientTurn:
 
 
 def renamed(fault: Fault, names: Mapping[str, str]) -> Fault:
-    """Set a fault's `param` to the dialect's name for it and return the fault; without one, to the messages'.
+    """Give a fault's field, in `param` and in the sentence, the dialect's name; return the fault.
 
-    Changes only faults of an invalid request (400).
+    Without a field it is about the messages. Changes only faults of an invalid request (400).
     """
     if fault.status == 400 and fault.kind == "invalid_request_error":
         name = fault.param or "messages"
         field = re.split(r"[.\[]", name, maxsplit=1)[0]
-        fault.param = names.get(field, field) + name[len(field) :]
+        theirs = names.get(field, field)
+        fault.param = theirs + name[len(field) :]
+        if fault.code is None:  # else the sentence has words that agents look for
+            fault.message = re.sub(rf"\b{re.escape(field)}\b", lambda _: theirs, fault.message, count=1)
     return fault
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -77,12 +78,22 @@ class _Protocol(H11Protocol):
         self.transport.close()
 
 
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the command.
+
+    uvicorn's own raises a signal again once it has ended, which cancels what the command then closes.
+    """
+
+    def capture_signals(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]
+        return contextlib.nullcontext()
+
+
 def server(app: ASGIApp, drain_s: int) -> uvicorn.Server:
     """Return the server of an application; when it stops, running responses have `drain_s` to end."""
     errors = logging.getLogger("uvicorn.error")
     errors.setLevel(logging.ERROR)  # else clients that send nonsense fill the log
     errors.addFilter(_is_no_cancellation)
-    return uvicorn.Server(
+    return _Server(
         uvicorn.Config(
             app,
             http=_Protocol,
@@ -103,11 +114,11 @@ def _is_no_cancellation(record: logging.LogRecord) -> bool:
 
 
 async def serve(running: uvicorn.Server, listener: socket.socket, *parts: Coroutine[Any, Any, None]) -> None:
-    """Serve until SIGINT or SIGTERM, or until one of `parts` ends; then wait for running responses."""
+    """Serve until cancelled, or until one of `parts` ends; then wait for running responses."""
     serving = asyncio.create_task(running.serve(sockets=[listener]))
     try:
         await until_one_ends(*parts, _end_of(serving))
-    finally:  # also if a signal has cancelled this: streams end first
+    finally:  # also if this is cancelled, as by SIGTERM: streams end first
         running.should_exit = True
         await serving
 

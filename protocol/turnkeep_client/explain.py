@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, Final
 
 import msgspec
-from msgspec import Struct, inspect
+from msgspec import inspect
 
 from .subjects import ID_PATTERN, ID_RULE
 
@@ -23,12 +23,8 @@ _MISSING_FIELD = re.compile(r"Object missing required field `(.*)`")
 _OUT_OF_RANGE = re.compile(r"Expected `(int|float)` [<>]")
 _LENGTH = re.compile(r"Expected `(?P<kind>str|array)` of length (?P<side>[<>])= (?P<num>\d+)")
 _BAD_VALUE = re.compile(r"Invalid (?:enum )?value (.*)", re.DOTALL)
-_STEP = re.compile(r"\.(\w+)|\[[^]]*\]")
+_STEP = re.compile(r"\.(\w+)|\[([^]]*)\]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-
-
-class _Type(Struct):
-    type: Any = None
 
 
 def field_of(error: msgspec.ValidationError) -> str | None:
@@ -65,7 +61,7 @@ def explain(error: Exception, body: bytes, expected: Any, what: str) -> str:
 def _explain_fields(fault: str, body: bytes, expected: Any, what: str) -> str:
     found = _PLACE.fullmatch(fault)
     fault, path = (found["fault"], found["path"] or "") if found else (fault, "")
-    at = _type_at(expected, path, _tag(body))
+    at = _type_at(expected, path, body)
     name = path.lstrip(".") or _name(at, what)
     if unknown := _UNKNOWN_FIELD.fullmatch(fault):
         return _explain_unknown(name, unknown[1], at)
@@ -118,24 +114,39 @@ def _number(at: inspect.IntType | inspect.FloatType) -> str:
     return f"a {'whole ' if isinstance(at, inspect.IntType) else ''}number, {said}"
 
 
-def _type_at(expected: Any, path: str, tag: object) -> inspect.Type | None:
+def _type_at(expected: Any, path: str, body: bytes) -> inspect.Type | None:
     """Return the type expected at `path`, which is msgspec's path to an error, such as `.messages[0].role`.
 
-    For a path that ends in a message's `type`, return the union of the messages allowed there. `tag` is the
-    value of `type` in the body.
+    Of a union, return the member that the body has there, by its `type`. For a path that ends in a `type`,
+    return the union of what is allowed there.
     """
-    at: inspect.Type | None = _type_info(expected)
-    if path != ".type":
-        at = next((each for each in _structs(at) if each.tag == tag and tag is not None), at)
+    value = _decoded(body)
+    at = _member(_type_info(expected), value)
     for step in _STEP.finditer(path):
         if step[1] is None:
             items = (getattr(each, name, None) for each in _plain(at) for name in ("item_type", "value_type"))
             at = next(filter(None, items), None)
+            value = _part(value, step[2])
         elif not (step[1] == "type" and any(each.tag for each in _structs(at))):
             fields = (field for each in _structs(at) for field in each.fields)
             at = next((field.type for field in fields if field.encode_name == step[1]), None)
-        at = _without_null(at)
+            value = _part(value, step[1])
+        at = _member(_without_null(at), value)
     return at
+
+
+def _member(at: inspect.Type | None, value: Any) -> inspect.Type | None:
+    """Return the struct of a union whose tag an object has; without one, the union."""
+    tag = value.get("type") if isinstance(value, dict) else None
+    return next((each for each in _structs(at) if each.tag == tag and tag is not None), at)
+
+
+def _part(value: Any, step: str) -> Any:
+    """Return a part of a decoded body; None if it is not there, as of the first of two equal keys."""
+    try:
+        return value[int(step) if isinstance(value, list) else step]
+    except (LookupError, TypeError, ValueError):
+        return None
 
 
 @cache
@@ -177,9 +188,10 @@ def _name(at: inspect.Type | None, what: str) -> str:
     return tags[0] if len(tags) == 1 else what
 
 
-def _tag(body: bytes) -> object:
+def _decoded(body: bytes) -> Any:
+    """Decode a body that may be invalid; return None if it cannot be decoded."""
     try:
-        return msgspec.json.decode(body, type=_Type).type
+        return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 

@@ -44,7 +44,13 @@ class ToolCall(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class ToolFunction(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A function that a model may call; `parameters` is a JSON schema of an object."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}$")]
+    name: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9_.\-]{1,128}$",
+            extra_json_schema={"description": "1 to 128 of the characters A-Z a-z 0-9 _ . -"},
+        ),
+    ]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None

@@ -136,7 +136,7 @@ class Generate(Input, frozen=True, tag="generate"):
         if isinstance(self.tool_choice, NamedTool) and self.tools is not None:
             chosen = self.tool_choice.function.name
             if chosen not in names:
-                why = f"generate has a tool_choice of {chosen}, which is none of its tools"
+                why = f"tool_choice names {chosen}, which is none of the tools"
                 raise FieldError("tool_choice", why)
         if self.ignore_eos and not isinstance(self.response_format, TextFormat | None):
             raise FieldError(

@@ -432,6 +432,8 @@ def build(kind: type[_Q], request_id: str | None = None, **fields: Any) -> _Q:
     if messages is not None:
         given["messages"] = [one.sent or one if isinstance(one, Message) else one for one in messages]
     tag = kind.__struct_config__.tag
+    if "id" in given:  # else a repeat would run again under a new id
+        raise InvalidMessageError(f"{tag} takes no 'id' here: a request's id is the argument request_id")
     given["id"] = uuid4().hex if request_id is None else request_id
     request = decode_request(encode({"type": tag, **given}))
     if not isinstance(request, kind):  # cannot be: the tag decides

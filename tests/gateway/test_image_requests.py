@@ -221,7 +221,7 @@ async def test_an_image_is_fetched_only_from_hosts_that_the_setting_names(
     for path in ("/a.png", "/moved"):
         assert await fetched(path, "127.0.0.1") == [digest(PNG), digest(png(2))]
     for path, hosts, why in (
-        ("/a.png", (), "images are not fetched from '127.0.0.1': send the image as a data: URL"),
+        ("/a.png", (), "images are not fetched from '127.0.0.1': send the file in base64"),
         ("/a.png", ("127.0.0.10", "0.0.1"), "images are not fetched from '127.0.0.1'"),
         ("/away", ("127.0.0.1",), "images are not fetched from 'localhost'"),
         ("/file", ("127.0.0.1",), "cannot be fetched|not fetched"),

@@ -139,6 +139,31 @@ async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_th
     finally:
         gateway.terminate()
         assert gateway.wait(30) == 143
+    assert log.read_text().splitlines()[1:] == [f"the gateway is at http://127.0.0.1:{port}/v1"]
+
+
+@pytest.mark.serves("endless_model")
+async def test_a_gateway_that_stops_before_an_answer_is_whole_asks_its_client_to_send_it_again(
+    worker: Any, gateway: Any
+) -> None:
+    stopped = await gateway()
+    stopped.server.config.timeout_graceful_shutdown = 0
+    paths, asked = (CHAT, "/v1/messages", "/v1/responses", "/api/chat"), question("Begin.", 600)
+    asked |= {"input": "Begin.", "stream": False}
+    async with httpx2.AsyncClient(base_url=stopped.url, timeout=60) as http:
+        waiting = [asyncio.create_task(http.post(path, json=asked)) for path in paths]
+        await until(lambda: stopped.gateway.counters.num_running == len(paths))
+        await asyncio.sleep(0.5)
+        stopped.server.should_exit = True
+        for one in waiting:
+            cut = await one
+            assert (cut.status_code, cut.headers["retry-after"]) == (503, "1"), cut.text
+            assert "send the request again" in str(cut.json()["error"])
+        await stopped.task
+    served = await gateway()
+    async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
+        again = await http.post(CHAT, json=asked)
+    assert (again.status_code, again.headers["x-turnkeep-session"].split()[1]) == (200, "repeated")
 
 
 async def stopped_in_mid_answer(gateway: Any, asked: dict[str, Any]) -> Followed:

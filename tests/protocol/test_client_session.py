@@ -130,6 +130,7 @@ INVALID: list[tuple[Callable[[Any], Any], str]] = [
     (lambda session: session.generate(temperature=float("nan")), "temperature must be `float`"),
     (lambda session: session.generate(text="a", tokens=[1]), "at most one of messages, text, tokens"),
     (lambda session: session.generate(request_id="a b"), "id must be 1 to 64 of the characters"),
+    (lambda session: session.generate(text="a", id="turn-1"), "takes no 'id' here: .* request_id"),
     (lambda session: session.append(), "exactly one of messages, text, tokens"),
     (lambda session: session.append(messages=[{"role": "user", "contents": ""}]), "mean 'content'"),
     (lambda session: session.append(text="\ud800"), "whole Unicode characters"),

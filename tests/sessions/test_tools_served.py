@@ -281,7 +281,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool("odd")]}, "no odd tools"),
     (
         {"tools": [tool("f")], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-        "a tool_choice of g, which is none of its tools",
+        "tool_choice names g, which is none of the tools",
     ),
     *(
         ({"tools": [tool(f"f{n}", one, strict=True) for n, one in enumerate(bomb)]}, says)

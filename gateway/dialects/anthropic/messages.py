@@ -14,7 +14,7 @@ from gateway.images import joined
 from gateway.turn import ClientTurn, Fault, WholeNumber, as_whole, check, parts_checked, prefilled, refused
 from turnkeep_client.content_blocks import ContentWarning, block_text
 from turnkeep_client.errors import InvalidMessageError
-from turnkeep_client.messages import Function, Message, ToolCall, encode
+from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
 from . import client_tools
 from . import common as anthropic
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 #: A line in some clients' system prompts that differs in each request and means nothing to the model.
 _BILLING: Final = re.compile(r"x-anthropic-billing-header[^\n]*\n*")
+#: This API's names of fields, by the protocol's names.
+NAMES: Final = {
+    **{name: one.name_in("anthropic") for name, one in OPTIONS.items()},
+    "response_format": "output_config.format",
+}
 #: Fields that would change the answer, but that no worker supports.
 _REFUSED: Final = ("mcp_servers", "container")
 _T = TypeVar("_T")
@@ -136,7 +141,7 @@ def read(body: bytes, *, is_counted: bool = False) -> ClientTurn:
         warnings=tuple(reading.warnings),
         images=reading.images,
     )
-    return check(turn, {})
+    return check(turn, NAMES)
 
 
 def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
@@ -144,7 +149,7 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     if asked.stop_sequences:
         options["stop"] = asked.stop_sequences
     if asked.output_config:
-        options |= openai.reasoning(asked.output_config.effort)
+        options |= openai.reasoning(asked.output_config.effort, "output_config.effort", warnings)
     if (budget := _budget(asked.thinking)) is not None:
         options["reasoning"] = {"budget": budget}
     if asked.output_config and (form := asked.output_config.format):

@@ -13,7 +13,9 @@ from . import messages
 
 _PATH: Final = "/v1/messages"
 _KIND: Final = messages.DECODER.type
-_MESSAGES: Final = Form("message", messages.read, messages.whole, messages.MessageEvents, anthropic.error)
+_MESSAGES: Final = Form(
+    *("message", messages.read, messages.whole, messages.MessageEvents, anthropic.error, messages.NAMES)
+)
 _COUNTED: Final = _MESSAGES._replace(read=partial(messages.read, is_counted=True))
 
 DIALECT: Final = Dialect(

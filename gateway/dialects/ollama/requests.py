@@ -22,8 +22,10 @@ from gateway.turn import (
     parts_checked,
     prefilled,
     refused,
+    renamed,
 )
 from turnkeep_client.content_blocks import ContentWarning
+from turnkeep_client.explain import field_of
 from turnkeep_client.messages import OPTIONS, Function, Message, ToolCall, encode
 
 if TYPE_CHECKING:
@@ -67,7 +69,7 @@ class _Request(openai.SamplingFields, frozen=True, kw_only=True):
 
     stream: bool | None = True
     think: bool | str | None = None
-    format: Any = None
+    format: dict[str, Any] | str | None = None
     options: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: WholeNumber | None = None
@@ -159,6 +161,8 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
         beside["max_tokens"] = asked.max_output_tokens
     known = beside | {_OPTIONS[name]: value for name, value in given.items() if name in _OPTIONS}
     warnings += [ContentWarning(f"options.{name}", "has no effect") for name in given if name not in _OPTIONS]
+    if isinstance(asked.format, str) and asked.format not in {"", "json"}:
+        raise refused("format must be json or a JSON schema", "format")
     if asked.format:
         known["response_format"] = (
             {"type": "json_object"}
@@ -168,7 +172,7 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     try:
         sampled = msgspec.convert(known, openai.SamplingFields, dec_hook=as_whole)
     except msgspec.ValidationError as error:
-        raise refused(str(error), "options") from None
+        raise renamed(refused(str(error), field_of(error)), NAMES) from None
     most = sampled.max_tokens
     if most is not None and most < 0:  # -1 is no limit, -2 what fits in the context
         most = None
@@ -178,7 +182,7 @@ def _options(asked: _Request, warnings: list[ContentWarning]) -> dict[str, Any]:
     if asked.think is False:
         options["reasoning"] = {"budget": 0}
     elif isinstance(asked.think, str):
-        options |= openai.reasoning(asked.think)
+        options |= openai.reasoning(asked.think, "think", warnings)
     return options
 
 

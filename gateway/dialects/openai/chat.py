@@ -125,7 +125,7 @@ def read(body: bytes) -> ClientTurn:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     elif asked.top_logprobs:
         raise refused("top_logprobs needs logprobs: true", "top_logprobs")
-    options |= openai.reasoning(asked.reasoning_effort)
+    options |= openai.reasoning(asked.reasoning_effort, "reasoning_effort", reading.warnings)
     streamed = asked.stream_options
     said = [
         _message(one, f"messages[{number}]", reading).of_keys(sent.messages[number])

@@ -31,8 +31,14 @@ MOST_ITEMS: Final = 100_000
 _FIELDS: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _R = TypeVar("_R", bound=Struct)
 
-#: Most reasoning tokens, by effort; any other effort, such as "high", has no limit.
-_BUDGETS: Final = {"none": 0, "minimal": 64, "low": 512, "medium": 2048}
+#: Most reasoning tokens, by effort; None is no limit.
+_BUDGETS: Final = {
+    **dict.fromkeys(("high", "xhigh", "max")),
+    "medium": 2048,
+    "low": 512,
+    "minimal": 64,
+    "none": 0,
+}
 
 #: OpenAI's `finish_reason` in place of reasons that OpenAI does not have.
 _REASONS: Final = {
@@ -81,8 +87,8 @@ class SamplingFields(_Options, frozen=True, kw_only=True):
 
 def with_tokens(options: dict[str, Any], param: str) -> dict[str, Any]:
     """Return `options`; raise a `Fault` about the field `param` if they ask for an answer of no tokens."""
-    if not options["max_tokens"]:
-        raise refused(f"{param} must be 1 or more, not 0", param)
+    if options["max_tokens"] < 1:
+        raise refused(f"{param} must be 1 or more, not {options['max_tokens']}", param)
     return options
 
 
@@ -158,9 +164,16 @@ def _has_more_items(given: Any, most: int) -> bool:
     return num_items > most
 
 
-def reasoning(effort: str | None) -> dict[str, Any]:
-    """Return the generate option `reasoning` for OpenAI's `effort`; empty if that sets no limit."""
-    return {"reasoning": {"budget": _BUDGETS[effort]}} if effort in _BUDGETS else {}
+def reasoning(effort: str | None, where: str, warnings: list[ContentWarning]) -> dict[str, Any]:
+    """Return the generate option `reasoning` for the effort in the field `where`; empty without a limit.
+
+    An unknown effort gets a warning.
+    """
+    if effort is not None and effort not in _BUDGETS:
+        what = f"{printable(effort)} has no effect; efforts are {', '.join(_BUDGETS)}"
+        warnings.append(ContentWarning(where, what))
+    budget = _BUDGETS.get(effort or "")
+    return {} if budget is None else {"reasoning": {"budget": budget}}
 
 
 def refuse(asked: Struct, names: Iterable[str]) -> None:

@@ -118,7 +118,7 @@ def read(body: bytes, known: Mapping[str, dict[str, Any]] = _NONE) -> ClientTurn
     effort, included = asked.reasoning.effort if asked.reasoning else None, asked.include or ()
     tools, kinds = _tools(asked, reading.warnings)
     options = openai.with_tokens(openai.sampling(asked, asked.max_output_tokens), "max_output_tokens")
-    options |= openai.reasoning(effort) | tools
+    options |= openai.reasoning(effort, "reasoning.effort", reading.warnings) | tools
     if _LOGPROBS in included:
         options |= {"logprobs": True, "top_logprobs": int(asked.top_logprobs or 0)}
     if asked.text and asked.text.format and asked.text.format.type != "text":

@@ -1031,6 +1031,7 @@ export interface ToolCall {
 
 /** A function that a model may call; `parameters` is a JSON schema of an object. */
 export interface ToolFunction {
+  /** 1 to 128 of the characters A-Z a-z 0-9 _ . - */
   name: string;
   description?: string | null;
   parameters?: Record<string, unknown> | null;
