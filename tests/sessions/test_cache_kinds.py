@@ -20,7 +20,6 @@ from mlx_lm.models.cache import KVCache
 from cache.names.policy import Policy
 from turnkeep_client.errors import RequestFailedError
 from worker.app import WorkerError
-from worker.models.model_files import ModelError
 
 _SHAPE = {
     "hidden_size": 32,
@@ -99,13 +98,6 @@ async def test_snapshots_stay_usable_under_a_new_chat_template_but_not_under_new
     assert await cached("c") == len(text) - 1
     monkeypatch.setattr("worker.model_start.code_digest", lambda _: "of another release")
     assert await cached("d") == 0
-
-
-async def test_a_worker_does_not_start_with_kv_bits_and_a_model_whose_kv_cannot_be_quantised(
-    local_worker,
-) -> None:
-    with pytest.raises(ModelError, match=r"size of 16, and kv_bits needs a multiple of 32; leave .* full$"):
-        await local_worker(kv_bits=8)
 
 
 OF_WINDOW = "RingCache(sink_window(0,24))"

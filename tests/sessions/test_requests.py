@@ -14,9 +14,9 @@ import structlog
 from nats.js.errors import APIError
 from raw_wire import LONG, PATIENCE_S, Start, append, generate
 
-from tests.parts import BLOCK, TINY_KV_BYTES
+from tests.parts import TINY_KV_BYTES
 from tests.simulation.world import Server
-from turnkeep_client.client import Client, connect
+from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.subjects import SessionKey
@@ -323,38 +323,6 @@ async def test_an_ask_whose_answer_takes_long_is_told_not_to_send_it_again_and_t
 
 
 # Who sees what
-
-
-@pytest.mark.real
-async def test_tenants_share_neither_sessions_nor_kv(wire: Start) -> None:
-    """Two tenants may use the same session name for different sessions; equal tokens have separate KV."""
-    w = await wire()
-    text = "A prompt that both of them send, long enough for some blocks. " * 3
-    async with connect(w.worker.settings.nats, prefix=w.prefix, tenant="other") as other:
-        mine = await w.worker.client.session("s").append(text=text)
-        await quiet(w.worker.client)
-        theirs = await other.session("s").append(text=text)
-        assert mine.position == theirs.position == len(text)
-        assert (theirs.cached_tokens, theirs.prefilled_tokens) == (0, len(text) - 1)
-        await other.session("s").rewind(1)
-        assert (await w.worker.client.session("s").info()).position == len(text)
-        assert (await other.session("s").info()).tenant == "other"
-        with pytest.raises(RequestFailedError, match="no such session"):
-            await other.session("unknown").info()
-
-
-@pytest.mark.real
-async def test_a_prefix_shared_by_two_sessions_of_a_tenant_is_prefilled_once(client: Client) -> None:
-    shared = "A system prompt that is the same for all. " * 5
-    await client.session("first").append(text=shared + "I am the first.")
-    await quiet(client)
-    second = await client.session("second").append(text=shared + "And this is the second one!")
-    assert len(shared) // BLOCK * BLOCK <= second.cached_tokens <= len(shared)
-    assert second.prefilled_tokens == second.tokens - second.cached_tokens
-    expected = await client.session("alone").generate(
-        text=shared + "And this is the second one!", max_tokens=12
-    )
-    assert (await client.session("second").generate(max_tokens=12)).tokens == expected.tokens
 
 
 async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: Start) -> None:
