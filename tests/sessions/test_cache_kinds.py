@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import shutil
@@ -138,59 +137,6 @@ async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_a
         await local_worker(model=str(make_folder(kind, num_hidden_layers=5, **sizes)), kv_bits=kv_bits)
     said = [line["caches"] for line in logged if "caches" in line]
     assert said == [caches] * (2 if kind == "gemma3_text" and kv_bits is not None else 1)
-
-
-@pytest.fixture
-def num_passes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """Count the forward passes of gemma3 models since the last call."""
-    from mlx_lm.models import gemma3_text
-
-    passes = [0]
-    run = gemma3_text.Model.__call__
-
-    def counted(*args: Any, **options: Any) -> Any:
-        passes[0] += 1
-        return run(*args, **options)
-
-    def since() -> int:
-        found, passes[0] = passes[0], 0
-        return found
-
-    monkeypatch.setattr(gemma3_text.Model, "__call__", counted)
-    return since
-
-
-async def test_a_restart_does_not_repeat_the_batching_trials_of_the_same_model(
-    local_worker, make_folder, tmp_path, num_passes
-) -> None:
-    """For a vocabulary of 262,144 tokens the trials took half a minute at every start."""
-    folder = make_folder("gemma3_text")
-    await (await local_worker(model=str(folder))).stop()
-    assert num_passes() > 15
-    worker = await local_worker(model=str(folder))
-    assert num_passes() <= 3
-
-    async def ask(name: str) -> tuple[int, ...]:
-        answer = await worker.client.session(name).generate(text=f"{name[0]} says", max_tokens=8)
-        return tuple(answer.tokens)
-
-    assert await asyncio.gather(ask("a"), ask("b")) == [await ask("a-alone"), await ask("b-alone")]
-
-
-async def test_a_worker_repeats_the_batching_trials_if_only_those_of_other_models_are_stored(
-    local_worker, make_folder, tmp_path, num_passes
-) -> None:
-    folder = make_folder("gemma3_text")
-    await (await local_worker(model=str(folder))).stop()
-    (tmp_path / "data" / "models" / "trials.json").write_text('{"a": 1, "b": {"merge": 99}}')
-    num_passes()
-    await (await local_worker(model=str(folder))).stop()
-    assert num_passes() > 15
-
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 16}))
-    await local_worker(model=str(folder))
-    assert num_passes() > 15
 
 
 async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_start(

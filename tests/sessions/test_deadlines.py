@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.parts import fall_asleep
-from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append, Failed, Generate
 from turnkeep_client.subjects import SessionKey
 
@@ -81,27 +79,6 @@ async def test_a_running_answer_ends_at_its_deadline_with_the_tokens_generated_u
     assert (repeated.tokens, repeated.repeat_of) == (result.tokens, result.seq)
 
 
-async def test_a_prompt_still_being_prefilled_at_its_deadline_adds_nothing(
-    local_worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from worker.device.runner import Runner
-
-    run_step = Runner._run_step
-
-    def slowly(self: Runner, step: Any, **how: Any) -> None:
-        time.sleep(0.05)
-        run_step(self, step, **how)
-
-    monkeypatch.setattr(Runner, "_run_step", slowly)
-    worker = await local_worker()
-    session = worker.client.session("reading")
-    for send in (session.append, session.generate):
-        with pytest.raises(RequestFailedError, match="deadline") as caught:
-            await send(tokens=LONG, deadline_s=0.5)
-        assert caught.value.code == "expired"
-    assert (await session.append(tokens=[40])).position == 1
-
-
 @pytest.mark.simulated
 async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_already_streamed(
     local_worker: Any,
@@ -120,15 +97,3 @@ async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_a
     assert seen == list(result.tokens)
     assert 0 < len(seen) < 2_000
     assert [entry.kind for entry in await worker.client.log("killed")] == ["in", "out"]
-
-
-async def test_a_request_that_waits_for_its_tenants_other_sessions_expires_at_its_deadline(
-    local_worker: Any, endless_model: Path
-) -> None:
-    worker = await local_worker(model=str(endless_model), max_batch=1)
-    client, long = worker.client, Generate(id="long", tokens=(40, 41), max_tokens=30_000)
-    running = [await client.submit(SessionKey("default", f"busy{number}"), long) for number in range(4)]
-    await asyncio.sleep(0.5)
-    with pytest.raises(RequestFailedError, match="deadline"):
-        await client.session("late").generate(tokens=[42], max_tokens=200, deadline_s=0.5, timeout_s=5)
-    assert not any(one.is_resolved() for one in running)

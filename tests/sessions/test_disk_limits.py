@@ -18,8 +18,8 @@ from raw_wire import Start, Wire, append
 from cache.names.tokens import as_tokens
 from cache.store import Store
 from tests.parts import BLOCK, WorkerProcess
-from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import CachePolicy, ForkPoint, SessionCache
+from turnkeep_client.errors import RequestFailedError
+from turnkeep_client.messages import ForkPoint, SessionCache
 from worker.app import App
 
 
@@ -33,14 +33,6 @@ def snapshots(w: Wire) -> int:
 
 async def settled(w: Wire) -> None:
     assert await w.worker.app._store.queue.drained(10)
-
-
-async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wire: Start) -> None:
-    w = await wire(snapshots="off")
-    await w.send("s", append("a", "hello"))
-    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
-    assert (closed["type"], closed["forgotten"]) == ("closed", 0)
-    assert closed.get("settled", True), "there never were any"
 
 
 async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as_settled(wire: Start) -> None:
@@ -194,16 +186,6 @@ async def test_a_session_without_snapshots_reuses_those_of_other_sessions(local_
     assert appended.cached_tokens >= 3 * BLOCK
     saved = await worker.client.session("also-saved").append(tokens=[*SECRET, 5, 7])
     assert saved.cached_tokens >= 3 * BLOCK
-
-
-async def test_a_client_refuses_to_open_a_paged_session_without_snapshots(
-    local_worker: Callable,
-) -> None:
-    worker = await local_worker()
-    with pytest.raises(InvalidMessageError, match="keeps the KV of a paged session on SSD"):
-        await worker.client.session("s").open({"policy": "paged", "snapshots": "none"})
-    with pytest.raises(InvalidMessageError, match="a fork keeps its parent's policy"):
-        await worker.client.session("s").open(CachePolicy(snapshots="none"), fork_of=ForkPoint("t"))
 
 
 async def test_a_client_session_without_snapshots_refuses_a_session_that_was_opened_with_snapshots(

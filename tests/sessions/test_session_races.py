@@ -34,8 +34,7 @@ from worker.models.vision.image_file import ImageError
 from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids
 from worker.sessions.cancelling import cancel
-from worker.sessions.dead_letters import AttemptNote, excuse
-from worker.sessions.pending import PendingRequest
+from worker.sessions.dead_letters import excuse
 from worker.wire.chunks import PublishedChunks
 from worker.wire.fence import FencedError
 
@@ -239,19 +238,6 @@ async def test_the_result_of_a_close_is_stored_under_the_lock_that_removals_take
     assert held == [False, True]
 
 
-async def test_checkpoints_are_still_stored_after_a_refused_close(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("worker.sessions.record._CHECKPOINT_EVERY", 64)
-    for n in range(40):
-        await world.ask(Append(id=f"a{n}", text="a"))
-    assert (await world.ask(Close(id="c", expect_position=7))).code == "position_conflict"
-    for n in range(40):
-        await world.ask(Append(id=f"b{n}", text="a"))
-    await asyncio.gather(*world.tasks.started)
-    assert any(entry.kind == "checkpoint" for entry in world.log.entries)
-
-
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
 async def test_a_last_attempt_that_is_cancelled_or_expires_stops_waiting_for_the_device_lock(
     world: World, monkeypatch: pytest.MonkeyPatch, way: str
@@ -297,54 +283,6 @@ async def test_no_other_turn_enters_the_device_lock_while_it_is_held_exclusively
     for at, (name, way, alone) in enumerate(seen):
         if alone and way == "in":
             assert seen[at + 1] == (name, "out", True)
-
-
-async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_delivered_before_it(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise it would be retried for ever if a client sends a new request after each crash."""
-    poison = world.log.add("in", encode(Append(id="poison", text="one")))
-    monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
-    lives = 0
-
-    async def ends_the_worker(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    while not world.results:
-        lives += 1
-        world.crash()
-        monkeypatch.setattr(world.engine, "run", ends_the_worker)
-        body = encode(Append(id=f"fresh{lives}", text="two"))
-        seq = world.log.add("in", body)
-        world.ring(seq, body, first_seq=seq if lives > 1 else poison)
-        try:
-            await world.session.log.catch_up()
-            await world.session._attempts.attempt(world.session.pending[0], world.session._result)
-        except KeyboardInterrupt:
-            assert lives < 6
-            continue
-        monkeypatch.undo()
-        monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
-        await world.session.run()
-    assert world.result(poison).code == "internal"
-    assert lives == 4
-
-
-async def test_a_repeated_request_is_recognised_even_if_a_forgotten_session_had_used_its_id(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The id's first result was removed from the log; the index of ids still has it before the second."""
-    await world.ask(Append(id="a", text="one"))
-    get = world.log.get
-
-    async def leader(seq: int) -> bytes | None:
-        return await get(seq) if seq > 2 else None
-
-    monkeypatch.setattr(world.log, "get", leader)
-    again = Append(id="a", text="two")
-    second = await world.ask(again)
-    assert (second.seq, second.repeat_of) == (3, None)
-    assert (await world.ask(again)).repeat_of == 3
 
 
 @pytest.mark.parametrize(
@@ -576,13 +514,6 @@ async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_
     assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, reason)
 
 
-def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
-    note = AttemptNote().then(1, 0, is_first=True).then(1, 5)
-    assert note.then(1, 6) == AttemptNote(1, note.attempts, 6)
-    assert note.then(1, 5) == AttemptNote(1, note.attempts + 1, 5)
-    assert note.then(2, 9) == AttemptNote(2, 1, 9)
-
-
 @pytest.mark.parametrize(
     ("noted", "attempts", "asked", "is_noted"),
     [
@@ -603,19 +534,6 @@ async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_reque
     world.log.notes.append(b'{"seq":%d,"attempts":%d}' % (noted, attempts))
     await excuse(world.session.services, {world.session.key: asked})
     assert len(world.log.notes) == 1 + is_noted
-
-
-async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(world: World) -> None:
-    """A worker that opens the session from such a checkpoint would never answer the request."""
-    await world.ask(Append(id="a", text="one"))
-    record = world.session.log.record
-    record.in_seq = 9
-    record.pending.append(PendingRequest(3, None, "", STORED))
-    for in_seq, is_due in ((5, False), (3, True), (12, False)):
-        record._num_since_checkpoint = 10**6
-        if in_seq == 12:
-            record.pending.clear()
-        assert (record.next_checkpoint(in_seq) is not None) == is_due
 
 
 async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its_streamed_tokens(
