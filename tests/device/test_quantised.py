@@ -9,18 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
-from tiny_models import (
-    CONFIGS,
-    VOCABULARY,
-    WIDE,
-    Oracle,
-    alone,
-    batched,
-    begin,
-    drafting,
-    prefill,
-    prompt,
-)
+from tiny_models import CONFIGS, VOCABULARY, WIDE, Oracle, alone, batched, begin, drafting, prefill, prompt
 
 from cache.kv import layers
 from cache.kv.size import KvSize

@@ -14,17 +14,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.msg import Msg
-from scripted_worker import (
-    KEY,
-    SUBJECTS,
-    TEXTS,
-    TOKENS,
-    FakeWorker,
-    answer,
-    generated,
-    heard,
-    refuse,
-)
+from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, answer, generated, heard, refuse
 
 import turnkeep_client.calls
 import turnkeep_client.generation

@@ -10,16 +10,7 @@ from msgspec.structs import replace as replace_fields
 from session_world import World
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.messages import (
-    Append,
-    CachePolicy,
-    Close,
-    Failed,
-    Generate,
-    Open,
-    Rewind,
-    SessionCache,
-)
+from turnkeep_client.messages import Append, CachePolicy, Close, Failed, Generate, Open, Rewind, SessionCache
 from worker.device.request import TurnRequest
 from worker.sessions.history import RefusedError
 from worker.sessions.limits import MOST_POLICIES, RequestLimits, misfit
