@@ -159,6 +159,17 @@ async def test_an_answer_prefix_belongs_to_the_reasoning_that_the_template_opens
     assert (inside.text, inside.prefix_tokens) == ("", len("So"))
 
 
+async def test_an_answer_with_a_format_does_not_end_within_its_reasoning(
+    local_worker: Callable[..., Awaitable[Any]], thinking_model: Path
+) -> None:
+    session = (await local_worker(model=str(thinking_model))).client.session("s")
+    asked: dict[str, Any] = {"messages": user("Hi"), "max_tokens": 60, "logit_bias": {2: 100, MARKS[1]: 90}}
+    assert len((await session.generate(**asked)).tokens) == 1
+    one = await session.generate(**asked, response_format={"type": "choice", "choices": ["yes", "no"]})
+    assert one.finish_reason == "stop"
+    assert one.text in ("yes", "no")
+
+
 async def test_a_forced_harmony_call_follows_the_reasoning_even_after_a_restart_in_between(
     local_worker: Callable[..., Awaitable[Any]], harmony_model: Path
 ) -> None:
@@ -297,6 +308,23 @@ async def test_excessive_tools_or_stop_strings_are_refused_while_another_answer_
         assert says in told["message"]
         assert (await served.send(f"s{number}", asked("b")))["type"] == "generated"
     assert (await served.result(running))["tokens"] == expected["tokens"]
+
+
+async def test_the_arguments_of_other_tools_fit_their_schemas_although_one_schema_cannot_be_enforced(
+    served: Wire,
+) -> None:
+    tools = [tool("deep", deep(300)), tool("pick", {"enum": [1, 2]})]
+    more = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "temperature": 1.0}
+    picked: list[dict[str, Any]] = []
+    for seed in range(30):
+        told = await served.send(f"s{seed}", asked("a", seed=seed, max_tokens=100, **more))
+        (warning,) = told["warnings"]
+        assert warning.startswith("arguments are not held to the schemas of deep: ")
+        calls = [call["function"] for call in told.get("tool_calls", [])]
+        picked += [json.loads(call["arguments"]) for call in calls if call["name"] == "pick"]
+        if picked:
+            break
+    assert {one["x"] for one in picked} in ({1}, {2})
 
 
 async def test_a_tools_patterns_are_compiled_on_neither_the_event_loops_nor_the_devices_thread(
