@@ -494,6 +494,24 @@ async def test_drafts_and_priorities_do_not_change_answers_about_images(seeing, 
         assert [found for _, found in await asyncio.gather(*both)] == [expected] * 2
 
 
+async def test_an_image_that_cannot_be_read_fails_only_its_own_turn(seeing, open_process) -> None:
+    """Files that were fine when the prompts were made."""
+    seen, good, bad, other = seeing("idefics3"), picture(1), picture(2), picture(3)
+    both = (("@?", (good,)), ("@@?", (good, bad)), ("no picture", ()), ("@?", (other,)))
+    asked = [seen.prompt(text, *images) for text, images in both]
+    read = Reader(seen, good, bad, other)
+    broken = {bad: b"\x89PNG", other: b"GIF89a" + b"\xff\xff\xff\xff" + b"\0\0\0;"}
+    read.files = {name: broken.get(file, file) for name, file in read.files.items()}
+    async with open_process(seen) as process:
+        turns = [run(process, tokens, 6, read, name=f"s{i}") for i, tokens in enumerate(asked)]
+        (_, found), *errors = await asyncio.gather(*turns, return_exceptions=True)
+        assert found == seen.answer(asked[0], (good,), 6)[0]
+        assert errors.pop(1)[1] == seen.answer(asked[2], (), 6)[0]
+        assert all(isinstance(error, DeviceFaultError) for error in errors)
+        assert ["broken or truncated" in str(error) for error in errors] == [True, True]
+        assert (await run(process, asked[0], 6, read))[1] == found
+
+
 async def test_a_turn_that_waits_for_an_image_can_be_cancelled(seeing, open_process) -> None:
     seen, image = seeing("idefics3"), picture(1)
     tokens, asked = seen.prompt("@?", image), asyncio.Event()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import subprocess
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import pytest
 from ops.log.differences import Difference, first_difference, first_unequal
 from ops.log.record import Recording, fold, within
 from tests.commands.command_runs import command, where
-from tests.parts import LocalWorker
+from tests.parts import CHAT_TEMPLATE, LocalWorker
 from turnkeep_client.log import BUILD_HEADER, HISTORY_HEADER, MODEL_HEADER, Entry
 from turnkeep_client.messages import encode
 from turnkeep_client.session_log import paired
@@ -261,6 +263,26 @@ async def test_a_replay_reproduces_the_recorded_answers_and_removes_its_sessions
     async with asyncio.timeout(20):  # until only the closes that forget, and their results, are left
         while await replayed(worker) != [{"in": 1, "out": 1, "closed": 1}] * 2:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def test_a_replay_shows_the_first_difference_with_its_likely_cause(
+    local_worker: Start, tmp_path: Path, tiny_model: Path
+) -> None:
+    changed = tmp_path / "copy" / tiny_model.name
+    shutil.copytree(tiny_model, changed)
+    for file in changed.glob("chat_template*"):
+        file.write_text("Hello. " + CHAT_TEMPLATE)
+    worker = await local_worker()
+    await converse(worker)
+    second = await local_worker(prefix="others", data_dir=tmp_path / "other", model=str(changed))
+    done = await replay(worker, "--speed", "max", "--into-prefix", second.settings.prefix)
+    assert done.returncode == 1, done.stdout + done.stderr
+    *_, different, first, recorded, replayed, cause = done.stdout.splitlines()
+    assert different.startswith("different: ")
+    assert first.startswith("first: session ")
+    assert recorded != replayed
+    told = "likely cause: the prompt became other tokens under a model of the same name"
+    assert cause.strip().startswith(told)
 
 
 async def test_a_replay_that_is_impossible_fails_with_one_line_that_says_why(local_worker: Start) -> None:

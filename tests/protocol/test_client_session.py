@@ -45,6 +45,7 @@ from turnkeep_client.log import Stored
 from turnkeep_client.loop import run_tools
 from turnkeep_client.messages import (
     Append,
+    CachePolicy,
     Cancelled,
     Close,
     Failed,
@@ -149,6 +150,23 @@ async def test_a_client_refuses_an_invalid_request_without_sending_it(
     with pytest.raises(InvalidMessageError, match="id must be"):
         await client.submit(KEY, Append(id="a b", text="a"))
     assert worker.requests == []
+
+
+async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_turn(
+    client: Client, worker: FakeWorker
+) -> None:
+    """Even if several turns begin at the same time; before the first turn nothing is sent."""
+    cache = {"policy": "sink_window", "window": 64}
+    session = client.session("s1", cache=cache)
+    generation = session.generate(max_tokens=6)
+    assert worker.requests == []
+    await asyncio.gather(generation.wait(), session.append(text="a"), session.append(text="b"))
+    opened, *turns = [request for _, request in worker.requests]
+    assert isinstance(opened, Open)
+    assert opened.cache == CachePolicy(policy="sink_window", window=64)
+    assert {type(turn) for turn in turns} == {Generate, Append}
+    assert len(turns) == 3
+    assert [type(request) for _, request in worker.requests].count(Open) == 1
 
 
 async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_made(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Models with windows, recurrent states or quantised KV: restarts, memory, and refusals."""
+"""Models with windows, recurrent states or quantised KV: their snapshots, log lines, and refusals."""
 
 from __future__ import annotations
 
@@ -130,13 +130,15 @@ async def test_a_model_with_an_unknown_cache_class_is_served_without_snapshots(
     ],
 )
 async def test_a_worker_logs_the_kind_of_kv_of_each_layer_and_warns_if_kv_bits_applies_to_some_only(
-    local_worker, make_folder, kind, kv_bits, caches
+    local_worker, make_folder, tmp_path, kind, kv_bits, caches
 ) -> None:
+    """The results of its batching trials are stored, so that the next start does not repeat them."""
     sizes = {"head_dim": 32, "sliding_window_pattern": 4} if kind != "falcon_h1" else {}
     with structlog.testing.capture_logs() as logged:
         await local_worker(model=str(make_folder(kind, num_hidden_layers=5, **sizes)), kv_bits=kv_bits)
     said = [line["caches"] for line in logged if "caches" in line]
     assert said == [caches] * (2 if kind == "gemma3_text" and kv_bits is not None else 1)
+    assert json.loads((tmp_path / "data" / "models" / "trials.json").read_text())
 
 
 async def test_a_model_that_cannot_serve_sink_window_is_refused_with_the_reason_at_open_and_at_start(

@@ -11,6 +11,7 @@ import json
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -370,6 +371,18 @@ async def test_requests_are_answered_while_the_log_refuses_checkpoints_and_later
     await world.assert_fold_is_life()
 
 
+async def test_a_template_that_numbers_all_messages_renders_the_same_after_a_checkpoint(
+    often: None, model_with_template: Callable[[str, str], Path]
+) -> None:
+    template = "{% for m in messages %}{{ loop.index }}. {{ m.content }}\n{% endfor %}"
+    world = World(Tokenizer.from_folder(model_with_template("counting", template)))
+    await converse(world, range(14))
+    world.crash()
+    await converse(world, range(14, 20))
+    assert resumed_at(world.session) > 0
+    assert_same(world.session.history, (await whole(world)).history)
+
+
 async def test_a_session_that_is_read_from_the_log_for_each_request_still_gets_checkpoints(
     world: World,
 ) -> None:
@@ -380,3 +393,9 @@ async def test_a_session_that_is_read_from_the_log_for_each_request_still_gets_c
     results = [result.seq or 0 for result in world.results]
     assert resumed_at(await opened(world)) in results[-2 * EVERY :]
     assert sum(map(is_first, checkpoints(world))) <= 2 * 8
+
+
+def test_each_part_of_a_checkpoint_fits_into_one_message_of_the_log() -> None:
+    """Including base64 and the fields around the part, for a small and the usual message limit."""
+    for size in (64 * 2**10, 2**20):
+        assert len(CheckpointMessage(bytes(attachments.part_bytes(size)), before="9" * 60).pack()) < size

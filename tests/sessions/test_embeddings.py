@@ -263,6 +263,24 @@ async def test_a_cross_encoder_scores_a_query_with_each_document(local_worker: S
         await worker.client.embed(["sky"])
 
 
+async def test_an_encoder_for_embeddings_refuses_sessions_reranking_and_texts_that_are_too_long(
+    local_worker: Start, tmp_path: Path
+) -> None:
+    make(tmp_path / "bert")
+    worker = await local_worker(model=str(tmp_path / "bert"))
+    for asked in (
+        worker.client.session("a").generate(text="why sky?"),
+        worker.client.session("b").append(text="why sky?"),
+        worker.client.session("c").open(),
+        worker.client.rerank("why sky?", ["blue"]),
+    ):
+        with pytest.raises(RequestFailedError, match=r"no answers|Qwen3-Reranker-0.6B`$") as refusal:
+            await asked
+        assert refusal.value.code == "invalid_request"
+    with pytest.raises(RequestFailedError, match=f"it must have 1 to {LONGEST}"):
+        await worker.client.embed(["sky " * LONGEST])
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [

@@ -1,4 +1,4 @@
-"""One tenant's flood, or answers that exceed the memory: others are answered, and memory stays bounded."""
+"""One tenant's flood: others are answered, and memory stays bounded."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.simulation.world import Server
 from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.history import History
-from turnkeep_client.messages import Generate, Generated
+from turnkeep_client.messages import Generate, Generated, Message
 
 
 def user(text: str) -> list[dict[str, str]]:
@@ -69,6 +69,26 @@ async def test_a_history_has_no_message_of_a_request_that_was_cancelled_before_i
     assert isinstance(second, Generated)
     assert (second.tokens, second.finish_reason) == ((), "cancelled")
     assert said(await session.history()) == [("user", "a?"), ("assistant", first.text)]
+
+
+@pytest.mark.simulated
+async def test_a_history_ends_at_the_position_that_the_session_was_rewound_to(client: Client) -> None:
+    session = client.session("s")
+    first = await session.generate(messages=user("a?"), max_tokens=3)
+    second = await session.generate(messages=user("b?"), max_tokens=3)
+    await session.rewind(second.position - len(second.tokens) + 1)
+    cut = (await session.history()).turns[-1]
+    assert (cut.is_cut, cut.answer, cut.position) == (True, second, second.position - 2)
+    await session.rewind(second.position - len(second.tokens))
+    asked = (await session.history()).turns[-1]
+    assert (asked.is_cut, asked.answer) == (False, None)
+    assert asked.messages == (Message("user", "b?"),)
+    await session.rewind(first.position)
+    assert said(await session.history()) == [("user", "a?"), ("assistant", first.text)]
+    await session.close()
+    assert len((await session.history()).turns) == 1, "it can be read until the log drops it"
+    await session.open()
+    assert (await session.history()).turns == ()
 
 
 @pytest.mark.simulated

@@ -1,4 +1,4 @@
-"""Snapshots with an encryption key reveal no text; `cache verify --recompute` finds files with wrong KV."""
+"""Encrypted snapshots are used only with their key; `cache verify --recompute` finds files with wrong KV."""
 
 from __future__ import annotations
 

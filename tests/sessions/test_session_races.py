@@ -285,6 +285,37 @@ async def test_no_other_turn_enters_the_device_lock_while_it_is_held_exclusively
             assert seen[at + 1] == (name, "out", True)
 
 
+async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_delivered_before_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it would be retried for ever if a client sends a new request after each crash."""
+    poison = world.log.add("in", encode(Append(id="poison", text="one")))
+    monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
+    lives = 0
+
+    async def ends_the_worker(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    while not world.results:
+        lives += 1
+        world.crash()
+        monkeypatch.setattr(world.engine, "run", ends_the_worker)
+        body = encode(Append(id=f"fresh{lives}", text="two"))
+        seq = world.log.add("in", body)
+        world.ring(seq, body, first_seq=seq if lives > 1 else poison)
+        try:
+            await world.session.log.catch_up()
+            await world.session._attempts.attempt(world.session.pending[0], world.session._result)
+        except KeyboardInterrupt:
+            assert lives < 6
+            continue
+        monkeypatch.undo()
+        monkeypatch.setattr(world.log, "purge", lambda *_: asyncio.sleep(0))
+        await world.session.run()
+    assert world.result(poison).code == "internal"
+    assert lives == 4
+
+
 @pytest.mark.parametrize(
     "given", [{"messages": (Message(role="user", content="hi"),)}, {}, {"text": "a" * 999}]
 )
