@@ -35,6 +35,7 @@ from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids
 from worker.sessions.cancelling import cancel
 from worker.sessions.dead_letters import excuse
+from worker.sessions.pending import PendingRequest
 from worker.wire.chunks import PublishedChunks
 from worker.wire.fence import FencedError
 
@@ -236,6 +237,19 @@ async def test_the_result_of_a_close_is_stored_under_the_lock_that_removals_take
     await world.ask(Append(id="a", text="one"))
     await world.ask(Close(id="c"))
     assert held == [False, True]
+
+
+async def test_checkpoints_are_still_stored_after_a_refused_close(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.sessions.record._CHECKPOINT_EVERY", 64)
+    for n in range(40):
+        await world.ask(Append(id=f"a{n}", text="a"))
+    assert (await world.ask(Close(id="c", expect_position=7))).code == "position_conflict"
+    for n in range(40):
+        await world.ask(Append(id=f"b{n}", text="a"))
+    await asyncio.gather(*world.tasks.started)
+    assert any(entry.kind == "checkpoint" for entry in world.log.entries)
 
 
 @pytest.mark.parametrize("way", ["cancelled", "expired"])
@@ -565,6 +579,19 @@ async def test_a_stopping_worker_keeps_the_count_of_attempts_at_an_earlier_reque
     world.log.notes.append(b'{"seq":%d,"attempts":%d}' % (noted, attempts))
     await excuse(world.session.services, {world.session.key: asked})
     assert len(world.log.notes) == 1 + is_noted
+
+
+async def test_a_checkpoint_is_never_made_after_a_waiting_or_unread_request(world: World) -> None:
+    """A worker that opens the session from such a checkpoint would never answer the request."""
+    await world.ask(Append(id="a", text="one"))
+    record = world.session.log.record
+    record.in_seq = 9
+    record.pending.append(PendingRequest(3, None, "", STORED))
+    for in_seq, is_due in ((5, False), (3, True), (12, False)):
+        record._num_since_checkpoint = 10**6
+        if in_seq == 12:
+            record.pending.clear()
+        assert (record.next_checkpoint(in_seq) is not None) == is_due
 
 
 async def test_an_answer_begun_from_a_history_that_the_server_lost_ends_with_its_streamed_tokens(
