@@ -35,6 +35,14 @@ async def settled(w: Wire) -> None:
     assert await w.worker.app._store.queue.drained(10)
 
 
+async def test_a_worker_that_never_had_snapshots_reports_a_forget_as_settled(wire: Start) -> None:
+    w = await wire(snapshots="off")
+    await w.send("s", append("a", "hello"))
+    closed = await w.send("s", {"type": "close", "id": "c", "forget": True})
+    assert (closed["type"], closed["forgotten"]) == ("closed", 0)
+    assert closed.get("settled", True), "there never were any"
+
+
 async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as_settled(wire: Start) -> None:
     w = await wire()
     await w.send("s", append("a", text("x")))

@@ -384,6 +384,20 @@ async def test_if_a_crash_makes_a_close_noted_twice_the_first_note_decides_which
     assert (w.subject("s", "closed") in subjects) == (closed_ttl_s is None)
 
 
+async def test_a_forged_note_and_a_repeated_close_remove_nothing_of_the_reopened_session(
+    quiet_wire: Start,
+) -> None:
+    w = await quiet_wire(closed_ttl_s=None)
+    await w.send("s", append("a", "hello"))
+    await w.send("s", FORGET)
+    await w.send("s", {"type": "open", "id": "o"})
+    await w.send("s", append("b", "second life"))
+    await w.js.publish(w.subject("s", "closed"), b"forget")
+    assert (await w.send("s", FORGET))["repeat_of"]
+    await asyncio.sleep(0.5)
+    assert b"second life" in b"".join((await bodies(w, "s"))["in"])
+
+
 async def test_an_info_or_cancel_for_an_unknown_session_leaves_no_session_in_memory(
     quiet_wire: Start,
 ) -> None:

@@ -330,6 +330,23 @@ async def test_a_request_that_crashes_workers_fails_even_if_newer_requests_are_d
     assert lives == 4
 
 
+async def test_a_repeated_request_is_recognised_even_if_a_forgotten_session_had_used_its_id(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The id's first result was removed from the log; the index of ids still has it before the second."""
+    await world.ask(Append(id="a", text="one"))
+    get = world.log.get
+
+    async def leader(seq: int) -> bytes | None:
+        return await get(seq) if seq > 2 else None
+
+    monkeypatch.setattr(world.log, "get", leader)
+    again = Append(id="a", text="two")
+    second = await world.ask(again)
+    assert (second.seq, second.repeat_of) == (3, None)
+    assert (await world.ask(again)).repeat_of == 3
+
+
 @pytest.mark.parametrize(
     "given", [{"messages": (Message(role="user", content="hi"),)}, {}, {"text": "a" * 999}]
 )
