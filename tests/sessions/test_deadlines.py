@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.parts import fall_asleep
+from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Append, Failed, Generate
 from turnkeep_client.subjects import SessionKey
 
@@ -97,3 +98,15 @@ async def test_an_answer_whose_deadline_passes_during_a_crash_keeps_the_tokens_a
     assert seen == list(result.tokens)
     assert 0 < len(seen) < 2_000
     assert [entry.kind for entry in await worker.client.log("killed")] == ["in", "out"]
+
+
+async def test_a_request_that_waits_for_its_tenants_other_sessions_expires_at_its_deadline(
+    local_worker: Any, endless_model: Path
+) -> None:
+    worker = await local_worker(model=str(endless_model), max_batch=1)
+    client, long = worker.client, Generate(id="long", tokens=(40, 41), max_tokens=30_000)
+    running = [await client.submit(SessionKey("default", f"busy{number}"), long) for number in range(4)]
+    await asyncio.sleep(0.5)
+    with pytest.raises(RequestFailedError, match="deadline"):
+        await client.session("late").generate(tokens=[42], max_tokens=200, deadline_s=0.5, timeout_s=5)
+    assert not any(one.is_resolved() for one in running)

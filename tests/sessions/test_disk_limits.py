@@ -18,8 +18,8 @@ from raw_wire import Start, Wire, append
 from cache.names.tokens import as_tokens
 from cache.store import Store
 from tests.parts import BLOCK, WorkerProcess
-from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import ForkPoint, SessionCache
+from turnkeep_client.errors import InvalidMessageError, RequestFailedError
+from turnkeep_client.messages import CachePolicy, ForkPoint, SessionCache
 from worker.app import App
 
 
@@ -194,6 +194,16 @@ async def test_a_session_without_snapshots_reuses_those_of_other_sessions(local_
     assert appended.cached_tokens >= 3 * BLOCK
     saved = await worker.client.session("also-saved").append(tokens=[*SECRET, 5, 7])
     assert saved.cached_tokens >= 3 * BLOCK
+
+
+async def test_a_client_refuses_to_open_a_paged_session_without_snapshots(
+    local_worker: Callable,
+) -> None:
+    worker = await local_worker()
+    with pytest.raises(InvalidMessageError, match="keeps the KV of a paged session on SSD"):
+        await worker.client.session("s").open({"policy": "paged", "snapshots": "none"})
+    with pytest.raises(InvalidMessageError, match="a fork keeps its parent's policy"):
+        await worker.client.session("s").open(CachePolicy(snapshots="none"), fork_of=ForkPoint("t"))
 
 
 async def test_a_client_session_without_snapshots_refuses_a_session_that_was_opened_with_snapshots(
