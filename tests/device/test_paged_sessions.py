@@ -153,17 +153,6 @@ def test_a_session_rebuilt_from_stored_blocks_continues_with_the_same_logits(
     assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
 
 
-def test_a_fork_from_an_earlier_position_gets_the_logits_of_the_session_there(model) -> None:
-    tokens, forward = prompt(MOST), Forward(model)
-    caches = layers.make(model, POLICY)
-    _run(forward, caches, tokens, MOST)
-    fork = layers.fork(caches, layers.make(model, POLICY), MOST - 200)
-    assert fork[0].offset == MOST - 200
-    expected = _run(forward, layers.make(model, POLICY), tokens, MOST)[-200:]
-    found = _run(forward, fork, tokens, MOST)
-    assert mx.abs(found - expected).max().item() < 1e-4 * mx.abs(expected).max().item()
-
-
 def test_layers_that_match_repeated_tokens_are_selected_for_key_sketches(build_model) -> None:
     model = build_model("llama", **WIDE, num_hidden_layers=12, num_key_value_heads=4, rope_theta=1e12)
     for layer in model.layers:  # nothing is added to the embeddings

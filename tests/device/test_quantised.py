@@ -3,24 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.models import base, llama
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
-from tiny_models import (
-    CONFIGS,
-    VOCABULARY,
-    WIDE,
-    Oracle,
-    alone,
-    batched,
-    begin,
-    drafting,
-    prefill,
-    prompt,
-)
+from tiny_models import CONFIGS, VOCABULARY, WIDE, Oracle, alone, batched, begin, drafting, prefill, prompt
 
 from cache.kv import layers
 from cache.kv.size import KvSize
@@ -29,9 +18,6 @@ from worker.batch import cpu, forward
 from worker.models.model import cache_sizes
 from worker.models.model_files import ModelError
 from worker.models.quantised import quantise_kv, unpacked_bytes
-
-if TYPE_CHECKING:
-    pass
 
 #: Of the tiny llama with wide heads: 2 layers, keys and values, 2 heads of 32 numbers, each with a scale and
 #: a bias of 4 bytes for every 32.
@@ -143,11 +129,6 @@ def test_a_model_that_does_not_support_quantised_kv_is_refused_in_one_line(
     assert str(refused.value).endswith("; leave kv_bits at full")
     assert "\n" not in str(refused.value)
     assert not any(type(cache) is QuantizedKVCache for _, cache in layers.leaves(make_prompt_cache(model)))
-
-
-def test_kv_bits_of_6_is_refused_with_the_allowed_values(build_model) -> None:
-    with pytest.raises(ModelError, match="kv_bits is 6; it must be 4, 8, or full"):
-        quantise_kv(build_model("llama", **WIDE), 6)
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="other devices read quantised KV as it is")

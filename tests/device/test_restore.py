@@ -18,12 +18,10 @@ from typing import Any
 import engine_process
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from architectures import build
-from engine_process import Process, Recorded
-from mlx_lm.models.cache import KVCache
-from tiny_models import BLOCK, VOCABULARY, alone, generate, key, prompt
+from engine_process import Process
+from tiny_models import BLOCK, VOCABULARY, alone, key, prompt
 
 from cache.disk import format as snapshot_format
 from cache.disk import header
@@ -261,26 +259,6 @@ async def test_a_snapshot_with_tensors_of_another_layout_is_a_miss_and_is_quaran
         assert later.store.stats().rejected == 0
 
 
-async def test_a_model_with_an_unknown_cache_class_is_served_and_the_class_is_reported(
-    make_model, make_rig
-) -> None:
-    """The worker serves such a model without snapshots, and says so."""
-
-    class OwnCache(KVCache):
-        pass
-
-    class Model(Recorded):
-        def make_cache(self) -> list[Any]:
-            return [KVCache(), OwnCache()]
-
-    rig = make_rig(Model(make_model("llama")))
-    assert rig.device.served.unsupported_cache == "OwnCache"
-    assert rig.device.served.caches == "KVCache OwnCache"
-    turn = generate(prompt(9), 4)
-    rig.run(turn)
-    assert rig.tokens(turn) == alone(make_model("llama"), prompt(9), 4)[0]
-
-
 MIB = 2**20
 
 
@@ -346,19 +324,6 @@ def open_model(request, tmp_path, trials) -> Callable[[], AbstractAsyncContextMa
 
 def _is_divisible(module: Any, group: int) -> bool:
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % group == 0
-
-
-@pytest.mark.metal
-async def test_the_same_prompt_gets_the_same_answer_in_two_sessions(open_model) -> None:
-    async with open_model() as process:
-        _, first, bits = await process.generate(prompt(5 * BLOCK), 12, name="one")
-        _, again, _ = await process.generate(prompt(5 * BLOCK), 12, name="two")
-    assert first == again
-    types = {2: np.uint16, 4: np.float32}
-    logits = np.frombuffer(bits[-1], types[len(bits[-1]) // 96])
-    assert (logits != logits[0]).any()
-    exponents = 0x7F80 if logits.dtype == np.uint16 else None  # all ones in a bfloat16 that is not finite
-    assert np.isfinite(logits).all() if exponents is None else ((logits & exponents) != exponents).all()
 
 
 @pytest.mark.metal

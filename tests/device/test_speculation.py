@@ -285,12 +285,6 @@ def test_prompt_lookup_drafts_the_tokens_that_followed_the_same_last_tokens_earl
     assert draft([1, 2, 3, 4, 5, 9, 1, 2, 3], 2) == [4, 5]
 
 
-def test_prompt_lookup_drafts_nothing_if_the_last_tokens_did_not_occur_before() -> None:
-    assert draft([], 8) == []
-    assert draft([1, 2], 8) == []
-    assert draft([1, 2, 3, 4, 5], 8) == []
-
-
 def test_prompt_lookup_searches_only_the_last_part_of_a_long_session() -> None:
     """So the time to draft does not grow with the session."""
     early, late = [5, 6, 7, 8], [1, 2, 3, 4]

@@ -29,9 +29,7 @@ from ops.nats.tenants import main
 from tests.commands.command_runs import command
 from turnkeep_client import wire
 from turnkeep_client.client import connect
-from turnkeep_client.errors import (
-    NotPermittedError,
-)
+from turnkeep_client.errors import NotPermittedError
 from turnkeep_client.wire import Backlog
 
 

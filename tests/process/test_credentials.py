@@ -11,7 +11,6 @@ import signal
 import stat
 import subprocess
 import time
-import urllib.parse
 from typing import TYPE_CHECKING
 
 import nats
@@ -20,13 +19,11 @@ import structlog
 
 from tests.commands import command_runs
 from tests.commands.command_runs import command
-from turnkeep_client.client import connect as client
-from turnkeep_client.errors import NoWorkerError
 from turnkeep_client.redact import redact, shown
 from worker.observe.logs import configure
 from worker.process.settings import Settings, SettingsError
 from worker.wire.broker import EmbeddedServer
-from worker.wire.connection import BrokerError, connect
+from worker.wire.connection import BrokerError
 from worker.wire.credentials import client_options
 
 USER, PASSWORD, TOKEN = "alice-user", "s3cr3t-w0rd", "t0ken-of-the-realm"
@@ -118,19 +115,6 @@ def test_a_malformed_nats_url_is_refused_without_repeating_its_credentials(comma
     assert done.exit_code == 2, done.output
     assert "NATS URLs such as nats://host:4222" in done.output
     check_silent(done.output + repr(done.exception))
-
-
-@pytest.mark.parametrize("name", ["nats", "unreadable"])
-async def test_the_error_for_a_missing_nats_server_shows_no_credentials(name, unused_port):
-    host = "127.0.0.1" if name == "nats" else "no such host"
-    for user in (f"{USER}:{PASSWORD}", TOKEN, f"{USER}:a@{PASSWORD}", f"{USER}:{urllib.parse.quote('/#@')}"):
-        url = f"nats://{user}@{host}:{unused_port}"
-        with pytest.raises(BrokerError, match="no NATS server answers at nats://") as refused:
-            await connect(url, name="test", timeout_s=0.4)
-        check_silent(str(refused.value))
-        with pytest.raises(NoWorkerError, match="no NATS server at nats://") as refused:
-            await client(url, connect_timeout_s=0.4)
-        check_silent(str(refused.value))
 
 
 @pytest.mark.process

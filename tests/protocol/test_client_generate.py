@@ -14,17 +14,7 @@ from typing import Any
 import nats
 import pytest
 from nats.aio.msg import Msg
-from scripted_worker import (
-    KEY,
-    SUBJECTS,
-    TEXTS,
-    TOKENS,
-    FakeWorker,
-    answer,
-    generated,
-    heard,
-    refuse,
-)
+from scripted_worker import KEY, SUBJECTS, TEXTS, TOKENS, FakeWorker, answer, generated, heard, refuse
 
 import turnkeep_client.calls
 import turnkeep_client.generation
@@ -39,7 +29,6 @@ from turnkeep_client.errors import (
     RequestFailedError,
     ResultRemovedError,
     ResultTimeoutError,
-    StreamBrokenError,
 )
 from turnkeep_client.generation import Generation
 from turnkeep_client.messages import (
@@ -400,17 +389,6 @@ async def test_the_content_of_lost_chunks_comes_with_the_result_and_junk_is_igno
     generation = client.session("s1").generate(text="hi")
     await read_all(generation)
     assert generation.result.text == TEXT
-
-
-async def test_chunks_that_contradict_each_other_raise_an_error(client: Client, worker: FakeWorker) -> None:
-    async def script(worker: FakeWorker, seq: int, request: Request) -> None:
-        await worker.chunk(request, 0, [11, 12], "Hello")
-        await worker.chunk(request, 0, [11, 99], "Hello")
-
-    worker.script = script
-    with pytest.raises(StreamBrokenError, match="twice"):
-        await read_all(client.session("s1").generate(text="hi"))
-    assert subscriptions(client) == 0
 
 
 async def test_a_slow_reader_gets_every_chunk(

@@ -26,7 +26,6 @@ from scripted_worker import (
     metrics,
     plain_result,
     refuse,
-    session_info,
 )
 
 from tests.parts import NatsServer, free_port, until
@@ -54,7 +53,6 @@ from turnkeep_client.messages import (
     Open,
     Request,
     Rewind,
-    SessionCache,
     UnknownResult,
     encode,
 )
@@ -170,24 +168,6 @@ async def test_a_session_with_a_cache_policy_is_opened_once_before_its_first_tur
     assert {type(turn) for turn in turns} == {Generate, Append}
     assert len(turns) == 3
     assert [type(request) for _, request in worker.requests].count(Open) == 1
-
-
-async def test_a_session_already_open_under_its_cache_policy_is_not_opened_again(
-    client: Client, worker: FakeWorker
-) -> None:
-    """Each session object reads the policy by an `info` request, which the log does not store."""
-    found = SessionCache(policy="sink_window", sink=4, window=64)
-
-    async def on_control(message: Msg) -> None:
-        await message.respond(encode(session_info(policy="sink_window", cache=found)))
-
-    await worker.nats.subscribe(SUBJECTS.of(KEY, "ctl"), cb=on_control)
-    await heard(worker.nats)
-    for _ in range(2):
-        await client.session("s1", cache={"policy": "sink_window", "window": 64}).append(text="a")
-    with pytest.raises(RequestFailedError, match=r"is open under .* last 64\), not under .* last 32\)"):
-        await client.session("s1", cache={"policy": "sink_window", "window": 32}).append(text="a")
-    assert [type(request) for _, request in worker.requests] == [Append, Append]
 
 
 async def test_an_invalid_cache_policy_is_refused_when_the_session_object_is_made(client: Client) -> None:
@@ -530,17 +510,6 @@ async def test_a_request_whose_acknowledgement_is_lost_is_sent_again_until_a_ser
     monkeypatch.setattr("turnkeep_client.wire.TRY_PAUSE_S", 0.01)
     lose_ack(client, monkeypatch, lambda num: NoStreamResponseError() if num < 10 else None)
     assert (await client.submit(KEY, Append(id="a", text="a"))).seq > 1, "not the first one"
-
-
-async def test_a_request_that_is_already_in_the_log_does_not_fail_when_its_repeat_is_refused(
-    client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The acknowledgement of the first attempt is lost, and at the second attempt the log is full."""
-    full = APIError(code=503, err_code=10077, description="maximum bytes exceeded")
-    lose_ack(client, monkeypatch, lambda _: full)
-    assert (await client.submit(KEY, Append(id="a", text="a"))).seq == 1
-    with pytest.raises(RequestFailedError, match="maximum bytes exceeded"):
-        await client.submit(KEY, Append(id="b", text="b"))
 
 
 async def test_a_request_that_may_be_in_the_log_is_not_sent_again_under_another_id_when_its_repeat_is_refused(

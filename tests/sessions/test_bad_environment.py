@@ -113,29 +113,6 @@ def test_a_wrong_command_line_exits_with_code_2_and_says_what_is_wrong(
 
 
 @pytest.mark.process
-async def test_a_disk_that_is_too_small_for_the_snapshots_does_not_change_the_answers(
-    mounted: Callable[[str], Path], local_worker: Callable[..., Any]
-) -> None:
-    """The log is on another disk, so missing snapshots cost only time."""
-    folder = mounted("size=1m")
-    worker = await local_worker(data_dir=folder, metrics_interval_s=0.1)
-    sessions = [worker.client.session(f"s{number}") for number in range(8)]
-    for number, session in enumerate(sessions):
-        assert (await session.append(text=f"{number} tokens " * 70)).position == 630
-    async with asyncio.timeout(20):
-        async for metrics in worker.client.metrics():
-            counts = metrics.snapshots
-            settled = counts.durable + sum(counts.dropped.values()) + counts.failed + counts.cancelled
-            assert counts.accepted == settled + counts.in_flight
-            if counts.in_flight == 0 and counts.durable < counts.accepted:
-                break
-    for number, session in enumerate(sessions):
-        answer = await session.generate(max_tokens=4)
-        whole = worker.client.session(f"whole{number}")
-        assert (await whole.generate(text=f"{number} tokens " * 70, max_tokens=4)).tokens == answer.tokens
-
-
-@pytest.mark.process
 async def test_requests_acknowledged_before_the_disk_was_full_are_answered_once_there_is_space(
     mounted: Callable[[str], Path], worker_process: Callable[..., WorkerProcess]
 ) -> None:

@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 
 from ops.log.conversation import conversation
 from tests.protocol.refusals import NAMES, refused
-from turnkeep_client.client import connect
 from turnkeep_client.errors import InvalidMessageError
 from turnkeep_client.messages import Failed, decode_request
 from turnkeep_client.session_log import read
@@ -321,33 +320,6 @@ async def test_cancelling_an_answered_or_unknown_request_fails_and_says_why(wire
         assert (reply["type"], reply["code"], reply["id"]) == ("failed", "invalid_request", request_id)
         assert says in reply["message"]
     assert (await w.send("s", append("b")))["type"] == "appended"
-    await check_goes_on(w, "s")
-
-
-@pytest.mark.real
-async def test_messages_that_the_chat_template_refuses_fail_with_the_templates_own_error(
-    wire: Start, strict_model: Any
-) -> None:
-    w = await wire(model=str(strict_model))
-    await w.send("s", {"type": "append", "id": "a", "messages": [{"role": "user", "content": "hi"}]})
-    bad = {"messages": [{"role": "user", "content": "sesame"}]}
-    await check_refused(w, "s", {"type": "append", "id": "b", **bad}, "only user and assistant may speak")
-    await check_refused(w, "s", generate("c", **bad), "only user and assistant may speak")
-    good = await w.send("s", generate("d", messages=[{"role": "user", "content": "hi"}]))
-    assert good["type"] == "generated"
-
-
-async def test_a_request_beyond_the_message_limit_raises_an_error_in_the_client_and_is_not_stored(
-    wire: Start,
-) -> None:
-    w = await wire(max_message_bytes=64 * 1024)
-    async with connect(w.worker.settings.nats, prefix=w.prefix) as client:
-        for size in (130 * 1024, 2 * 2**20):  # beyond the stream's limit, and beyond the server's
-            with pytest.raises(InvalidMessageError, match="send it as several appends"):
-                await client.session("s").append(text="x" * size)
-            with pytest.raises(InvalidMessageError, match="send it as several appends"):
-                await client.session("s").generate(text="x" * size)
-    assert await w.entries() == []
     await check_goes_on(w, "s")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +78,6 @@ async def test_a_running_answer_ends_at_its_deadline_with_the_tokens_generated_u
         tokens=[40, 41], max_tokens=50_000, deadline_s=0.5, request_id=result.id
     )
     assert (repeated.tokens, repeated.repeat_of) == (result.tokens, result.seq)
-
-
-async def test_a_prompt_still_being_prefilled_at_its_deadline_adds_nothing(
-    local_worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from worker.device.runner import Runner
-
-    run_step = Runner._run_step
-
-    def slowly(self: Runner, step: Any, **how: Any) -> None:
-        time.sleep(0.05)
-        run_step(self, step, **how)
-
-    monkeypatch.setattr(Runner, "_run_step", slowly)
-    worker = await local_worker()
-    session = worker.client.session("reading")
-    for send in (session.append, session.generate):
-        with pytest.raises(RequestFailedError, match="deadline") as caught:
-            await send(tokens=LONG, deadline_s=0.5)
-        assert caught.value.code == "expired"
-    assert (await session.append(tokens=[40])).position == 1
 
 
 @pytest.mark.simulated

@@ -52,20 +52,6 @@ async def test_a_worker_restarted_with_snapshots_off_does_not_report_a_forget_as
     assert (closed["forgotten"], closed["settled"]) == (0, False)
 
 
-async def test_a_close_with_forget_removes_the_sessions_snapshots_except_shared_ones(wire: Start) -> None:
-    w = await wire()
-    await w.send("s", append("a", text("x")))
-    await w.send("other", append("a", text("x", BLOCK) + text("y", BLOCK)))
-    await settled(w)
-    assert snapshots(w) == 3 + 1
-    closed = await w.worker.client.session("s").close(forget=True)
-    assert (closed.forgotten, closed.settled) == (2, True)
-    assert snapshots(w) == 2, "what the other one shares stays"
-    plain = await w.worker.client.session("other").close()
-    assert plain.forgotten is None
-    assert snapshots(w) == 2
-
-
 async def test_temporary_snapshots_are_removed_when_the_worker_stops(wire: Start) -> None:
     w = await wire(snapshots="temporary")
     await w.send("s", append("a", text("x")))

@@ -26,7 +26,6 @@ from turnkeep_client.messages import (
     Closed,
     Failed,
     Generate,
-    Generated,
     Open,
     Opened,
     Rewind,
@@ -36,7 +35,6 @@ from turnkeep_client.messages import (
 from worker.sessions import cancelling, record
 from worker.sessions.answered_ids import AnsweredAt, AnsweredIds
 from worker.sessions.cancelling import cancel
-from worker.sessions.dead_letters import AttemptNote
 from worker.sessions.execution import erase_all
 from worker.sessions.pending import PendingRequest
 from worker.sessions.session import ServedSession
@@ -408,18 +406,6 @@ async def again(world: World, request: Any) -> Any:
     world.ring(seq, encode(request), again=True)
     await world.session.run()
     return world.result(seq)
-
-
-@pytest.mark.parametrize(("crashes", "answer"), [(3, Generated), (4, Failed)])
-async def test_what_clients_saw_of_an_answer_is_its_result_unless_recording_that_has_crashed_a_worker_too(
-    world: World, crashes: int, answer: type
-) -> None:
-    seq = world.log.add("in", encode(Generate(id="g", text="one", max_tokens=9)))
-    world.log.chunks.stored = [Chunk(0, (5,), "x")]
-    world.log.notes.append(msgspec.json.encode(AttemptNote(seq, crashes, 1)))
-    world.ring(seq, again=True)
-    await world.session.run()
-    assert isinstance(world.result(seq), answer)
 
 
 ASKED: dict[str, Any] = {

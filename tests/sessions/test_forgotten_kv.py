@@ -284,23 +284,6 @@ async def test_restoring_a_backup_of_the_cache_brings_back_no_kv_of_forgotten_se
     assert worker.app._store.eraser.put_back == frozenset()
 
 
-async def test_a_worker_on_a_copied_data_directory_uses_no_kv_of_sessions_forgotten_since_the_copy(
-    local_worker: Callable, tmp_path: Path
-) -> None:
-    worker = await local_worker(block_tokens=LONG_BLOCK)
-    await worker.client.session("kept").append(tokens=[*KEPT, 5])
-    await worker.client.session("gone").append(tokens=[*FORGOTTEN, 5])
-    await worker.stop()
-    shutil.copytree(tmp_path / "data", tmp_path / "copy")
-    worker = await local_worker(block_tokens=LONG_BLOCK)
-    assert (await worker.client.session("gone").close(forget=True)).settled
-    await worker.stop()
-    worker = await local_worker(block_tokens=LONG_BLOCK, data_dir=tmp_path / "copy")
-    assert (num_stored(worker, FORGOTTEN), num_stored(worker, KEPT)) == (0, 3 * LONG_BLOCK)
-    assert await worker.app._store.queue.drained(10)
-    assert num_files(worker) == 0
-
-
 async def test_a_restored_cache_backup_that_is_older_than_the_oldest_erasure_notes_is_dropped(
     local_worker: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

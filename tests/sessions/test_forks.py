@@ -10,7 +10,7 @@ import pytest
 
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import InvalidMessageError, RequestFailedError
-from turnkeep_client.messages import ForkPoint, Metrics, Open, Opened, Parent, SessionCache
+from turnkeep_client.messages import ForkPoint, Metrics, Open, Parent
 from turnkeep_client.session import Session, build
 from turnkeep_client.subjects import SessionKey
 
@@ -99,31 +99,6 @@ async def test_a_fork_with_expect_position_fails_if_the_parent_is_at_another_pos
     assert opened.position == 3
 
 
-@pytest.mark.usefixtures("often")
-@pytest.mark.parametrize("cache", [None, {"policy": "sink_window", "sink": 4, "window": 40}], ids=str)
-async def test_a_fork_of_a_long_session_has_the_whole_history_of_its_parent_even_after_a_restart(
-    local_worker: Start, endless_model: Path, cache: dict[str, Any] | None
-) -> None:
-    worker = await local_worker(model=str(endless_model))
-    parent = await conversation(worker.client, turns=14, cache=cache)
-    end = (await parent.info()).position
-    fork = await parent.fork("fork")
-    early = await parent.fork("early", 40)
-    assert await tokens_after(early) == await tokens_after(await fork.fork("early-fork", 40))
-    for number in range(9):
-        await fork.generate(messages=said(f"Further {number}?"), max_tokens=4)
-    await worker.stop()
-    client = (await local_worker(model=str(endless_model))).client
-    fork, parent = client.session("fork"), client.session("parent")
-    info = await fork.info()
-    assert info.parent == Parent(session="parent", position=end)
-    assert info.policy == ("sink_window" if cache else "full")
-    await fork.rewind(end)
-    assert await tokens_after(fork) == await tokens_after(parent)
-    await fork.rewind(40)
-    assert await tokens_after(fork) == await tokens_after(await parent.fork("early-again", 40))
-
-
 @pytest.mark.parametrize("has_worker", [True, False])
 async def test_a_cancelled_samples_call_stops_its_answers_and_removes_its_forks(
     local_worker: Start, endless_model: Path, *, has_worker: bool
@@ -201,12 +176,3 @@ async def test_a_fork_whose_copy_of_the_parents_tokens_was_deleted_is_refused_wi
     fork = (await local_worker(model=str(endless_model))).client.session("fork")
     with pytest.raises(RequestFailedError, match="took from its parent are gone from the log"):
         await tokens_after(fork)
-
-
-async def test_a_fork_keeps_its_parents_cache_policy(client: Client) -> None:
-    policy = {"policy": "sink_window", "sink": 4, "window": 64}
-    parent = await conversation(client, cache=policy)
-    fork = await parent.fork("fork")
-    assert (await fork.info()).cache == SessionCache(**policy)
-    opened = await client.session("tagged").open(tags=["a"])
-    assert opened == Opened(id=opened.id, seq=opened.seq, position=0, tags=("a",))

@@ -142,28 +142,6 @@ async def test_tokens_forged_before_their_request_do_not_become_part_of_its_answ
     assert (result["tokens"], result["text"]) == (clean["tokens"], clean["text"])
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("status", ["404", "nonsense"])
-async def test_forged_empty_results_and_chunks_with_a_status_header_stop_no_answer(
-    wire: Start, status: str
-) -> None:
-    """A commit that fails because of a forged entry reads this entry and tries again, as often as needed."""
-    w = await wire()
-    await w.send("s", append("a"))
-    seq = await w.publish("s", generate("b", text="eee", max_tokens=300))
-    await w.until("s", "running")
-    headers = {"Status": status, "Description": "made up"}
-    for _ in range(3):
-        ack = await w.js.publish(w.subject("s", "commit"), b"", headers=headers)
-        w.forged.add(ack.seq)
-    async with asyncio.timeout(20):
-        assert (await w.result(seq))["type"] == "generated"
-    assert (await w.send("s", append("c")))["type"] == "appended"
-    for body in (b"", b"{}"):
-        await w.js.publish(f"{w.prefix}.default.s.chunk.d", body, headers=headers)
-    assert (await w.send("s", generate("d", text="x")))["type"] == "generated"
-
-
 #: Header blocks that a server accepts; for a read of the log it removes two bytes and adds its own lines.
 HEADERS = [
     b"NATS/1.0",

@@ -83,23 +83,6 @@ async def test_the_same_question_about_the_same_image_gets_the_same_answer_whate
     assert len({one.change.images[0].fingerprint for one in (*first, *second)}) == 2
 
 
-async def test_a_session_with_images_continues_after_a_restart_as_without_one(
-    local_worker: StartWorker, seeing: Path
-) -> None:
-    worker = await local_worker(model=str(seeing))
-    there = worker.client.session("there")
-    whole = [await ask(there, "what ", RED, " is"), await ask(there, BLUE), await ask(there, "so")]
-    broken = worker.client.session("broken")
-    found = [await ask(broken, "what ", RED, " is")]
-    await worker.stop()
-    worker = await local_worker(model=str(seeing))
-    broken = worker.client.session("broken")
-    found += [await ask(broken, BLUE), await ask(broken, "so")]
-    assert [one.tokens for one in found] == [one.tokens for one in whole]
-    assert found[1].usage.cached_tokens >= found[0].position - 8
-    assert await broken.image(digest(RED)) == RED
-
-
 async def test_a_fork_keeps_the_images_of_its_parent_after_the_parent_is_forgotten(
     local_worker: StartWorker, seeing: Path
 ) -> None:

@@ -76,17 +76,6 @@ async def test_a_tenant_gets_sessions_up_to_its_limit_and_in_a_full_worker_up_to
     assert intake.sessions_by_tenant == {"mid": 1, "quiet": 1, "new": 1}
 
 
-async def test_requests_returned_for_one_tenant_come_back_one_by_one_and_delay_no_other_tenants() -> None:
-    intake = intake_for(9)
-    flood = [Delivered(f"s{seq}", seq, tenant="loud") for seq in range(10_000)]
-    mine = [Delivered(f"s{seq}", 10_000 + seq, tenant="quiet") for seq in range(3)]
-    for one in (*flood, *mine):
-        await intake.deliver(one, lambda _: None)
-    assert 40 < flood[-1].delay_s < 60
-    assert [one.delay_s < 2 for one in mine[1:]] == [True, True]
-    assert flood[1].delay_s < flood[5_000].delay_s < flood[-1].delay_s
-
-
 async def test_requests_returned_for_several_tenants_together_come_back_no_faster_than_those_of_one() -> None:
     intake = intake_for(9)
     for seq in range(2_000):

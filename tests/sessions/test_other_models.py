@@ -38,7 +38,6 @@ OTHER_TEMPLATE = (
     "{% for m in messages %}<|im_start|>[{{ m.role }}] {{ m.content | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>[assistant] {% endif %}"
 )
-NUMBERED = "{% for m in messages %}{{ messages | length }}. {{ m.content }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
@@ -90,17 +89,6 @@ async def test_a_session_continues_after_a_change_of_the_chat_template_with_its_
     assert world.session.history.tokens[: len(before)] == before
     added = world._tokenizer.decode(world.session.history.tokens.ids(len(before)))
     assert added.startswith("<|im_end|><|im_start|>[user] and now?<|im_end|><|im_start|>[assistant] ")
-    await world.assert_fold_is_life()
-
-
-async def test_a_template_that_renders_earlier_turns_differently_sets_rewritten_from(
-    world: World, model_with_template: Callable[[str, str], Path]
-) -> None:
-    await world.ask(asks(0))
-    world.serve(Tokenizer.from_folder(model_with_template("numbered", NUMBERED)))
-    result = await world.ask(asks(1, "more"))
-    assert result.rewritten_from == 0
-    assert text_of(world).startswith("3. so?\n")
     await world.assert_fold_is_life()
 
 
@@ -200,19 +188,6 @@ async def test_under_the_setting_other_model_refuse_sessions_answered_by_other_w
     assert "--other-model refuse" in refused.message
     world.serve(tokenizer, Model(name="renamed", weights="1", tokenizer=fingerprint))
     assert (await world.ask(asks(2))).text
-
-
-async def test_an_answer_that_other_weights_began_ends_with_the_text_already_streamed(
-    world: World, tokenizer: Tokenizer
-) -> None:
-    await world.ask(asks(0))
-    published(world, "I was", world.model)
-    world.serve(tokenizer, Model(name="other", weights="2", tokenizer=tokenizer.fingerprint.hex()))
-    result = await world.ask(asks(1, max_tokens=9))
-    assert (result.text, result.finish_reason) == ("I was", "model_changed")
-    assert result.tokens == tuple(tokenizer.encode("I was", at_start=False))
-    assert text_of(world).endswith("<|im_start|>assistant\nI was")
-    await world.assert_fold_is_life()
 
 
 def published(world: World, text: str, model: Model) -> None:

@@ -10,16 +10,7 @@ from msgspec.structs import replace as replace_fields
 from session_world import World
 
 from cache.names.policy import FULL, Policy
-from turnkeep_client.messages import (
-    Append,
-    CachePolicy,
-    Close,
-    Failed,
-    Generate,
-    Open,
-    Rewind,
-    SessionCache,
-)
+from turnkeep_client.messages import Append, CachePolicy, Close, Failed, Generate, Open, Rewind, SessionCache
 from worker.device.request import TurnRequest
 from worker.sessions.history import RefusedError
 from worker.sessions.limits import MOST_POLICIES, RequestLimits, misfit
@@ -45,15 +36,6 @@ async def test_results_have_the_cache_policy_and_the_first_visible_position(worl
     back = await world.ask(Rewind(id="r", position=45))
     assert (back.cache, back.visible_from, back.position) == (SAID, 5, 45)
     await world.assert_fold_is_life()
-
-
-async def test_results_of_sessions_under_the_policy_full_have_no_cache_fields(world: World) -> None:
-    for request in (Open(id="o", cache=CachePolicy(policy="full")), append(1), Rewind(id="r", position=0)):
-        result = await world.ask(request)
-        assert (result.cache, result.visible_from) == (None, None)
-    bodies = [entry.body for entry in world.log.entries if entry.kind == "out"]
-    assert bodies[0].startswith(b'{"type":"opened","id":"o","seq":1,"position":0,"asked":')
-    assert not any(b"cache" in body.replace(b"cached_tokens", b"") for body in bodies[1:])
 
 
 async def test_clients_can_choose_only_a_bounded_number_of_different_policies(world: World) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache.names.policy import Policy
-from tests.parts import TINY_CONTEXT, TINY_KV_BYTES, make_tiny_model
+from tests.parts import TINY_CONTEXT, make_tiny_model
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import CachePolicy, SessionCache
 from worker.app import WorkerError
@@ -164,39 +162,3 @@ async def test_workers_that_cannot_serve_paged_sessions_refuse_them_with_the_rea
     await diskless.stop()
     with pytest.raises(WorkerError, match="cannot be the default here: this worker stores no KV on disk"):
         await local_worker(model=str(wide_model), snapshots="off", cache_policy=Policy.paged(600, sink=4))
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-async def test_32_long_paged_sessions_share_a_device_that_has_memory_for_the_full_kv_of_two(
-    local_worker: Callable, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    """Each has two more turns at the same time, and MLX stays within the memory limit."""
-    num_tokens = 50_000
-    folder = tmp_path_factory.mktemp("models") / "long"
-    limit = 2 * num_tokens * 2 * TINY_KV_BYTES  # heads of twice as many dimensions
-    worker = await local_worker(
-        model=str(make_tiny_model(folder, hidden_size=128, max_position_embeddings=1 << 16)),
-        device_memory=limit,
-        cache_policy=Policy.paged(1024, sink=4),
-        block_tokens=128,
-        max_message_bytes=1 << 20,
-        log_max_bytes=1 << 28,
-    )
-
-    def words(number: int, num: int) -> list[int]:
-        return random.Random(number).choices(range(3, 93), k=num)
-
-    sessions = [worker.client.session(f"s{i}") for i in range(32)]
-    said = await asyncio.gather(*(one.append(tokens=words(i, num_tokens)) for i, one in enumerate(sessions)))
-    assert {one.prefilled_tokens for one in said} == {num_tokens - 1}
-    for turn in range(2):
-        answers = await asyncio.gather(
-            *(one.generate(tokens=words(100 + turn, 20), max_tokens=8) for one in sessions)
-        )
-        assert all(1 <= one.usage.completion_tokens <= 8 for one in answers)
-        assert all(one.usage.prefilled_tokens <= 20 + 1 for one in answers)
-    metrics = (await sessions[0].info()).worker
-    assert metrics.mlx_peak_bytes <= limit
-    assert metrics.kv_limit_bytes > 0.25 * limit, "a step runs eight blocks, which see parts of 1,024 tokens"
-    assert metrics.recalled_tokens > 0

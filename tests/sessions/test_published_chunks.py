@@ -61,19 +61,6 @@ async def limited(w: Wire, max_msg_size: int, stream: str = "tok") -> StreamConf
     return before
 
 
-async def test_a_client_gets_all_chunks_of_an_answer_before_its_result(wire: Start) -> None:
-    """So a client may unsubscribe when it has the result."""
-    w = await wire()
-    heard, texts = await listen(w), []
-
-    async def arrived(_: Msg) -> None:
-        texts.append(heard.text)
-
-    await w.nc.subscribe(w.subject("s", "out"), cb=arrived)
-    result = await w.send("s", generate("g", text="abc", max_tokens=40))
-    assert texts == [result["text"]]
-
-
 @pytest.mark.simulated
 async def test_chunks_that_the_token_stream_refuses_are_not_published_to_clients(wire: Start) -> None:
     w = await wire()

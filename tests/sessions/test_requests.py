@@ -6,7 +6,6 @@ import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import ANY
 
 import nats.errors
 import pytest
@@ -14,9 +13,9 @@ import structlog
 from nats.js.errors import APIError
 from raw_wire import LONG, PATIENCE_S, Start, append, generate
 
-from tests.parts import BLOCK, TINY_KV_BYTES
+from tests.parts import TINY_KV_BYTES
 from tests.simulation.world import Server
-from turnkeep_client.client import Client, connect
+from turnkeep_client.client import Client
 from turnkeep_client.errors import RequestFailedError
 from turnkeep_client.messages import Metrics, decode_result
 from turnkeep_client.subjects import SessionKey
@@ -49,10 +48,6 @@ async def seen(client: Client, is_it: Callable[[Metrics], bool]) -> Metrics:
 async def quiet(client: Client) -> Metrics:
     """Wait until no request runs and all snapshots are written; return the metrics."""
     return await seen(client, lambda m: m.running == m.snapshots.in_flight == 0 < m.snapshots.durable)
-
-
-def chat(*contents: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": content} for content in contents]
 
 
 async def replicated(*_: Any) -> bool:
@@ -100,26 +95,6 @@ async def test_a_page_of_the_log_has_no_removed_entries_that_a_lagging_replica_s
         assert await journal.page(key, "in", 0) == ([], 0)
 
 
-async def test_cancelling_waiting_requests_does_not_affect_the_running_request(wire: Start) -> None:
-    """Their results are stored at once, before that of the running request."""
-    w = await wire()
-    running = await w.publish("s", generate("a", **LONG))
-    waiting = [await w.publish("s", body) for body in (generate("b", text="x"), append("c"), generate("d"))]
-    info = await w.until("s", "running")
-    assert info["active"] == "a"
-    for request_id in ("b", "c"):
-        cancelled = await w.control("s", {"type": "cancel", "id": request_id})
-        assert cancelled == {"type": "cancelled", "id": request_id, "was": "waiting"}
-    assert running not in w.results
-    first, second = [await w.result(seq) for seq in waiting[:2]]
-    assert (first["type"], first["finish_reason"], first["tokens"]) == ("generated", "cancelled", [])
-    assert (second["type"], second["code"], second["retryable"]) == ("failed", "expired", True)
-    answer = await w.result(running)
-    assert (answer["finish_reason"], len(answer["tokens"])) == ("length", 1900)
-    last = await w.result(waiting[2])
-    assert last["usage"]["prompt_tokens"] == answer["position"] == 1903
-
-
 async def test_an_answer_ends_with_finish_reason_length_before_its_result_exceeds_the_message_limit(
     wire: Start,
 ) -> None:
@@ -160,22 +135,6 @@ async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None
     for most in (1, 2, 31, 32, 33):
         result = await client.session(f"s{most}").generate(text="eee", max_tokens=most)
         assert (result.finish_reason, len(result.tokens)) == ("length", most)
-
-
-@pytest.mark.real
-async def test_an_idle_session_leaves_memory_and_later_continues_with_the_same_tokens(wire: Start) -> None:
-    w = await wire(history_idle_timeout_s=0.2)
-    client: Client = w.worker.client
-    await client.session("s").append(text="hello there")
-    first = await client.session("s").generate(max_tokens=8)
-    await seen(client, lambda m: m.sessions == 0)
-    info = await client.session("s").info()
-    assert (info.position, info.state, info.requests) == (first.position, "idle", 2)
-    await seen(client, lambda m: m.sessions == 0)
-    again = await client.session("s").generate(max_tokens=8)
-    whole = await client.session("whole").generate(text="hello there", max_tokens=16)
-    assert first.tokens + again.tokens == whole.tokens
-    assert again.usage.prefilled_tokens <= 1
 
 
 async def test_a_worker_with_an_idle_timeout_of_zero_does_not_keep_its_event_loop_busy(
@@ -281,20 +240,6 @@ async def test_the_counts_in_metrics_add_up_and_match_the_answers(wire: Start) -
     assert last.process_bytes > 0
 
 
-async def test_an_ask_request_runs_a_generate_and_gets_its_result_as_reply(wire: Start) -> None:
-    w, bodies = await wire(), ({"id": "x"}, {"type": "generate"}, {"type": "generate", "id": "y"}, {})
-    for body in bodies:
-        question = body | {"messages": chat("hi"), "max_tokens": 5}
-        reply = await w.nc.request(w.subject("s", "ask"), json.dumps(question).encode(), timeout=20)
-        answer = json.loads(reply.data)
-        assert (answer["type"], len(answer["tokens"])) == ("generated", 5)
-        assert await w.result(answer["seq"]) == answer | {"asked": ANY}
-        assert answer["id"] == body.get("id", answer["id"])
-        assert await w.position("s") == answer["position"]
-        asked = next(body for seq, _, body in await w.entries() if seq == answer["seq"])
-        assert json.loads(asked)["id"] == answer["id"]
-
-
 async def test_an_ask_at_a_stopping_worker_is_refused_and_its_answer_is_stored_after_the_next_start(
     wire: Start,
 ) -> None:
@@ -323,38 +268,6 @@ async def test_an_ask_whose_answer_takes_long_is_told_not_to_send_it_again_and_t
 
 
 # Who sees what
-
-
-@pytest.mark.real
-async def test_tenants_share_neither_sessions_nor_kv(wire: Start) -> None:
-    """Two tenants may use the same session name for different sessions; equal tokens have separate KV."""
-    w = await wire()
-    text = "A prompt that both of them send, long enough for some blocks. " * 3
-    async with connect(w.worker.settings.nats, prefix=w.prefix, tenant="other") as other:
-        mine = await w.worker.client.session("s").append(text=text)
-        await quiet(w.worker.client)
-        theirs = await other.session("s").append(text=text)
-        assert mine.position == theirs.position == len(text)
-        assert (theirs.cached_tokens, theirs.prefilled_tokens) == (0, len(text) - 1)
-        await other.session("s").rewind(1)
-        assert (await w.worker.client.session("s").info()).position == len(text)
-        assert (await other.session("s").info()).tenant == "other"
-        with pytest.raises(RequestFailedError, match="no such session"):
-            await other.session("unknown").info()
-
-
-@pytest.mark.real
-async def test_a_prefix_shared_by_two_sessions_of_a_tenant_is_prefilled_once(client: Client) -> None:
-    shared = "A system prompt that is the same for all. " * 5
-    await client.session("first").append(text=shared + "I am the first.")
-    await quiet(client)
-    second = await client.session("second").append(text=shared + "And this is the second one!")
-    assert len(shared) // BLOCK * BLOCK <= second.cached_tokens <= len(shared)
-    assert second.prefilled_tokens == second.tokens - second.cached_tokens
-    expected = await client.session("alone").generate(
-        text=shared + "And this is the second one!", max_tokens=12
-    )
-    assert (await client.session("second").generate(max_tokens=12)).tokens == expected.tokens
 
 
 async def test_every_log_line_of_a_request_names_its_session_and_its_id(wire: Start) -> None:

@@ -20,7 +20,7 @@ from tests.simulation.world import Server as World
 from turnkeep_client.calls import expect
 from turnkeep_client.client import Client, connect
 from turnkeep_client.errors import RequestFailedError
-from turnkeep_client.messages import Close, Closed, decode_result
+from turnkeep_client.messages import Close, Closed
 from turnkeep_client.subjects import CONSUMER, SessionKey, Subjects
 from worker.app import WorkerError
 from worker.cluster.owners import Owners
@@ -50,33 +50,6 @@ def lose(world: World, kept: int) -> None:
         consumer._next_seq, consumer._again = kept + 1, []
         consumer.pending = {seq: one for seq, one in pending.items() if seq <= kept}
     world.start()
-
-
-async def with_a_request(quiet_wire: Start) -> int:
-    """Publish a request while no worker runs, so that it is the log's last entry; return its sequence."""
-    w = await quiet_wire(ack_wait_s=1.0)
-    await w.send("other", append("first"))
-    await w.worker.stop()
-    return await w.publish("s", append("a"))
-
-
-async def answered_again(server: World) -> None:
-    log = server.jetstream.streams["turnkeep_log"]
-    await until(lambda: log.matching("turnkeep.default.s.out"))
-    assert [decode_result(one.data).id for one in log.matching("turnkeep.default.s.out")] == ["a"]
-
-
-@pytest.mark.simulated
-async def test_a_request_whose_result_the_server_lost_is_answered_again(
-    quiet_wire: Start, server: World
-) -> None:
-    """The server still has the request's acknowledgement, and the session gets no other request."""
-    asked = await with_a_request(quiet_wire)
-    w = await quiet_wire(ack_wait_s=1.0)
-    await w.until("s", "idle")
-    await asyncio.sleep(1.0)  # until the ack is there
-    lose(server, asked)
-    await answered_again(server)
 
 
 @pytest.mark.simulated

@@ -34,7 +34,7 @@ from worker.models.vision.image_file import ImageError
 from worker.process.concurrency import SharedLock
 from worker.sessions import answered_ids
 from worker.sessions.cancelling import cancel
-from worker.sessions.dead_letters import AttemptNote, excuse
+from worker.sessions.dead_letters import excuse
 from worker.sessions.pending import PendingRequest
 from worker.wire.chunks import PublishedChunks
 from worker.wire.fence import FencedError
@@ -574,13 +574,6 @@ async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_
     world.ring(seq)
     await world.session.run()
     assert (world.result(seq).tokens, world.result(seq).finish_reason) == (chunk.tokens, reason)
-
-
-def test_an_attempt_counts_as_failed_only_if_it_made_no_progress() -> None:
-    note = AttemptNote().then(1, 0, is_first=True).then(1, 5)
-    assert note.then(1, 6) == AttemptNote(1, note.attempts, 6)
-    assert note.then(1, 5) == AttemptNote(1, note.attempts + 1, 5)
-    assert note.then(2, 9) == AttemptNote(2, 1, 9)
 
 
 @pytest.mark.parametrize(

@@ -114,28 +114,6 @@ async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are
         assert one.num("loud") == MOST
 
 
-async def test_a_flooding_tenant_stays_limited_until_its_last_session_has_ended() -> None:
-    async with crowd() as one:
-        await one.come("quiet", "s")
-        await one.flood("loud")
-        while one.num("loud") > ROWS // 4:
-            await one.end("loud")
-        while len(one.came_in) < 1 + FLOOD:
-            assert one.num("loud") == ROWS // 4
-            await one.end("loud")
-        while one.num("loud"):
-            await one.end("loud")
-        await one.come("loud", *(f"t{number}" for number in range(MOST)))
-        assert one.num("loud") == MOST  # the flood is over
-
-
-async def test_tenants_that_do_not_flood_do_not_limit_each_other() -> None:
-    async with crowd() as one:
-        for tenant in ("a", "b", "c"):
-            await one.come(tenant, *(f"s{number}" for number in range(MOST)))
-        assert [one.num(tenant) for tenant in ("a", "b", "c")] == [MOST] * 3
-
-
 async def test_two_flooding_tenants_share_the_device_equally() -> None:
     async with crowd() as one:
         await one.flood("a")

@@ -137,22 +137,6 @@ async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_th
     assert (stopped.text, stopped.finish_reason) == ("", "stop")
 
 
-REFUSED: list[tuple[Any, str]] = [
-    ({"type": "xml"}, "type of response_format must be json_schema, json_object.*not 'xml'"),
-    ({"type": "regex"}, "response_format needs the field 'regex'"),
-    ({"type": "json_schema", "json_schema": {"name": "x"}}, "json_schema needs the field 'schema'"),
-    ({"type": "json_object", "x": 1}, "response_format has no field 'x'"),
-    ({"type": "choice", "choices": []}, "choices"),
-    (type, "type has no JSON schema"),
-]
-
-
-async def test_the_client_refuses_an_unknown_or_incomplete_format(client: Client) -> None:
-    for asked, says in REFUSED:
-        with pytest.raises(InvalidMessageError, match=says):
-            client.session("s").generate(text="x", response_format=asked)
-
-
 async def test_a_format_that_cannot_be_enforced_is_refused_and_adds_nothing(client: Client) -> None:
     """`tests/model/test_grammar.py` has all kinds."""
     session = client.session("s")
