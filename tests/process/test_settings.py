@@ -170,6 +170,7 @@ HEALTHLESS = ("", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80
         ("cache_policy", "full:4,64", "'full' or sink_window:SINK,WINDOW"),
         ("cache_policy", 4, "'full' or sink_window:SINK,WINDOW"),
         ("tenants", "sessions=0", "some of rows, memory, sessions and metrics, such as rows=4,memory=2GiB"),
+        ("tenants", "rows=2,rows=3", "some of rows, memory, sessions and metrics"),
         ("tenants", "rows", "some of rows, memory, sessions and metrics"),
         ("tenants", {"row": 4}, "some of rows, memory, sessions and metrics"),
         ("prefix", "a..b", "joined by dots"),

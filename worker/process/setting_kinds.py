@@ -235,6 +235,8 @@ def _tenants(value: object) -> TenantLimits:
     if not isinstance(value, dict):
         pairs = [pair.partition("=") for pair in text(value).split(",")]
         value = {name.strip(): given.strip() for name, _, given in pairs}
+        if len(value) < len(pairs):  # a limit is given twice
+            raise ValueError(value)
     if value.keys() - _TENANTS.keys():
         raise ValueError(value)
     return TenantLimits(**{name: _TENANTS[name].parse(given) for name, given in value.items()})
