@@ -99,6 +99,19 @@ async def test_a_remote_nats_server_without_jetstream_fails_the_doctors_check_wi
     assert exit_code(found.values()) == 1
 
 
+async def test_a_nats_server_that_is_too_old_fails_the_doctors_check_as_it_fails_a_start(
+    foreign_server, small, tmp_path, monkeypatch
+):
+    """It would end the start later, with an error of a request that it does not know."""
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
+    monkeypatch.setattr(Client, "connected_server_version", ServerVersion("2.10.25"))
+    found = (await examine(dataclasses.replace(small, nats=url)))["NATS"]
+    assert (found.state, found.mend) == ("fail", "install 2.15.0 or newer")
+    assert found.missing.startswith(f"nats-server 2.10.25 at {url} is too old")
+    monkeypatch.setattr(Client, "connected_server_version", ServerVersion("2.11.0"))
+    assert (await examine(dataclasses.replace(small, nats=url)))["NATS"].state == "warn"
+
+
 async def test_the_doctor_warns_of_a_nats_server_version_that_can_lose_entries(
     foreign_server, small, tmp_path, monkeypatch
 ):
