@@ -1,5 +1,6 @@
 """Settings come from flags, environment, file and defaults; wrong ones are refused with advice."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,9 @@ def test_each_setting_has_a_purpose_a_flag_like_its_variable_and_a_default_that_
         if described.name not in ("data_dir", "worker"):
             read = load({}, {described.variable: described.default}, None, tmp_path)
             assert getattr(read, described.name) == getattr(Settings(), described.name), described
+        with contextlib.suppress(SettingsError):
+            read = load({}, {described.variable: "?"}, None, tmp_path)
+            assert getattr(read, described.name) != getattr(Settings(), described.name), described
 
 
 @pytest.mark.parametrize(
