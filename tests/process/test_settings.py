@@ -1,7 +1,9 @@
 """Settings come from flags, environment, file and defaults; wrong ones are refused with advice."""
 
 import contextlib
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -346,7 +348,10 @@ def test_settings_that_contradict_each_other_or_the_disk_are_refused(changes, be
         check()
 
 
-def test_settings_with_different_ports_or_any_free_ones_fit_together(tmp_path):
+def test_settings_with_different_ports_or_any_free_ones_fit_together_also_on_a_small_disk(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**20))
     settings = Settings(data_dir=tmp_path, nats="nats://127.0.0.1:9560", log_replicas=3)
     check_together(settings)
     assert ports_of(settings, Beside(9560, 0)) == {"--gateway": Endpoint("127.0.0.1", 9560)}

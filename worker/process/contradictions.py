@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from typing import TYPE_CHECKING
 
 from .formatting import size
-from .settings import SettingsError
-
-if TYPE_CHECKING:
-    from .settings import Settings
+from .settings import Settings, SettingsError
 
 
 def check_together(settings: Settings) -> None:
@@ -25,7 +21,9 @@ def check_together(settings: Settings) -> None:
         )
     place = next(one for one in (settings.data_dir, *settings.data_dir.absolute().parents) if one.exists())
     whole = shutil.disk_usage(place).total
-    if snapshots != "off" and settings.min_free_disk >= whole:
+    # A worker on a volume that is smaller than the default serves without snapshots.
+    limit = max(whole, Settings().min_free_disk + 1)
+    if snapshots != "off" and settings.min_free_disk >= limit:
         raise SettingsError(
             f"min_free_disk is {size(settings.min_free_disk)}, and the disk of {settings.data_dir} has"
             f" {size(whole)} in all; lower it"
