@@ -6,6 +6,7 @@ Starts no worker; each check imports its heavy modules itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import platform
 import shutil
@@ -27,6 +28,7 @@ from worker.wire.broker import SERVER_PREFIX, check_port, find_server, greet, se
 from worker.wire.connection import BrokerError, connect, loses_entries, server_version
 from worker.wire.credentials import nats_options, over_tls
 
+from .ports import NOTHING, Beside, ports_of
 from .printing import table
 
 if TYPE_CHECKING:
@@ -61,14 +63,17 @@ class Diagnosis:
     mend: str = ""
 
 
-def checks(settings: Settings, models: Mapping[str, Settings] = MappingProxyType({})) -> list[Diagnosis]:
+def checks(
+    settings: Settings, models: Mapping[str, Settings] = MappingProxyType({}), beside: Beside = NOTHING
+) -> list[Diagnosis]:
     """Check everything that a worker with these settings needs, or the workers of several `models`.
 
-    Returns a result for each check. Takes some seconds.
+    Also checks the ports of what runs `beside` them. Returns a result for each check. Takes some seconds.
     """
     found = [_python(), _mlx(), _blas(), *_disk(settings)]
     runs = found[1].state == "ok"
     found += [asyncio.run(_remote_nats(settings))] if settings.nats else _own_nats(settings)
+    found += _other_ports(settings, beside)
     if not models:
         return [*found, *_models(settings, runs=runs)]
     several = ((name, _models(one, runs=runs)) for name, one in models.items())
@@ -214,6 +219,23 @@ def _port(settings: Settings) -> Diagnosis:
         found = f"nats-server {greeting.get('version', '')}, named {name}" if greeting else ""
         return _failure("port", found, error)
     return Diagnosis("port", "ok", f"{port} is free")
+
+
+def _other_ports(settings: Settings, beside: Beside) -> list[Diagnosis]:
+    """Check the ports besides the NATS server's, unless this worker runs, and has them."""
+    with contextlib.suppress(DataDirError):
+        DataDir.open(settings.data_dir, settings.worker).close()
+        ports = ports_of(settings, beside)
+        return [_other_port(option, *at) for option, at in ports.items() if option != "--nats-port"]
+    return []
+
+
+def _other_port(option: str, host: str, port: int) -> Diagnosis:
+    try:
+        check_port(port, f"choose another with {option}", host)
+    except BrokerError as error:
+        return _failure(option, "", error)
+    return Diagnosis(option, "ok", f"{port} is free")
 
 
 def _models(settings: Settings, *, runs: bool) -> list[Diagnosis]:

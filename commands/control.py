@@ -11,7 +11,7 @@ from msgspec import UNSET
 
 from ops.log.ending import check_open
 from turnkeep_client.errors import NotPermittedError, NoWorkerError, RequestFailedError, TurnkeepError
-from turnkeep_client.messages import encode
+from turnkeep_client.messages import UNLOADED, encode
 from worker.process.datadir import TOKEN_NAME, noted_nats
 from worker.process.formatting import size, span
 from worker.process.settings import SettingsError
@@ -151,6 +151,9 @@ async def cancel(client: Client, session: str, request_id: str | None) -> None:
 
 
 def _print_metrics(metrics: Metrics) -> None:
+    if metrics.device == UNLOADED:
+        table(("worker", metrics.worker), [("model", f"{metrics.model}, which its next request loads")])
+        return
     snapshots = metrics.snapshots
     rows = [
         ("model", f"{metrics.model} on {metrics.device}, turnkeep {metrics.version}"),

@@ -35,7 +35,9 @@ def list_(given: GivenSettings, as_json: bool) -> None:
     """
     from worker.models.catalog import list_models
 
-    found = list_models(given.load().data_dir)
+    found = list_models(
+        given.load().data_dir, lambda place, error: click.echo(f"{place.name} is broken: {error}", err=True)
+    )
     if as_json:
         click.echo(json.dumps([_plain(entry) for entry in found]))
         return
@@ -118,10 +120,11 @@ def pull(given: GivenSettings, name: str) -> None:
 @with_settings("data_dir")
 def rm(given: GivenSettings, name: str) -> None:
     """Remove a model from this machine, with what was converted from it; of a link, the link alone."""
-    from worker.models.catalog import named, remove
+    from worker.models.catalog import located, remove
 
-    entry = named(name, given.load().data_dir)
-    click.echo(f"removed {entry.name}, which frees {size(remove(entry))}")
+    data_dir = given.load().data_dir
+    place = located(name, data_dir)
+    click.echo(f"removed {place.name}, which frees {size(remove(place, data_dir))}")
 
 
 @model.command()

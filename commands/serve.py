@@ -16,14 +16,16 @@ import click
 
 from worker.observe.bare_structlog import structlog
 from worker.observe.logs import configure
-from worker.process.cache_parts import cache_codec
+from worker.process.cache_parts import cache_codec, remote_tier
 from worker.process.children import PROGRAM, ending, start
 from worker.process.concurrency import task_group
+from worker.process.contradictions import check_together
 from worker.process.settings import SettingsError
 from worker.wire.credentials import worker_options
 
 from .flags import with_settings
 from .nats_connection import CLIENT_SETTINGS, GATEWAY_SETTINGS, command_line
+from .ports import Beside, ports_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -98,13 +100,15 @@ def serve(
     On SIGHUP a worker reads the settings again and applies max_disk and min_free_disk.
     """
     settings, models = _loaded(given)
+    beside = Beside(gateway_port, console_port)
+    ports_of(settings, beside)  # raises if two are the same
     if check:
-        _check(settings, models)
+        _check(settings, models, beside)
     for one in models.values() or (settings,):
         cache_codec(one)  # raises if its key cannot be used
     # Without --data-dir, a child would use the server of NATS_URL.
     own = given.but(data_dir=settings.data_dir, prefix=None if models else settings.prefix)
-    manner = Manner(beside=_beside(own, gateway_port, console_port), until_eof=until_eof)
+    manner = Manner(beside=_beside(own, beside), until_eof=until_eof)
     run(settings, models, lambda: _loaded(given), manner)
 
 
@@ -116,23 +120,27 @@ def _loaded(given: GivenSettings) -> tuple[Settings, dict[str, Settings]]:
             "--memory and --unload-after-s are for [models] in turnkeep.toml, which has none; one model alone"
             " has --device-memory, and stays loaded"
         )
+    for one in models.values() or (settings,):
+        check_together(one)
     return settings, models
 
 
-def _check(settings: Settings, models: Mapping[str, Settings]) -> None:
+def _check(settings: Settings, models: Mapping[str, Settings], beside: Beside) -> None:
     from .doctor import examine
 
     worker_options(settings)
-    cache_codec(settings)
-    examine(settings, models, as_json=False)
+    codec = cache_codec(settings)
+    for one in models.values() or (settings,):
+        remote_tier(one, codec)
+    examine(settings, models, beside, as_json=False)
 
 
-def _beside(own: GivenSettings, gateway_port: int | None, console_port: int | None) -> dict[str, list[str]]:
+def _beside(own: GivenSettings, beside: Beside) -> dict[str, list[str]]:
     """Wait until the ports are free; return the options of the gateway and the console beside a worker."""
     from worker.wire.broker import wait_for_port
 
     found = {}
-    for name, port, settings in (("gateway", gateway_port, GATEWAY_SETTINGS), ("console", console_port, ())):
+    for name, port, settings in zip(Beside._fields, beside, (GATEWAY_SETTINGS, ()), strict=True):
         if port:
             wait_for_port(port, f"choose another with --{name} PORT")
         if port is not None:

@@ -101,6 +101,8 @@ class Supervisor:
         self._memory = MemoryBudget()
         self._stop = Event()
         self._fatal: TurnkeepError | None = None
+        #: The NATS server of this process; None if it runs elsewhere, or not yet.
+        self._server: EmbeddedServer | None = None
         self.ready = Event()
 
     def stop(self) -> None:
@@ -177,6 +179,7 @@ class Supervisor:
 
     async def _start(self, server: EmbeddedServer, stack: AsyncExitStack) -> tuple[str, dict[str, Any]]:
         """Start this machine's NATS server, for all models; return its URL and the options of connections."""
+        self._server = server
         stack.push_async_callback(shielded, server.stop)
         await server.start()
         await stack.enter_async_context(background(server.supervise))
@@ -459,6 +462,8 @@ class Supervisor:
         """Return the reasons why requests are not answered now; one that loads its model is answered."""
         if self._stop.is_set():
             return ["stopping"]
+        if self._server is not None and self._server.problem is not None:
+            return [f"the NATS server is not healthy: {self._server.problem}"]
         if not self.ready.is_set() or (not self._are_several and self._models[0] in self._memory.loaded):
             return [*self._models[0].state.unready]
         return []

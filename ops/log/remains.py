@@ -31,7 +31,7 @@ class LogRemains(Struct, frozen=True, kw_only=True):
 async def remains(client: Client, key: SessionKey) -> LogRemains:
     """Find what the log's streams still have of a session that was forgotten.
 
-    Raises `TurnkeepError` if they have entries of it, and none says that it was forgotten.
+    Raises `TurnkeepError` if nothing says that it was forgotten: it is open, or its name is another.
     """
     forgets = [
         one.asked.stored
@@ -42,7 +42,7 @@ async def remains(client: Client, key: SessionKey) -> LogRemains:
     notes = [_note(one.body) async for one in client.stored.erasures(key.tenant)]
     marks = tuple(one.marks for one in notes if one is not None and one.session == digest)
     found = [one async for one in client.stored.remains(key)]
-    if found and not forgets:
+    if not forgets and (found or not marks):
         raise TurnkeepError(f"the log does not say that {key} was forgotten; see turnkeep close --forget")
     left = [
         one.headers["Nats-Subject"]

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import os
 import socket
 import ssl
@@ -32,6 +33,10 @@ _CLOSE_S: Final = 2.0
 #: A server counts as lost if nothing has come from it while this many pings, `PING_S` apart, were sent.
 PING_S: Final = 5.0
 NUM_PINGS: Final = 3
+#: asyncio's warning at the end of every TLS connection of nats-py, which begins without TLS.
+_NO_NEWS: Final = "returning true from eof_received() has no effect when using ssl"
+
+logging.getLogger("asyncio").addFilter(lambda record: record.msg != _NO_NEWS)
 
 
 NatsError = nats.errors.Error

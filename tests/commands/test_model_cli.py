@@ -42,6 +42,29 @@ async def test_a_model_served_by_name_cannot_be_removed_until_its_worker_stops(
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")  # the fixture starts it again
 
 
+async def test_broken_models_are_listed_with_their_faults_and_can_be_removed(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    """As after a copy or a download by hand that has ended too early."""
+    models = tmp_path / "models"
+    for name in ("config", "weights", "sound"):
+        shutil.copytree(tiny_model, models / name)
+    (models / "config" / "config.json").write_text("{")
+    with (models / "weights" / "model.safetensors").open("r+b") as weights:
+        weights.truncate(1000)
+
+    async def run(*arguments: str) -> Any:
+        return await command("model", *arguments, "--data-dir", tmp_path)
+
+    listed = await run("list", "--json")
+    assert "sound" in {entry["name"] for entry in json.loads(listed.stdout)}
+    told = listed.stderr.splitlines()
+    assert [line.split(":")[0] for line in told] == ["config is broken", "weights is broken"], told
+    for name in ("config", "weights"):
+        assert (await run("rm", name)).stdout.startswith(f"removed {name}, which frees ")
+    assert [path.name for path in models.glob("[!.]*")] == ["sound"]
+
+
 async def test_model_show_says_how_the_chat_template_treats_messages(
     tmp_path: Path, model_with_template: Callable[[str, str], Path]
 ) -> None:

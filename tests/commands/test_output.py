@@ -23,8 +23,10 @@ from command_runs import environment, turnkeep, where
 
 from bench.cli import NAMES
 from commands.cli import main
+from commands.control import _print_metrics
 from commands.printing import table
 from tests.parts import make_tiny_model
+from worker.metrics_collector import unloaded_metrics
 from worker.observe.progress import terminal_progress
 from worker.process.formatting import size, span
 from worker.process.installed import as_installed, program
@@ -311,3 +313,13 @@ def test_a_misspelt_command_fails_and_suggests_the_right_one(typed: str, meant: 
     )
     assert done.returncode == 2
     assert f"Did you mean '{meant}'?" in done.stderr
+
+
+def test_info_of_an_unloaded_model_says_so_instead_of_printing_zeros(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    _print_metrics(unloaded_metrics(worker="vm-small", version="1", model="small", others=()))
+    assert capsys.readouterr().out.splitlines() == [
+        "worker  vm-small",
+        "model   small, which its next request loads",
+    ]

@@ -42,7 +42,8 @@ def test_model_folders_gguf_files_and_links_in_the_data_directory_are_found_and_
     found = {e.name: e for e in catalog.list_models(tmp_path) if e.origin != "packaged"}
     assert sorted(found) == ["file", "file-b", "folder", "linked"]
     assert found["file"].conversions == (made,)
-    freed = [catalog.remove(found[name]) for name in ("file", "linked", "folder")]
+    places = [catalog.located(name, tmp_path) for name in ("file", "linked", "folder")]
+    freed = [catalog.remove(place, tmp_path) for place in places]
     assert freed[0] > 5_000_000 > freed[2] > 300_000 > 200 > freed[1]
     assert (tmp_path / "elsewhere" / "config.json").exists()
     assert not file.exists()
@@ -58,7 +59,7 @@ def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_cannot_be
     assert (entry.origin, entry.path, entry.dtype) == ("converted", made, "float16")
     assert catalog.named(str(source), tmp_path).conversions == (made,)
     with pytest.raises(ModelError, match="is not a name of `turnkeep model list`"):
-        catalog.remove(catalog.named(str(source), tmp_path))
+        catalog.remove(catalog.located(str(source), tmp_path), tmp_path)
     assert source.exists()
     assert catalog.count_parameters(entry) == catalog.count_parameters(catalog.named(str(source), tmp_path))
 

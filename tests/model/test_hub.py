@@ -203,10 +203,10 @@ def test_gguf_files_of_a_repository_are_downloaded_listed_and_removed_by_quantis
     assert catalog.named("org/tiny-GGUF", tmp_path).conversions == (made,)
     hub.fetch("org/tiny-GGUF:F16")
     assert names(tmp_path) == ["org/tiny-GGUF:F16", "org/tiny-GGUF:Q8_0"]
-    catalog.remove(catalog.named("org/tiny-GGUF:Q8_0", tmp_path))
+    catalog.remove(catalog.located("org/tiny-GGUF:Q8_0", tmp_path), tmp_path)
     assert not made.exists()
     assert names(tmp_path) == ["org/tiny-GGUF:F16"]
-    catalog.remove(catalog.named("org/tiny-GGUF:F16", tmp_path))
+    catalog.remove(catalog.located("org/tiny-GGUF:F16", tmp_path), tmp_path)
     assert not [path for path in cache.glob("**/*") if path.is_file() and path.stat().st_size > 1000]
 
 
@@ -221,7 +221,7 @@ def test_removing_a_gguf_file_keeps_the_conversion_of_another_file_with_the_same
         made.append(model.resolve(f"{org}/tiny-GGUF:F32", tmp_path, dtype="float32"))
         assert catalog.named(f"{org}/tiny-GGUF:F32", tmp_path).conversions == (made[number],)
     with contextlib.closing(Hold(made[1])):
-        catalog.remove(catalog.named("one/tiny-GGUF:F32", tmp_path))
+        catalog.remove(catalog.located("one/tiny-GGUF:F32", tmp_path), tmp_path)
     assert [path.exists() for path in made] == [False, True]
 
 
@@ -233,7 +233,7 @@ def test_removing_the_only_gguf_file_of_a_repository_keeps_its_other_weights(
     server.add("org/both", folder)
     path = hub.fetch("org/both:F32")
     (other := path.with_name("model.safetensors")).write_bytes(b"weights")
-    catalog.remove(catalog.named("org/both:F32", tmp_path))
+    catalog.remove(catalog.located("org/both:F32", tmp_path), tmp_path)
     assert (path.exists(), other.read_bytes()) == (False, b"weights")
 
 
@@ -261,11 +261,10 @@ def test_a_model_in_use_is_listed_as_in_use_and_cannot_be_removed(
 ) -> None:
     folder = hub.fetch(ID)
     with contextlib.closing(Hold(folder)):
-        entry = catalog.named("tiny", tmp_path)
-        assert entry.in_use
+        assert catalog.named("tiny", tmp_path).in_use
         with pytest.raises(ModelError, match="org/tiny is in use; stop the worker"):
-            catalog.remove(entry)
-    freed = catalog.remove(catalog.named(ID, tmp_path))
+            catalog.remove(catalog.located("tiny", tmp_path), tmp_path)
+    freed = catalog.remove(catalog.located(ID, tmp_path), tmp_path)
     assert freed >= sum(map(len, server.repositories[ID].values()))
     assert names(tmp_path) == []
     assert not [*cache.glob("models--org--tiny")]

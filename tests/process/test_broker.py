@@ -270,6 +270,7 @@ async def test_a_stream_accepts_messages_again_once_a_full_disk_has_space(
         filler.write_bytes(b"x" * 2**24)
         with pytest.raises(nats.errors.TimeoutError):
             await store(url_of(server), *[b"x" * 2**18] * 64)
+        await until(lambda: server.problem)
         await asyncio.sleep(1)
         assert server.pid == pid, "restarting is no use while the disk is full"
         kept = await stored(url_of(server))
@@ -278,3 +279,4 @@ async def test_a_stream_accepts_messages_again_once_a_full_disk_has_space(
         await server._wait_until_ready()
         assert await stored(url_of(server)) == kept
         await store(url_of(server), b"2")
+        await until(lambda: server.problem is None)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,11 @@ from nats.aio.client import Client, ServerVersion
 
 import commands.checks
 from commands.checks import Diagnosis, checks, exit_code
+from commands.ports import NOTHING, Beside
 from tests.commands.command_runs import turnkeep
 from tests.model.tiny_gguf import TinyLlama
 from worker.process.datadir import DataDir
+from worker.process.setting_kinds import Endpoint
 
 
 async def examine(settings):
@@ -66,6 +69,26 @@ async def test_the_doctors_failed_port_check_says_that_another_worker_holds_the_
     assert done.stderr.endswith(f" is taken by another program; {port.mend}\n")
 
 
+@pytest.mark.parametrize("option", ["--gateway", "--console", "--health", "--nats-websocket"])
+def test_a_port_held_by_another_program_fails_the_doctors_check_and_names_its_option(small, option):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        at = Endpoint(*other.getsockname())
+        changed = {"--health": {"health": at}, "--nats-websocket": {"nats_websocket": at.port}}
+        beside = {"--gateway": Beside(gateway=at.port), "--console": Beside(console=at.port)}
+        settings = dataclasses.replace(small, **changed.get(option, {}))
+        found = {check.name: check for check in checks(settings, beside=beside.get(option, NOTHING))}
+        with DataDir.open(small.data_dir, "test"):
+            running = checks(settings, beside=beside.get(option, NOTHING))
+    assert found[option] == Diagnosis(
+        option,
+        "fail",
+        "",
+        f"port {at.port} of 127.0.0.1 is taken by another program",
+        f"choose another with {option}",
+    )
+    assert option not in {check.name for check in running}, "a worker that runs has its ports"
+
+
 async def test_a_remote_nats_server_without_jetstream_fails_the_doctors_check_with_advice(
     foreign_server, small
 ):
@@ -74,6 +97,19 @@ async def test_a_remote_nats_server_without_jetstream_fails_the_doctors_check_wi
     assert "nats-server -js" in found["NATS"].mend
     assert "port" not in found
     assert exit_code(found.values()) == 1
+
+
+async def test_a_nats_server_that_is_too_old_fails_the_doctors_check_as_it_fails_a_start(
+    foreign_server, small, tmp_path, monkeypatch
+):
+    """It would end the start later, with an error of a request that it does not know."""
+    url = await foreign_server(jetstream={"store_dir": str(tmp_path / "js")})
+    monkeypatch.setattr(Client, "connected_server_version", ServerVersion("2.10.25"))
+    found = (await examine(dataclasses.replace(small, nats=url)))["NATS"]
+    assert (found.state, found.mend) == ("fail", "install 2.15.0 or newer")
+    assert found.missing.startswith(f"nats-server 2.10.25 at {url} is too old")
+    monkeypatch.setattr(Client, "connected_server_version", ServerVersion("2.11.0"))
+    assert (await examine(dataclasses.replace(small, nats=url)))["NATS"].state == "warn"
 
 
 async def test_the_doctor_warns_of_a_nats_server_version_that_can_lose_entries(

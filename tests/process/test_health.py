@@ -24,10 +24,11 @@ from worker.device.runner import Runner
 from worker.models import model
 from worker.observe import health as health_module
 from worker.observe.health import HealthServer
+from worker.process.datadir import DataDir
 from worker.process.setting_kinds import Endpoint
 from worker.process.settings import Settings
 from worker.supervisor import Supervisor
-from worker.wire.broker import find_server
+from worker.wire.broker import EmbeddedServer, find_server
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -203,6 +204,18 @@ async def test_serve_is_ready_only_while_its_worker_answers_and_stays_live_while
     assert told._hangs() == []
     told._models[0].reported_s = anyio.current_time() - model_process._SILENT_S - 1
     assert told._hangs() == ["the worker does not report"]
+
+
+async def test_serve_is_not_ready_while_its_own_nats_server_stores_nothing(tmp_path: Path) -> None:
+    """As on a full disk; a load balancer then asks another worker."""
+    settings = Settings(data_dir=tmp_path)
+    supervisor = Supervisor(settings, {})
+    supervisor.ready.set()
+    with DataDir.open(tmp_path) as directory:
+        supervisor._server = EmbeddedServer(directory, settings)
+    assert supervisor._unready() == []
+    supervisor._server.problem = "no space left on device"
+    assert supervisor._unready() == ["the NATS server is not healthy: no space left on device"]
 
 
 MALFORMED = {

@@ -193,7 +193,7 @@ async def test_workers_and_commands_log_in_with_a_credentials_file_of_any_line_e
 
 
 async def test_workers_and_commands_connect_over_tls_with_a_ca_and_a_client_certificate(
-    foreign_server: Any, tmp_path: Path, keys: Path
+    foreign_server: Any, tmp_path: Path, keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     tls = {"cert_file": str(keys / "server.pem"), "key_file": str(keys / "server.key")}
     url = await foreign_server(
@@ -210,6 +210,7 @@ async def test_workers_and_commands_connect_over_tls_with_a_ca_and_a_client_cert
     await refused(url, other, "certificate that is not trusted")
     await refused(url, Settings(nats=url), "certificate that is not trusted")
     await refused(url, Settings(nats=url, nats_ca=ca), "refuses the TLS connection")
+    assert "eof_received" not in caplog.text, "asyncio warns at the end of each connection"
 
 
 async def test_a_connection_that_asks_for_tls_fails_on_a_server_without_tls(

@@ -401,5 +401,3 @@ async def test_an_unusable_remote_tier_fails_the_start_and_says_why(
     for place in ("data", "data/snapshots/tier"):
         with pytest.raises(SettingsError, match="is this worker's own directory; choose another"):
             await local_worker(remote_tier=str(tmp_path / place))
-    with pytest.raises(SettingsError, match="remote_tier is for snapshots, and snapshots is off"):
-        await local_worker(remote_tier=str(tmp_path / "else"), snapshots="off")

@@ -113,6 +113,38 @@ def test_serve_check_says_why_a_worker_would_not_start(
     assert (done.returncode, says in done.stdout + done.stderr) == (code, True), done.stdout + done.stderr
 
 
+@pytest.mark.parametrize("check", [(), ("--check",)])
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--nats-port", "4301", "--gateway", "4301"), "--nats-port and --gateway have the same port 4301"),
+        (
+            ("--log-replicas", "3"),
+            "log_replicas needs a cluster of NATS servers, and the worker's own is one",
+        ),
+    ],
+)
+def test_serve_refuses_settings_that_contradict_each_other_with_and_without_check(
+    check: tuple[str, ...], options: tuple[str, ...], says: str, tmp_path: Path
+) -> None:
+    """With code 2, at which a service does not start again, and before a NATS server runs."""
+    done = serve(tmp_path, *check, *options)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith(f"turnkeep: {says}")
+    assert not (tmp_path / "data" / "nats-server.conf").exists()
+
+
+def test_serve_check_fails_for_a_gateways_port_that_another_program_has(
+    tmp_path: Path, tiny_model: Path
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        own = ("--model", tiny_model, "--nats-port", free_port())
+        done = serve(tmp_path, "--check", *own, "--gateway", port)
+    assert done.returncode == 1, done.stdout
+    assert f"port {port} of 127.0.0.1 is taken by another program" in done.stdout
+
+
 def test_a_log_line_is_one_write_so_that_lines_of_several_processes_never_mix():
     reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
     lines = 'configure("json", "info"); log = structlog.get_logger(); log.info("one"); log.info("two")'

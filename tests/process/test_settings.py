@@ -1,13 +1,18 @@
 """Settings come from flags, environment, file and defaults; wrong ones are refused with advice."""
 
+import contextlib
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cache.names.policy import FULL, Policy
+from commands.ports import NOTHING, Beside, ports_of
 from turnkeep_client.subjects import check_id
 from worker.process import settings as module
-from worker.process.setting_kinds import TenantLimits
+from worker.process.contradictions import check_together
+from worker.process.setting_kinds import Endpoint, TenantLimits
 from worker.process.setting_sources import load, load_models
 from worker.process.settings import Settings, SettingsError, describe
 
@@ -56,6 +61,9 @@ def test_each_setting_has_a_purpose_a_flag_like_its_variable_and_a_default_that_
         if described.name not in ("data_dir", "worker"):
             read = load({}, {described.variable: described.default}, None, tmp_path)
             assert getattr(read, described.name) == getattr(Settings(), described.name), described
+        with contextlib.suppress(SettingsError):
+            read = load({}, {described.variable: "?"}, None, tmp_path)
+            assert getattr(read, described.name) != getattr(Settings(), described.name), described
 
 
 @pytest.mark.parametrize(
@@ -168,6 +176,7 @@ HEALTHLESS = ("", "box", "box:", "0", "65536", "::1", "::1:80", "[::1]", "a b:80
         ("cache_policy", "full:4,64", "'full' or sink_window:SINK,WINDOW"),
         ("cache_policy", 4, "'full' or sink_window:SINK,WINDOW"),
         ("tenants", "sessions=0", "some of rows, memory, sessions and metrics, such as rows=4,memory=2GiB"),
+        ("tenants", "rows=2,rows=3", "some of rows, memory, sessions and metrics"),
         ("tenants", "rows", "some of rows, memory, sessions and metrics"),
         ("tenants", {"row": 4}, "some of rows, memory, sessions and metrics"),
         ("prefix", "a..b", "joined by dots"),
@@ -301,3 +310,48 @@ def test_a_model_without_a_table_is_refused_with_the_names_of_the_tables(tmp_pat
         write(tmp_path, toml)
         with pytest.raises(SettingsError, match=says):
             load({}, {}, None, tmp_path, of="x")
+
+
+#: Settings of which each is valid, and the ports of what runs beside the worker.
+CONTRADICTIONS = [
+    ({"nats_port": 9560, "health": Endpoint("0.0.0.0", 9560)}, NOTHING, "--nats-port and --health have"),
+    ({"nats_websocket": 4222}, NOTHING, "--nats-port and --nats-websocket have the same port 4222"),
+    ({"nats": "nats://far"}, Beside(9560, 9560), "--gateway and --console have the same port 9560"),
+    (
+        {"snapshots": "off", "remote_tier": "tier"},
+        NOTHING,
+        "remote_tier is for snapshots, and snapshots is off",
+    ),
+    (
+        {"snapshots": "off", "cache_policy": Policy(4, 2108, 1984)},
+        NOTHING,
+        "cache_policy paged.* needs snapshots",
+    ),
+    ({"log_replicas": 3}, NOTHING, "log_replicas needs a cluster of NATS servers"),
+    (
+        {"min_free_disk": 900 * 2**40},
+        NOTHING,
+        "min_free_disk is 921600 GiB, and the disk of .* in all; lower it",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "beside", "says"), CONTRADICTIONS)
+def test_settings_that_contradict_each_other_or_the_disk_are_refused(changes, beside, says, tmp_path):
+    settings = Settings(**{"data_dir": tmp_path / "new" / "data"} | changes)
+
+    def check() -> None:
+        check_together(settings)
+        ports_of(settings, beside)
+
+    with pytest.raises(SettingsError, match=says):
+        check()
+
+
+def test_settings_with_different_ports_or_any_free_ones_fit_together_also_on_a_small_disk(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=2**20))
+    settings = Settings(data_dir=tmp_path, nats="nats://127.0.0.1:9560", log_replicas=3)
+    check_together(settings)
+    assert ports_of(settings, Beside(9560, 0)) == {"--gateway": Endpoint("127.0.0.1", 9560)}

@@ -39,7 +39,7 @@ from .model_files import (
 from .template_support import TemplateSupport, support_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 #: A package that contains the default model. It is never imported, and is installed without its dependencies,
 #: one of which takes ten minutes to compile (ADR 0020).
@@ -103,14 +103,16 @@ def packaged_gguf() -> Path | None:
     return None
 
 
-def list_models(data_dir: Path) -> list[ModelEntry]:
-    """Describe all models on this machine, except broken ones."""
+def list_models(
+    data_dir: Path, on_broken: Callable[[ModelLocation, Exception], object] = lambda _, __: None
+) -> list[ModelEntry]:
+    """Describe all models on this machine, except broken ones, of which `on_broken` gets what is wrong."""
     entries = []
     for place in places(data_dir):
         try:
             entries.append(describe(place, data_dir))
-        except (ModelError, OSError):
-            continue
+        except (ModelError, OSError) as error:
+            on_broken(place, error)
     return entries
 
 
@@ -186,9 +188,14 @@ def _spellings(name: str) -> tuple[str, str]:
 
 
 def named(spec: str, data_dir: Path) -> ModelEntry:
-    """Describe one model, given by its name, a part of its name, or its path.
+    """Describe one model, given as for `located`. Raises `ModelError`, also if its files are broken."""
+    return describe(located(spec, data_dir), data_dir)
 
-    Raises `ModelError` if there is no such model (see `missing`), or its files are broken.
+
+def located(spec: str, data_dir: Path) -> ModelLocation:
+    """Find one model, given by its name, a part of its name, or its path.
+
+    Raises `ModelError` if there is no such model (see `missing`).
     """
     place, path = _place(spec, data_dir), expanded(spec)
     if place is None and (path.is_dir() or (path.is_file() and is_gguf(path))):
@@ -198,7 +205,7 @@ def named(spec: str, data_dir: Path) -> ModelEntry:
     place = place or _by_part(spec, data_dir)
     if place is None:
         raise missing(spec, data_dir)
-    return describe(place, data_dir)
+    return place
 
 
 def expanded(spec: str) -> Path:
@@ -226,11 +233,10 @@ def _is_near(typed: str, name: str) -> bool:
 
 def describe(place: ModelLocation, data_dir: Path) -> ModelEntry:
     """Describe a model from the headers of its files; raises `ModelError` if they are broken."""
-    made: tuple[Path, ...] = ()
+    made = _conversions(place, data_dir)
     if is_gguf(place.path):
         config, template, words = _of_gguf(place.path)
         size = place.path.stat().st_size
-        made = converted.conversions(place.path, data_dir / "models")
     else:
         config = check_folder(place.path)
         template, path = _template(place.path), place.path / "tokenizer.json"
@@ -250,8 +256,16 @@ def describe(place: ModelLocation, data_dir: Path) -> ModelEntry:
         window_tokens=architectures.window(text),
         policies=architectures.policies(text["model_type"]),
         conversions=made,
-        in_use=any(is_held(path) for path in made or (place.path,) if path.is_dir()),
+        in_use=_is_in_use(place, made),
     )
+
+
+def _conversions(place: ModelLocation, data_dir: Path) -> tuple[Path, ...]:
+    return converted.conversions(place.path, data_dir / "models") if is_gguf(place.path) else ()
+
+
+def _is_in_use(place: ModelLocation, made: tuple[Path, ...]) -> bool:
+    return any(is_held(path) for path in made or (place.path,) if path.is_dir())
 
 
 def count_parameters(entry: ModelEntry) -> int:
@@ -282,21 +296,22 @@ def template_support(entry: ModelEntry) -> TemplateSupport:
     )
 
 
-def remove(entry: ModelEntry) -> int:
-    """Remove a model with its conversions, and return the bytes that this frees. Raises `ModelError`."""
-    if entry.origin == "packaged":
+def remove(place: ModelLocation, data_dir: Path) -> int:
+    """Remove a model, broken or not, with its conversions; return the bytes freed. Raises `ModelError`."""
+    if place.origin == "packaged":
         raise ModelError(
-            f"{entry.name} is part of an installed package;"
+            f"{place.name} is part of an installed package;"
             f" `pip uninstall {_PACKAGE.replace('_', '-')}` removes it"
         )
-    if entry.origin == "elsewhere":
-        raise ModelError(f"{entry.path} is not a name of `turnkeep model list`; only these can be removed")
-    if entry.in_use:
-        raise ModelError(f"{entry.name} is in use; stop the worker that serves it, then remove it")
+    if place.origin == "elsewhere":
+        raise ModelError(f"{place.path} is not a name of `turnkeep model list`; only these can be removed")
+    made = _conversions(place, data_dir)
+    if _is_in_use(place, made):
+        raise ModelError(f"{place.name} is in use; stop the worker that serves it, then remove it")
     from . import tokenizer_files  # imported here, since most commands do not need it
 
     freed = 0
-    for path in (*entry.conversions, entry.path):
+    for path in (*made, place.path):
         tokenizer_files.drop(path, path.parent)
         repository = hub.repository_of(path)
         if repository is None:

@@ -41,10 +41,6 @@ def remote_tier(settings: Settings, codec: Codec) -> Tier | None:
 
     if settings.remote_tier is None:
         return None
-    if settings.snapshots != "on":
-        raise SettingsError(
-            f"remote_tier is for snapshots, and snapshots is {settings.snapshots}; make it on"
-        )
     place = settings.remote_tier
     own, there = settings.data_dir, Path(place).absolute()
     is_inside = any(is_same(one, own / "snapshots") for one in (there, *there.parents))

@@ -152,7 +152,15 @@ def size(low: int, high: int = 1024 * TIB) -> Kind:
 def duration(low: float, high: float) -> Kind:
     """Return a `Kind` for durations from `low` to `high` seconds."""
     wants = f"a duration from {low:g} to {high:.12g} seconds, such as 5, 5s or 2m"
-    return Kind(wants, "TIME", _within(parse_duration, low, high), lambda value: f"{value:g}")
+    return Kind(wants, "TIME", _within(parse_duration, low, high), _duration_text)
+
+
+def _duration_text(seconds: float) -> str:
+    """Write a duration in its largest unit of which it is a whole number, as `parse_duration` reads it."""
+    for unit in ("d", "h", "m"):
+        if seconds and seconds % _DURATION_UNITS[unit] == 0:
+            return f"{seconds / _DURATION_UNITS[unit]:.0f}{unit}"
+    return f"{seconds:.12g}s"
 
 
 def choice(*words: str) -> Kind:
@@ -235,6 +243,8 @@ def _tenants(value: object) -> TenantLimits:
     if not isinstance(value, dict):
         pairs = [pair.partition("=") for pair in text(value).split(",")]
         value = {name.strip(): given.strip() for name, _, given in pairs}
+        if len(value) < len(pairs):  # a limit is given twice
+            raise ValueError(value)
     if value.keys() - _TENANTS.keys():
         raise ValueError(value)
     return TenantLimits(**{name: _TENANTS[name].parse(given) for name, given in value.items()})

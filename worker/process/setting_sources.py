@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 CONFIG_NAME: Final = "turnkeep.toml"
 _MODELS: Final = "models"
-#: Prefixes of environment variables that are not settings: tests, `turnkeep launch`, launchd's service.
-_OTHER_ENV: Final = ("TURNKEEP_TEST_", "TURNKEEP_GATEWAY_", "TURNKEEP_SERVICE_")
+#: Environment variables that are not settings: of tests, `turnkeep launch`, launchd's service.
+_OTHER_ENV: Final = ("TURNKEEP_TEST_", "TURNKEEP_GATEWAY_KEY", "TURNKEEP_SERVICE_LOG")
 
 
 def load(

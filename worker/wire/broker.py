@@ -99,15 +99,15 @@ def _program() -> Path:
     return program
 
 
-def check_port(port: int, mend: str | None = None) -> None:
-    """Raise `BrokerError` if no server can listen on `port` of the loopback address.
+def check_port(port: int, mend: str | None = None, host: str = HOST) -> None:
+    """Raise `BrokerError` if no server can listen on `port` of an address of this machine.
 
     The message ends with `mend`, which says what to do.
     """
-    with socket.socket() as probe:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Go does: TIME_WAIT is no obstacle
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError as error:
             reason = f"is refused: {error.strerror}"
             helps = (
@@ -116,7 +116,7 @@ def check_port(port: int, mend: str | None = None) -> None:
             )
             if error.errno == errno.EADDRINUSE:
                 reason = "is taken by another program"
-            raise BrokerError(f"port {port} of {HOST} {reason}; {mend or helps}") from None
+            raise BrokerError(f"port {port} of {host} {reason}; {mend or helps}") from None
 
 
 def wait_for_port(port: int, mend: str) -> None:
@@ -170,6 +170,8 @@ class EmbeddedServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._started_at = 0.0
         self._backoff_s = _BACKOFF_S[0]
+        #: What the server's last health check found; None if nothing.
+        self.problem: str | None = None
 
     @property
     def url(self) -> str:
@@ -289,7 +291,6 @@ class EmbeddedServer:
     async def supervise(self) -> None:
         """Restart the server whenever it dies or stays unusable, until cancelled."""
         next_check = current_time() + _HEALTH_S
-        known: str | None = None
         while True:
             await sleep(_POLL_S)
             if (code := self._ended()) is not None:
@@ -298,14 +299,14 @@ class EmbeddedServer:
             elif current_time() >= next_check:
                 next_check = current_time() + _HEALTH_S
                 problem = await in_thread(self._health_problem)
-                if problem and problem != known:
+                if problem and problem != self.problem:
                     log.error("nats-server is not healthy", reason=problem)
                 # After one failed write (a full disk) a stream silently stores nothing more, and publishers
                 # time out, until the server restarts. Stored messages can still be read.
                 elif problem and self._has_room():
                     log.error("restarting nats-server: it does not recover by itself", reason=problem)
                     await self._restart()
-                known = problem
+                self.problem = problem
 
     def _has_room(self) -> bool:
         with contextlib.suppress(OSError):

@@ -32,6 +32,8 @@ log = structlog.get_logger(__name__)
 PATIENCE_S: Final = 20.0
 _RETRY_S: Final = 0.2
 
+#: The first version that answers direct gets of several subjects, and stores entries with a time to live.
+_MIN_VERSION: Final = (2, 11)
 #: The first version of each release series of the NATS server that syncs compacted files (its issue 8475).
 _SYNCS_COMPACTIONS: Final = ((2, 12, 16), (2, 14, 6), (2, 15, 0))
 
@@ -190,6 +192,12 @@ async def _check_server(client: Client, shown: str, min_payload_bytes: int, time
             f"JetStream does not answer at {shown} ({_first_line(error)}); enable it there (nats-server -js)"
             " and for the account, and let the user publish to $JS.API.>"
         ) from None
+    version = server_version(client)
+    if version and _numbers(version) < _MIN_VERSION:
+        raise BrokerError(
+            f"nats-server {version} at {shown} is too old, as it cannot read several subjects at once;"
+            " install 2.15.0 or newer"
+        )
     if why := small_payload(client, min_payload_bytes, shown):
         raise BrokerError(why)
 
@@ -217,7 +225,7 @@ def loses_entries(version: str) -> str:
     """Return which entries a NATS server of this version can lose, and the remedy; empty if none is known."""
     if not version:
         return ""
-    number = tuple(map(int, version.split(".")))
+    number = _numbers(version)
     fixed = next((one for one in _SYNCS_COMPACTIONS if one[:2] == number[:2]), _SYNCS_COMPACTIONS[-1])
     if number >= fixed:
         return ""
@@ -227,6 +235,10 @@ def loses_entries(version: str) -> str:
         f" also with sync_interval: always (nats-server #8475): install {versions} or newer, then run"
         " turnkeep sessions --verify"
     )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
 
 
 def _first_line(error: Exception) -> str:
