@@ -114,6 +114,32 @@ async def test_a_flooding_tenant_has_few_active_sessions_until_other_tenants_are
         assert one.num("loud") == MOST
 
 
+async def test_a_flooding_tenant_has_few_active_sessions_as_long_as_another_tenants_session_works() -> None:
+    async with crowd() as one:
+        await one.come("quiet", "s")
+        await one.flood("loud")
+        for _ in range(MOST):
+            await one.end("loud")
+        assert one.num("loud") == ROWS // 4
+        one.now_s += A_WHILE_S
+        await one.end("loud")
+        assert one.num("loud") == ROWS // 4
+
+
+async def test_a_tenant_floods_until_none_of_its_sessions_waits() -> None:
+    async with crowd() as one:
+        await one.flood("a")
+        await one.flood("b")
+        for _ in range(FLOOD - MOST):
+            await one.end("a")
+            await one.end("b")
+        assert (one.num("a"), one.num("b")) == (MOST // 2, MOST // 2)  # as many wait
+        for _ in range(MOST // 2):
+            await one.end("a")
+        await one.end("b")
+        assert (one.num("a"), one.num("b")) == (MOST // 2, MOST // 2 - 1)  # all of a's are active
+
+
 async def test_two_flooding_tenants_share_the_device_equally() -> None:
     async with crowd() as one:
         await one.flood("a")
