@@ -451,6 +451,11 @@ class Supervisor:
         self.num_lives = 0
         self._ended = asyncio.Event()
 
+    @property
+    def is_serving(self) -> bool:
+        is_alive = self.process is not None and not self.process.is_dead
+        return is_alive and self.worker is not None and self.worker.ready.is_set()
+
     async def run(self) -> None:
         loop = self._history.loop
         while not self.is_ending:
@@ -566,11 +571,7 @@ class History:
 
     @property
     def ready(self) -> bool:
-        return any(
-            one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead
-            for one in self.supervisors
-            if one.process is not None
-        )
+        return any(one.is_serving for one in self.supervisors)
 
     async def break_things(self) -> None:
         """Inject the plan's faults one after another, at random times."""

@@ -25,8 +25,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
+from tests.at_rest import held
 from turnkeep_client.messages import Model, Progress, joined
-from worker import parts
 from worker.app import App
 from worker.cluster.liveness import Members
 from worker.engine.port import EnginePort, StoppingError, TurnResult
@@ -40,6 +40,7 @@ from worker.process.constants import CONSTANTS, Constants
 from worker.wire import streams
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from cache.names.marks import ErasureProgress, Marks
@@ -427,18 +428,6 @@ class Worker(App):
         return Parts(replace(ground, copies=copies), self.device_of_hashes, _metrics, **groups)
 
     @property
-    def leftovers(self) -> dict[str, int]:
-        """Return counts that must be 0 in an idle worker, such as running turns and waiting requests."""
-        intake, sessions = self._parts.intake, self._parts.sessions
-        services = sessions._services
-        shares = services.shares._present.values()
-        return {
-            "anchors": intake.num_sessions,
-            "tenants": len(intake.sessions_by_tenant),
-            "returned": intake.num_returned,
-            "runs": len(self.device_of_hashes.runs),
-            "at work": len(sessions._at_work),
-            "shares": sum(one.at_work.total() + one.num_waiting for one in shares),
-            "readers": services.reading.num_free - parts._MAX_READINGS,
-            "alone": services.device_lock._num,
-        }
+    def leftovers(self) -> Counter[str]:
+        """Return what must not be there in an idle worker, such as running turns and waiting requests."""
+        return held(self._parts, self.device_of_hashes)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gateway.app import Gateway
 from gateway.index import PREFIX
 from gateway.keys import Keys
+from tests.at_rest import held
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
 
@@ -157,6 +159,11 @@ class Gate:
         exchange = Exchange(self.process)
         self.process.start(exchange.run(self._gateway.app, scope, json.dumps(body).encode() if body else b""))
         return exchange
+
+    @property
+    def leftovers(self) -> Counter[str]:
+        """What must not be there in an idle gateway, such as running answers."""
+        return held(self._gateway)
 
     async def close(self) -> None:
         if self._gateway is not None:
