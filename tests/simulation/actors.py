@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from turnkeep_client.client import Client
+    from turnkeep_client.history import History as ShownHistory
     from turnkeep_client.messages import Chunk, Request, Result
     from turnkeep_client.session import Session
 
@@ -77,6 +78,8 @@ class Told:
     key: SessionKey
     request: Request
     chunks: list[Chunk] = field(default_factory=list)
+    #: Whether the client has read the chunks to their end.
+    is_whole: bool = False
     seq: int | None = None
     result: Result | None = None
     error: str = ""
@@ -105,6 +108,8 @@ class Read(NamedTuple):
     history: Any
     diverged: str | None
     answered: dict[str, int]
+    #: The session as a client's reader of the log shows it.
+    shown: ShownHistory
 
 
 @dataclass
@@ -374,6 +379,8 @@ class Asker:
                         told.chunks.append(chunk)
                         if len(told.chunks) == num_chunks:
                             break
+                    else:
+                        told.is_whole = True
             else:
                 await call.wait()
         except (StreamBrokenError, InvalidMessageError) as error:
@@ -536,6 +543,8 @@ class History:
         self.looks: list[Look] = []
         #: Sessions whose streamed text differed from the recorded text, each with a description.
         self.differing: list[tuple[str, str]] = []
+        #: By session: the last answer that a gateway has shown by its id, and its text.
+        self.shown: dict[SessionKey, tuple[dict[str, Any], str]] = {}
         self.faults: list[str] = []
         self.num_faults = 0
         #: The name of each worker process, and the time at which it started.

@@ -66,7 +66,7 @@ _TEMPLATE: Final = (
 )
 #: A request with this token kills every process that runs it.
 POISON: Final = 0
-_END: Final = 2
+END: Final = 2
 CONTEXT: Final = 4096
 _KV_BYTES: Final = 64
 _WORLD = "nats://world:4222"
@@ -85,7 +85,7 @@ def tokenizer() -> Tokenizer:
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens(list(_SPECIAL))
     fast: Any = SimpleNamespace(
-        backend_tokenizer=rust, chat_template=_TEMPLATE, eos_token_id=_END, special_tokens_map={}
+        backend_tokenizer=rust, chat_template=_TEMPLATE, eos_token_id=END, special_tokens_map={}
     )
     fast.get_chat_template = lambda: _TEMPLATE
     made = Tokenizer(fast)
@@ -122,7 +122,7 @@ def next_token(prompt: Sequence[int], shown: bytes, answered: Sequence[int], see
     hashed = blake2b(array("I", prompt).tobytes() + shown, digest_size=8, salt=salt)
     hashed.update(array("I", answered).tobytes())
     number = int.from_bytes(hashed.digest(), "big")
-    return _END if number % 16 == 0 else 3 + number % 250
+    return END if number % 16 == 0 else 3 + number % 250
 
 
 @dataclass(eq=False)

@@ -13,6 +13,7 @@ from gateway.keys import Keys
 from tests.at_rest import held
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import DEFAULT_TENANT, SessionKey
 
 from .loop import Process
 
@@ -265,8 +266,9 @@ class Visitor:
         said = "".join(part["text"] for item in shown.get("output", ()) for part in item.get("content", ()))
         if sorted(seen) != list(range(len(seen))):
             self._history.faults.append(f"{key}: of its events {sorted(seen)} were seen")
+        session = f"{PREFIX}{answer_id.removeprefix('resp_')[:32]}"
+        self._history.shown[SessionKey(DEFAULT_TENANT, session)] = shown, said
         if said != streamed:
-            session = f"{PREFIX}{answer_id.removeprefix('resp_')[:32]}"
             fault = f"{key}: {streamed!r} was streamed, and {said!r} is recorded"
             self._history.differing.append((session, fault))
         if other.status != 422:

@@ -17,6 +17,8 @@ import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import marks, tokens
 from gateway import conversations, latest_metrics, planning, recovery, removal
+from turnkeep_client.client import connect
+from turnkeep_client.history import read_history
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import parts
@@ -262,6 +264,7 @@ async def _read_anew(history: History) -> None:
 
     async def read(key: SessionKey) -> None:
         begun_s = history.loop.time()
+        shown = await read_history(client.stored, key)
         with worker._parts.sessions.in_use(key) as session:
             await session.refresh()
             session.services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
@@ -269,11 +272,12 @@ async def _read_anew(history: History) -> None:
             known = {name: await session.log.find_answered(name) for name in names}
             answered = {name: one.result.seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
-            history.read[key] = Read(*times_s, session.history, session.log.record.diverged, answered)
+            history.read[key] = Read(*times_s, session.history, session.log.record.diverged, answered, shown)
 
     found = logs(stream)
-    for key in found:
-        await reader.process.start(read(key))
+    async with connect("nats://world:4222") as client:
+        for key in found:
+            await reader.process.start(read(key))
     for one in history.supervisors:  # as the next worker of each directory would
         erasures = Erasures(worker._parts.erasures._journal, "next", one.disk)
         await reader.process.start(erasures._look(lambda _: set()))
