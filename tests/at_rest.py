@@ -78,6 +78,7 @@ STAYS: Final = {
     **dict.fromkeys(("_Kv", "ResidentKv", "Tokens", "Chain"), "*"),
     "IdleKv": "_resident",
     "KvOnDevice": "_kv _alike num_bytes",
+    "UnsavedKv": "_lacking",
     # What has a rule below.
     "Cutter.": "taken_bytes _cut_bytes",
     "_Tenant": "waiting at_work",
@@ -284,9 +285,7 @@ def _store(one: Any) -> _Sums:
 
 def _store_at_rest(one: Any) -> _Sums:
     yield from _store(one)
-    codec, nodes = one._folder.codec, [*one._index._nodes.values()]
-    files = {path.name: path.lstat().st_size for path in one._folder.snapshots.iterdir()}
-    yield "files", files, {codec.file_name(node.digest): node.size_bytes for node in nodes}
+    nodes = [*one._index._nodes.values()]
     yield "snapshots in use", [node for node in nodes if node.holds or node.doomed], []
     yield (
         "snapshots to evict",
