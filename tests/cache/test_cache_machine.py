@@ -246,11 +246,19 @@ class Faithful(Driven):
             kept = self.directory / "quarantine" / self.path(bad).name
             assert kept.exists() == (damage != "removed")
 
-    @rule(tenant=TENANTS, tokens=TOKENS, shared=st.sampled_from([0, 0, 1, 3, 4, 6]))
-    def forget(self, tenant, tokens, shared) -> None:
+    @rule(
+        tenant=TENANTS,
+        tokens=TOKENS,
+        shared=st.sampled_from([0, 0, 1, 3, 4, 6]),
+        data=st.data(),
+        is_saved=st.booleans(),
+    )
+    def forget(self, tenant, tokens, shared, data, is_saved) -> None:
         # Wait for the writer, so that model and store agree on which tails are already removed.
         self.settle()
         self.take_stock()
+        if self.nodes and is_saved:
+            tenant, _, tokens = data.draw(st.sampled_from(sorted(self.nodes)))
         gone: set[Node] = set()
         for node in sorted(self.nodes, key=lambda node: -len(node[1])):
             owner, _, held = node
@@ -319,14 +327,27 @@ class Cramped(Driven):
             self.store.kv.release(match)
         await super().come_to_rest()
 
-    @rule(tenant=TENANTS, tokens=TOKENS, data=st.data())
-    def recall(self, tenant, tokens, data) -> None:
+    @precondition(lambda self: self.saved)
+    @rule(data=st.data(), numbers=st.sets(st.integers(0, 2)))
+    def recall(self, data, numbers) -> None:
         """Read some blocks, of which none may be stored."""
-        num_blocks = len(tokens) // BLOCK
-        numbers = data.draw(st.sets(st.integers(0, max(num_blocks - 1, 0)), max_size=num_blocks))
+        self.settle()
+        tenant, tokens = data.draw(st.sampled_from(sorted(self.saved)))
         spans = [Span(number * BLOCK, (number + 1) * BLOCK) for number in numbers]
+        num_holds = sum(node.holds for node in self.store._index)
         found, _ = self.run(self.store.kv.recall(self.store.kv.chain(tenant), tokens, spans))
         assert {*found} <= {*spans}
+        assert sum(node.holds for node in self.store._index) == num_holds
+
+    @rule(tenant=TENANTS, tokens=TOKENS)
+    def hold_what_is_queued(self, tenant, tokens) -> None:
+        """Take a turn that holds its snapshots before and while they are written."""
+        self.take_a_turn(tenant, tokens)
+        known = self.store.kv.hold(self.store.kv.chain(tenant), tokens)
+        assert_sum_rule(self.store)
+        self.settle()
+        assert_sum_rule(self.store)
+        self.store.kv.release(known)
 
     def __init__(self) -> None:
         super().__init__()

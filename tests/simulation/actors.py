@@ -339,7 +339,7 @@ class Asker:
                 if random.random() < 0.7:
                     named |= _input(random, key, plan.seeing)
                 if random.random() < 0.1:
-                    named["stop"] = ["a", "bc"]
+                    named["stop"] = [*"abdefghijklmnop", "cq"]
             case _ if kind is Rewind:
                 named |= {"type": "rewind", "position": random.randint(0, position)}
             case _ if kind is Close:
