@@ -320,7 +320,9 @@ async def _settle(history: History) -> None:
         left["to be stored"] = history.server.num_queued
         left = {name: number for name, number in left.items() if number}
         left = left or {name: number for name, number in {"copies": len(copies(history))}.items() if number}
-        history.left = left = left or _held(history)
+        if not stream.lost:  # else an ask may wait for the result of a lost request until its time is over
+            left = left or _held(history)
+        history.left = left
         if not left and history.ready:
             return
         await asyncio.sleep(0.1)
