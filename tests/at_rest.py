@@ -38,7 +38,7 @@ STAYS: Final = {
     **dict.fromkeys(("Settings", "Constants", "RequestLimits", "Discovery", "ServedModel", "Keys"), "*"),
     **dict.fromkeys(("Tokenizer", "Estimator", "KvSize", "DeviceOptions", "Prefixes", "IoThreads"), "*"),
     **dict.fromkeys(("ModelStart", "LoadedModel", "Batch", "Shape", "Settings"), "*"),
-    "Access": "_key_headers",
+    "Access": "_key_headers _cors_names",
     "Connections": "_conversations",
     "Conversations": "_tasks",  # the sweep
     "Cutter": "queue_bytes",
@@ -51,7 +51,9 @@ STAYS: Final = {
     "NatsWire": "_num_to_try",
     "Quota": "max_bytes min_free_bytes",
     "Retention": "max_bytes",
+    "Services": "own_sampling",
     "StoredKv": "_identities _prefixes _markers",
+    **dict.fromkeys(("SharedDirectory", "TierEraser"), "*"),
     "TierAccess": "_there _unnoted _num_forgotten",
     "WriteQueue": "queue_bytes",
     # What is known of the log and the disk, of other workers, and of clients.
