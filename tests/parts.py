@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psutil
 
+from tests.at_rest import come_to_rest
 from tests.forked import CAN_FORK, Forked
 from turnkeep_client.client import connect
 from worker.process import clock
@@ -237,6 +238,16 @@ class LocalWorker:
         self.task = task
         self.settings = settings
         self.client = client
+
+    async def come_to_rest(self, within_s: float = 1.0) -> None:
+        """Assert that the worker holds nothing of requests any more, unless some of them do not end."""
+        parts = self.app._parts
+
+        def is_busy() -> bool:
+            waiting = parts.intake.num_sessions + parts.intake.num_returned
+            return bool(waiting or parts.endpoints._num_open)
+
+        await come_to_rest(parts, is_busy=is_busy, within_s=within_s)
 
     async def stop(self) -> None:
         self.app.stop()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from made_kv import LAYOUT, identity
+from made_kv import LAYOUT, assert_sum_rule, identity
 
 from cache.disk import format as snapshot_format
 from cache.store import Store
@@ -28,6 +28,7 @@ async def open_store(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[St
 
     yield open_
     for store in opened:
+        assert_sum_rule(store)
         await store.close()
 
 

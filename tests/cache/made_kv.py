@@ -16,6 +16,7 @@ from cache.names.identity import Identity
 from cache.names.snapshot import ModelLayout, Tensor
 from cache.names.tokens import Chain, as_tokens, pack
 from cache.store import PrefixMatch, Store
+from tests.at_rest import unbalanced
 
 BLOCK = 4
 HEADS, DIM = 2, 3
@@ -130,23 +131,4 @@ async def uploaded(store: Store) -> None:
 
 
 def assert_sum_rule(store: Store) -> None:
-    stats = store.stats()
-    settled = stats.durable + sum(stats.dropped.values()) + stats.failed + stats.cancelled
-    assert stats.accepted == settled + stats.in_flight, stats
-    assert_room_rule(store)
-
-
-def assert_room_rule(store: Store) -> None:
-    """Assert that the stats' held, evictable and free bytes equal sums over all entries of the index."""
-    stats, room = store.stats(), store.quota
-    entries = {entry.digest: entry for entry in store._index}
-    held = {entry.digest for entry in entries.values() if entry.holds or not entry.durable}
-    # A snapshot cancelled during its write occupies space until the writer has finished with it.
-    lost = stats.in_flight_bytes - sum(e.size_bytes for e in entries.values() if not e.durable)
-    assert lost >= 0
-    assert stats.held_bytes == sum(entries[digest].size_bytes for digest in held) + lost
-    assert stats.evictable_bytes == sum(e.size_bytes for e in entries.values() if e.digest not in held)
-    assert stats.free_bytes + stats.held_bytes + stats.evictable_bytes == stats.capacity_bytes
-    on_disk = stats.stored_bytes + store.queue.free_bytes + store.queue.unlinking_bytes
-    limit = room.max_bytes - store.queue.quarantined_bytes
-    assert stats.capacity_bytes == min(limit, on_disk - room.min_free_bytes)
+    assert not unbalanced(store)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from made_kv import BLOCK, LAYOUT, assert_room_rule, assert_sum_rule, cut, extended, kv, save_all
+from made_kv import BLOCK, LAYOUT, assert_sum_rule, cut, extended, kv, save_all
 
 from cache.admin import archive, pruning, survey
 from cache.disk import format as snapshot_format
@@ -214,7 +214,7 @@ async def test_a_sink_window_session_longer_than_the_disk_limit_is_saved_and_res
     stats = store.stats()
     assert (stats.durable, sum(stats.dropped.values())) == (100, 0)
     assert stats.evicted == 100 - stats.stored > 88
-    assert_room_rule(store)
+    assert_sum_rule(store)
     match = store.kv.match(chain, LONG)
     assert match.num_tokens == 400
     assert_restored(await store.kv.load(match), LIMITED, LONG)
@@ -230,7 +230,7 @@ async def test_a_pending_restore_protects_exactly_the_blocks_that_it_needs_from_
     match = store.kv.match(chain, LONG[:120])
     shrunk(store, 0)
     assert starts(store) == {0, 4, 8, 112, 116}
-    assert_room_rule(store)
+    assert_sum_rule(store)
     assert_restored(await store.kv.load(match), LAYOUT.under(policy), LONG[:120])
     shrunk(store, 0)
     assert (store.stats().stored, len(store._index)) == (0, 0)
@@ -409,7 +409,7 @@ class Sessions:
         if match.num_tokens:
             assert_restored(restored, self.layout, tokens[: match.num_tokens])
         await self.settle()
-        assert_room_rule(store)
+        assert_sum_rule(store)
         assert store.stats().rejected == 0
         files = {store._folder.codec.digest_of(path.name) for path in store._folder.snapshots.iterdir()}
         assert files == {node.digest for node in store._index}

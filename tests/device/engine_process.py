@@ -17,6 +17,7 @@ from cache.names.identity import Identity
 from cache.names.policy import FULL, Policy
 from cache.names.tokens import as_tokens
 from cache.store import Store
+from tests.at_rest import come_to_rest
 from worker.batch.row_sampler import RowSampling
 from worker.device.device import Device
 from worker.device.request import TurnRequest
@@ -139,6 +140,7 @@ async def open_process(
     device.cut_snapshots(store.queue.vacant_bytes, queue_bytes)
     try:
         yield Process(engine, store, recorded)
+        await come_to_rest(engine, is_busy=lambda: bool(engine._runs), within_s=2.0)
     finally:
         assert await asyncio.to_thread(device.stop)
         assert await store.close()

@@ -15,6 +15,7 @@ from parts import make_tiny_model
 from gateway.app import Gateway
 from gateway.keys import Keys
 from ops.http_server import listening, serve, server, url_of
+from tests.at_rest import come_to_rest
 from turnkeep_client.client import connect
 
 if TYPE_CHECKING:
@@ -38,6 +39,15 @@ class Door:
     @property
     def index(self) -> Any:
         return self.gateway.connections._conversations["default", ""].index
+
+    async def come_to_rest(self) -> None:
+        """Assert that the gateway holds nothing of requests any more, unless answers go on."""
+        running = [one for made in self._made for one in made.index.sessions.values() if one.num_running]
+        await come_to_rest(self.gateway, is_busy=lambda: bool(running))
+
+    @property
+    def _made(self) -> list[Any]:
+        return [*self.gateway.connections._conversations.values()]
 
     async def stop(self) -> None:
         """Stop the gateway without waiting for answers, which the worker continues."""
@@ -80,6 +90,7 @@ async def door() -> AsyncIterator[Callable[..., Awaitable[Door]]]:
     yield start
     for one in started:
         if not one.task.done():
+            await one.come_to_rest()
             await one.stop()
 
 

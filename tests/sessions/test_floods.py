@@ -121,7 +121,7 @@ async def test_a_tenants_many_long_texts_are_tokenised_in_turn_with_another_tena
     wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, extend, tokenised = await wire(), Fold.extend, list[str]()
-    one.worker.app._parts.sessions._services.fold.tokenising.num_free = 1  # as on two CPUs
+    one.worker.app._parts.sessions._services.fold.tokenising._most = 1  # as on two CPUs
 
     def slow(fold: Fold, history: TokenHistory, request: Any, grids: Any, answer: Any = None) -> Any:
         time.sleep(0.05)  # tokenising a long text

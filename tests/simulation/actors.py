@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from turnkeep_client.client import Client
+    from turnkeep_client.history import History as ShownHistory
     from turnkeep_client.messages import Chunk, Request, Result
     from turnkeep_client.session import Session
 
@@ -77,6 +78,8 @@ class Told:
     key: SessionKey
     request: Request
     chunks: list[Chunk] = field(default_factory=list)
+    #: Whether the client has read the chunks to their end.
+    is_whole: bool = False
     seq: int | None = None
     result: Result | None = None
     error: str = ""
@@ -105,6 +108,8 @@ class Read(NamedTuple):
     history: Any
     diverged: str | None
     answered: dict[str, int]
+    #: The session as a client's reader of the log shows it.
+    shown: ShownHistory
 
 
 @dataclass
@@ -334,7 +339,7 @@ class Asker:
                 if random.random() < 0.7:
                     named |= _input(random, key, plan.seeing)
                 if random.random() < 0.1:
-                    named["stop"] = ["a", "bc"]
+                    named["stop"] = [*"abdefghijklmnop", "cq"]
             case _ if kind is Rewind:
                 named |= {"type": "rewind", "position": random.randint(0, position)}
             case _ if kind is Close:
@@ -374,6 +379,8 @@ class Asker:
                         told.chunks.append(chunk)
                         if len(told.chunks) == num_chunks:
                             break
+                    else:
+                        told.is_whole = True
             else:
                 await call.wait()
         except (StreamBrokenError, InvalidMessageError) as error:
@@ -450,6 +457,11 @@ class Supervisor:
         self.worker: Worker | None = None
         self.num_lives = 0
         self._ended = asyncio.Event()
+
+    @property
+    def is_serving(self) -> bool:
+        is_alive = self.process is not None and not self.process.is_dead
+        return is_alive and self.worker is not None and self.worker.ready.is_set()
 
     async def run(self) -> None:
         loop = self._history.loop
@@ -531,6 +543,8 @@ class History:
         self.looks: list[Look] = []
         #: Sessions whose streamed text differed from the recorded text, each with a description.
         self.differing: list[tuple[str, str]] = []
+        #: By session: the last answer that a gateway has shown by its id, and its text.
+        self.shown: dict[SessionKey, tuple[dict[str, Any], str]] = {}
         self.faults: list[str] = []
         self.num_faults = 0
         #: The name of each worker process, and the time at which it started.
@@ -566,11 +580,7 @@ class History:
 
     @property
     def ready(self) -> bool:
-        return any(
-            one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead
-            for one in self.supervisors
-            if one.process is not None
-        )
+        return any(one.is_serving for one in self.supervisors)
 
     async def break_things(self) -> None:
         """Inject the plan's faults one after another, at random times."""

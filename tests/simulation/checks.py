@@ -21,7 +21,6 @@ from turnkeep_client.log import BUILD_HEADER, CLOSE_HEADER, HISTORY_HEADER, PART
 from turnkeep_client.messages import (
     Append,
     Appended,
-    Chunk,
     Close,
     Closed,
     Failed,
@@ -42,15 +41,16 @@ from worker.sessions.history import TokenHistory as State
 from worker.sessions.history import answer_message
 
 from .actors import PICTURES, SUBJECTS
-from .device import POISON, VISION, next_token, pictures, tokenizer
+from .device import END, POISON, VISION, next_token, pictures, tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from turnkeep_client.history import History as ShownHistory
     from turnkeep_client.messages import Request, Result
     from turnkeep_client.subjects import SessionKey
 
-    from .actors import History, Read
+    from .actors import History, Read, Told
     from .jetstream import Message, Stream
 
 _MAY_FAIL: Final = {
@@ -162,6 +162,7 @@ def check(history: History) -> list[str]:
     wrong += _check_clients(history, found, expired)
     restarted = {key.session for key, _ in expired}
     wrong += [fault for session, fault in history.differing if session not in restarted]
+    wrong += _check_gateways(history, found)
     wrong += _check_chunks(streams[SUBJECTS.token_stream], found, expired)
     return wrong
 
@@ -404,6 +405,7 @@ def _apply(
                 if token not in ways:
                     yield f"token {i} of {request.id} at {seq} does not follow from its session"
                     break
+            yield from _check_text(request, result)
             said = answer_message(result.text, result.reasoning, result.tool_calls)
             log.state = FOLD.add_answer(state, request, result.tokens, said)
         case _, Rewound():
@@ -451,6 +453,8 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
         yield f"a fresh worker cannot go on: {read.diverged}"
     if is_open and read.history.digest() != log.state.digest():
         yield f"a fresh worker reads {read.history.position} other tokens than the {log.state.position}"
+    if is_open and not log.lost:
+        yield from _check_shown(log.state, read.shown)
     if is_open and (read.history.parent, read.history.tags) != (log.state.parent, log.state.tags):
         yield f"a fresh worker reads that it comes from {read.history.parent}"
     there: dict[str, int] = {}
@@ -461,6 +465,29 @@ def _check_read(log: Logged, read: Read) -> Iterator[str]:
     for name in there.keys() | read.answered.keys():
         if there.get(name) != read.answered.get(name):
             yield f"a fresh worker has {name} as that of {read.answered.get(name)}, not {there.get(name)}"
+
+
+def _check_shown(state: State, shown: ShownHistory) -> Iterator[str]:
+    """Check that a client's reader of the log shows the session's answers where its tokens have them."""
+    if shown.turns and shown.position != state.position:
+        yield f"a client reads {shown.position} tokens from the log, not {state.position}"
+    for turn in shown.turns:
+        answer = () if turn.answer is None or turn.is_cut else turn.answer.tokens
+        if [*state.tokens.ids(turn.position - len(answer), turn.position)] != [*answer]:
+            yield f"a client reads the answer {turn.answer} of {turn.seq}, which the session does not have"
+
+
+def _check_text(request: Generate, result: Generated) -> Iterator[str]:
+    """Check that an answer's text and its reason to end follow from its tokens and its request."""
+    has_ended = result.tokens[-1:] == (END,)
+    text = tokenizer().decode(result.tokens[: len(result.tokens) - has_ended]).replace("<image>", "")
+    ends = [text.index(one) for one in request.stop or () if one in text]
+    if result.text != (text[: min(ends)] if ends else text):
+        yield f"{request.id} has the text {result.text!r} for the tokens of {text!r}"
+    is_stopped, is_long = has_ended or bool(ends), len(result.tokens) == request.max_tokens
+    reasons = {"stop"} if is_stopped else {"length"} if is_long else {"cancelled", "expired"}
+    if result.finish_reason not in reasons:
+        yield f"{request.id} has ended by {result.finish_reason}, not by {reasons}"
 
 
 def _check_deadlines(log: Logged, history: History) -> Iterator[str]:
@@ -622,7 +649,7 @@ def _check_clients(
         if told.result is not None and told.result not in [result for _, result in answers]:
             yield f"{name}: the client got {told.result}, the log has {answers}"
         if told.chunks and log is not None:
-            yield from (f"{name}: {one}" for one in _check_told(told.chunks, told.request, log))
+            yield from (f"{name}: {one}" for one in _check_told(told, log))
 
 
 def _check_told_results(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
@@ -659,24 +686,44 @@ def _check_looks(history: History, found: dict[SessionKey, Logged]) -> Iterator[
             yield f"{key}: info says position {position}, after {since} in the log it was at {sorted(seen)}"
 
 
+def _check_gateways(history: History, found: dict[SessionKey, Logged]) -> Iterator[str]:
+    """Check that gateways show the answers that the log has."""
+    for key, (shown, text) in history.shown.items():
+        records = [
+            (one.text, len(one.tokens), "completed" if one.finish_reason == "stop" else "incomplete")
+            for results in found[key].results.values()
+            for _, one in results
+            if isinstance(one, Generated)
+        ]
+        told = text, (shown.get("usage") or {}).get("output_tokens"), shown.get("status")
+        if told not in records and shown.get("status") != "failed":
+            yield f"{key}: a gateway shows {told}, the log has {records}"
+
+
 def _began_anew(request: Request, log: Logged) -> bool:
     """Whether a request was published and executed again, because its session had been removed."""
     same = [seq for seq, one in log.requests.items() if one.id == request.id]
     return len(same) > 1 and log.asked[min(same)].removed_s is not None
 
 
-def _check_told(chunks: list[Chunk], request: Request, log: Logged) -> Iterator[str]:
-    tokens = [token for chunk in chunks for token in chunk.tokens]
-    text = "".join(chunk.text for chunk in chunks)
+def _check_told(told: Told, log: Logged) -> Iterator[str]:
+    tokens = [token for chunk in told.chunks for token in chunk.tokens]
+    text = "".join(chunk.text for chunk in told.chunks)
     results = [
         result
         for seq, one in log.requests.items()
-        if one.id == request.id
+        if one.id == told.request.id
         for _, result in log.results.get(seq, [])
     ]
     records = [result for result in results if isinstance(result, Generated)]
     if any(map(_is_given_up, results)):
         return
+    if told.is_whole and told.result in records:
+        assert isinstance(told.result, Generated)
+        records = [told.result]
+        parts = told.result.text, told.result.reasoning, list(told.result.tokens)
+        if parts != (text, "".join(chunk.reasoning for chunk in told.chunks), tokens):
+            yield f"the client read {tokens} {text!r} to the end, the record is {told.result}"
     if not any(list(one.tokens[: len(tokens)]) == tokens and one.text.startswith(text) for one in records):
         yield f"the client saw {tokens} {text!r}, which begins no record of {records}"
 
@@ -706,6 +753,10 @@ def _check_chunks(
             continue  # a stalled worker published it after the forget of its request, and removed it
         for _, result in answers:
             tokens = result.tokens if isinstance(result, Generated) else ()
+            if isinstance(result, Generated) and not (
+                result.text.startswith(chunk.text) if not chunk.i else chunk.text in result.text
+            ):
+                yield f"{key} {request_id}: the text of {chunk} is no part of the record {result}"
             if not _is_given_up(result) and tuple(tokens[chunk.i : chunk.i + len(chunk.tokens)]) != tuple(
                 chunk.tokens
             ):

@@ -25,8 +25,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from cache.names.policy import FULL
 from cache.names.tokens import as_tokens
 from cache.store import ErasureResult
+from tests.at_rest import held
 from turnkeep_client.messages import Model, Progress, joined
-from worker import parts
 from worker.app import App
 from worker.cluster.liveness import Members
 from worker.engine.port import EnginePort, StoppingError, TurnResult
@@ -40,6 +40,7 @@ from worker.process.constants import CONSTANTS, Constants
 from worker.wire import streams
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable, Sequence
 
     from cache.names.marks import ErasureProgress, Marks
@@ -65,7 +66,7 @@ _TEMPLATE: Final = (
 )
 #: A request with this token kills every process that runs it.
 POISON: Final = 0
-_END: Final = 2
+END: Final = 2
 CONTEXT: Final = 4096
 _KV_BYTES: Final = 64
 _WORLD = "nats://world:4222"
@@ -84,7 +85,7 @@ def tokenizer() -> Tokenizer:
     rust.decoder = decoders.ByteLevel()
     rust.add_special_tokens(list(_SPECIAL))
     fast: Any = SimpleNamespace(
-        backend_tokenizer=rust, chat_template=_TEMPLATE, eos_token_id=_END, special_tokens_map={}
+        backend_tokenizer=rust, chat_template=_TEMPLATE, eos_token_id=END, special_tokens_map={}
     )
     fast.get_chat_template = lambda: _TEMPLATE
     made = Tokenizer(fast)
@@ -121,7 +122,7 @@ def next_token(prompt: Sequence[int], shown: bytes, answered: Sequence[int], see
     hashed = blake2b(array("I", prompt).tobytes() + shown, digest_size=8, salt=salt)
     hashed.update(array("I", answered).tobytes())
     number = int.from_bytes(hashed.digest(), "big")
-    return _END if number % 16 == 0 else 3 + number % 250
+    return END if number % 16 == 0 else 3 + number % 250
 
 
 @dataclass(eq=False)
@@ -427,18 +428,6 @@ class Worker(App):
         return Parts(replace(ground, copies=copies), self.device_of_hashes, _metrics, **groups)
 
     @property
-    def leftovers(self) -> dict[str, int]:
-        """Return counts that must be 0 in an idle worker, such as running turns and waiting requests."""
-        intake, sessions = self._parts.intake, self._parts.sessions
-        services = sessions._services
-        shares = services.shares._present.values()
-        return {
-            "anchors": intake.num_sessions,
-            "tenants": len(intake.sessions_by_tenant),
-            "returned": intake.num_returned,
-            "runs": len(self.device_of_hashes.runs),
-            "at work": len(sessions._at_work),
-            "shares": sum(one.at_work.total() + one.num_waiting for one in shares),
-            "readers": services.reading.num_free - parts._MAX_READINGS,
-            "alone": services.device_lock._num,
-        }
+    def leftovers(self) -> Counter[str]:
+        """Return what must not be there in an idle worker, such as running turns and waiting requests."""
+        return held(self._parts, self.device_of_hashes)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gateway.app import Gateway
 from gateway.index import PREFIX
 from gateway.keys import Keys
+from tests.at_rest import held
 from turnkeep_client.client import connect
 from turnkeep_client.errors import TurnkeepError
+from turnkeep_client.subjects import DEFAULT_TENANT, SessionKey
 
 from .loop import Process
 
@@ -158,6 +161,11 @@ class Gate:
         self.process.start(exchange.run(self._gateway.app, scope, json.dumps(body).encode() if body else b""))
         return exchange
 
+    @property
+    def leftovers(self) -> Counter[str]:
+        """What must not be there in an idle gateway, such as running answers."""
+        return held(self._gateway)
+
     async def close(self) -> None:
         if self._gateway is not None:
             await self.process.start(self._gateway.connections.close())
@@ -258,8 +266,9 @@ class Visitor:
         said = "".join(part["text"] for item in shown.get("output", ()) for part in item.get("content", ()))
         if sorted(seen) != list(range(len(seen))):
             self._history.faults.append(f"{key}: of its events {sorted(seen)} were seen")
+        session = f"{PREFIX}{answer_id.removeprefix('resp_')[:32]}"
+        self._history.shown[SessionKey(DEFAULT_TENANT, session)] = shown, said
         if said != streamed:
-            session = f"{PREFIX}{answer_id.removeprefix('resp_')[:32]}"
             fault = f"{key}: {streamed!r} was streamed, and {said!r} is recorded"
             self._history.differing.append((session, fault))
         if other.status != 422:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -16,6 +17,8 @@ import turnkeep_client.wire
 import worker.wire.connection
 from cache.names import marks, tokens
 from gateway import conversations, latest_metrics, planning, recovery, removal
+from turnkeep_client.client import connect
+from turnkeep_client.history import read_history
 from turnkeep_client.messages import Closed, Opened, Rewound
 from turnkeep_client.subjects import CONSUMER
 from worker import parts
@@ -48,6 +51,11 @@ _TIGHT: Final[tuple[tuple[Any, str, Any], ...]] = (
     (retention, "_NEARLY_FULL", 0.0),
     (retention, "_RELIEVED", 0.0),
 )
+#: What the tasks run that never end.
+_STAYING: Final = {
+    *("App._run_part", "Retention._run_queue", "Routing._take_over", "Supervisor._life", "sweep"),
+    *("Subscription._wait_for_msgs", "Connection._reconnect"),
+}
 #: The time limit of each step after the last fault.
 PATIENCE_S: Final = 150.0
 
@@ -222,9 +230,9 @@ async def _live(history: History) -> None:
     for deed in history.deeds:
         if not await _at_most(deed, PATIENCE_S):
             history.faults.append("an operator waits for ever")
+    await _settle(history)
     for gate in history.gates:
         await gate.close()
-    await _settle(history)
     for one in history.supervisors:
         one.is_ending = True
         if one.worker is not None and one.process is not None and not one.process.is_dead:
@@ -256,6 +264,7 @@ async def _read_anew(history: History) -> None:
 
     async def read(key: SessionKey) -> None:
         begun_s = history.loop.time()
+        shown = await read_history(client.stored, key)
         with worker._parts.sessions.in_use(key) as session:
             await session.refresh()
             session.services.journal.get = stored  # type: ignore[method-assign]  # sends no messages
@@ -263,11 +272,12 @@ async def _read_anew(history: History) -> None:
             known = {name: await session.log.find_answered(name) for name in names}
             answered = {name: one.result.seq for name, one in known.items() if one is not None}
             times_s = begun_s, history.loop.time()
-            history.read[key] = Read(*times_s, session.history, session.log.record.diverged, answered)
+            history.read[key] = Read(*times_s, session.history, session.log.record.diverged, answered, shown)
 
     found = logs(stream)
-    for key in found:
-        await reader.process.start(read(key))
+    async with connect("nats://world:4222") as client:
+        for key in found:
+            await reader.process.start(read(key))
     for one in history.supervisors:  # as the next worker of each directory would
         erasures = Erasures(worker._parts.erasures._journal, "next", one.disk)
         await reader.process.start(erasures._look(lambda _: set()))
@@ -284,6 +294,19 @@ async def _at_most(waiting: Any, seconds: float) -> bool:
     return True
 
 
+def _held(history: History) -> dict[str, int]:
+    """Count what workers and gateways still hold, and the tasks that they still run."""
+    found: Counter[str] = Counter()
+    for one in history.supervisors:
+        if one.is_serving:
+            assert one.worker is not None
+            assert one.process is not None
+            found += one.worker.leftovers + Counter(history.loop.unfinished(one.process))
+    for gate in history.gates:
+        found += gate.leftovers + Counter(history.loop.unfinished(gate.process))
+    return {name: number for name, number in found.items() if name not in _STAYING}
+
+
 async def _settle(history: History) -> None:
     """Wait until log and workers have no work left; record a fault if some is left after `PATIENCE_S`."""
     stream = history.server.jetstream.streams[SUBJECTS.log_stream]
@@ -295,11 +318,10 @@ async def _settle(history: History) -> None:
         left["forgotten"] = len(unforgotten(history))
         left["undelivered"] = consumer.info()["num_pending"]
         left["to be stored"] = history.server.num_queued
-        for one in history.supervisors:
-            if one.worker is not None and one.worker.ready.is_set() and not one.process.is_dead:
-                left |= one.worker.leftovers
-        left = {name: number for name, number in left.items() if number} or {"copies": len(copies(history))}
         left = {name: number for name, number in left.items() if number}
+        left = left or {name: number for name, number in {"copies": len(copies(history))}.items() if number}
+        if not stream.lost:  # else an ask may wait for the result of a lost request until its time is over
+            left = left or _held(history)
         history.left = left
         if not left and history.ready:
             return

@@ -89,6 +89,7 @@ class _Task(asyncio.Task):  # type: ignore[type-arg]
     """A task that hashes to its sequence number, so that sets of tasks have the same order in each run."""
 
     sim_number: int
+    process: Process | None
 
     def __hash__(self) -> int:
         return self.sim_number
@@ -136,7 +137,7 @@ class Loop(asyncio.BaseEventLoop):
         self.num_handles = 0
         #: By number of a handle: a function to call before that handle runs, for crashes at any await.
         self.at_handle: dict[int, Callable[[], None]] = {}
-        self.tasks: list[asyncio.Task[Any]] = []
+        self.tasks: list[_Task] = []
         #: The handles that are due.
         self.ready: deque[_Handle] = deque()
         self._timers: list[_Handle] = []
@@ -154,8 +155,13 @@ class Loop(asyncio.BaseEventLoop):
         task: _Task = _Task.__new__(_Task)
         task.sim_number = next(_numbers)  # which `__init__` needs
         task.__init__(coroutine, loop=loop, **named)  # type: ignore[misc]
+        task.process = named["context"].get(_process) if named.get("context") else _process.get()
         self.tasks.append(task)
         return task
+
+    def unfinished(self, process: Process) -> list[str]:
+        """Return the names of the coroutines that tasks of a process run."""
+        return [_name(task.get_coro()) for task in self.tasks if task.process is process and not task.done()]
 
     def _note_fault(self, _: Any, context: dict[str, Any]) -> None:
         error = context.get("exception")
@@ -239,6 +245,14 @@ class Loop(asyncio.BaseEventLoop):
         self.ready.clear()
         self._timers.clear()
         self.close()
+
+
+def _name(coroutine: Any) -> str:
+    """Return the name of a task's coroutine, or of the one that anyio has wrapped in it."""
+    frame = coroutine.cr_frame
+    handle = frame.f_locals.get("self") if frame is not None else None
+    coroutine = handle._coro if isinstance(handle, anyio.TaskHandle) else coroutine
+    return str(coroutine.__qualname__)
 
 
 def _close(coroutine: Any) -> None:

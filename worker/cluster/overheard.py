@@ -4,7 +4,7 @@ The server gives each request to one worker, by the queue group, and a copy to a
 request tells the others when it begins and when it has replied. A request that nobody begins, or whose worker
 has ended, is answered by another worker. Then two workers may answer it, if the first one was only slow:
 that does no harm, since the client takes the first reply, and an ask has the same id at both (see
-`endpoints`), so it is carried out once. Who runs alone keeps and tells nothing.
+`endpoints`), so it is carried out once. A worker that was always alone keeps and tells nothing.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ class OverheardRequests:
         self._nc = nc
         self._members = members
         self._kept: dict[str, _Kept] = {}
+        # Whether another worker ever kept requests: one that is paused counts as ended, and has them later.
+        self._is_heard = False
 
     @property
     def _has_others(self) -> bool:
@@ -96,7 +98,8 @@ class OverheardRequests:
 
     async def tell(self, message: Msg, *, has_replied: bool) -> None:
         """Tell the other workers that this one begins to answer a request, or has replied."""
-        if self._has_others and message.reply:
+        self._is_heard = self._is_heard or self._has_others or bool(self._kept)
+        if self._is_heard and message.reply:
             note = _Note(digest(message), self._members.me.boot, has_replied)
             with suppress(nats.errors.Error, OSError):
                 subject = self._members.common_address("requests")

@@ -117,15 +117,15 @@ class Rotation:
     """Places for tasks, which tenants get in turn, however many tasks of one wait. Event loop only."""
 
     def __init__(self, most: int) -> None:
-        #: Number of places that no task has.
-        self.num_free = most
+        self._most = most
+        self._num_taken = 0
         self._waiting: dict[str, deque[Event]] = {}  # by tenant, the next one first
 
     @asynccontextmanager
     async def enter(self, tenant: str) -> AsyncIterator[None]:
         """Wait for a place, and keep it inside the block."""
-        if self.num_free:
-            self.num_free -= 1
+        if self._num_taken < self._most:
+            self._num_taken += 1
         else:
             await self._wait(tenant)
         try:
@@ -155,7 +155,7 @@ class Rotation:
     def _pass_on(self) -> None:
         """Give a place to the next tenant's first task; that tenant is last from then on."""
         if not self._waiting:
-            self.num_free += 1
+            self._num_taken -= 1
             return
         tenant = next(iter(self._waiting))
         queue = self._waiting.pop(tenant)

@@ -115,7 +115,8 @@ class Sessions:
         """
         busy = self._services.engine.let_go(is_meant) | set(filter(is_meant, self._at_work))
         for key in set(filter(is_meant, self._sessions)) - busy:
-            self._sessions[key].forget()
+            with self.in_use(key) as session:  # its bytes no longer count
+                session.forget()
         return busy
 
     async def sweep(self) -> None:
