@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from worker.process.setting_kinds import Endpoint
 from worker.process.settings import SettingsError
-from worker.wire.broker import HOST
 
 if TYPE_CHECKING:
     from worker.process.settings import Settings
@@ -24,6 +23,8 @@ NOTHING: Final = Beside()
 
 def ports_of(settings: Settings, beside: Beside) -> dict[str, Endpoint]:
     """Map each option that opens a port to its address. Raises `SettingsError` if two have the same port."""
+    from worker.wire.broker import HOST
+
     own = {} if settings.nats else {"nats_port": settings.own_port, "nats_websocket": settings.nats_websocket}
     found = {
         "--" + name.replace("_", "-"): Endpoint(HOST, port)

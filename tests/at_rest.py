@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 _ROOMS: Final = ("worker.", "cache.", "gateway.", "turnkeep_client.")
 #: Names of numbers that go back to 0.
 _COUNTED: Final = re.compile(r"_?num(_|$)|_?(holds|users|publishing)$|.*_bytes$")
+#: How long parts may take to come to rest, with work that may not end and without.
+_BUSY_S: Final = 1.0
+_IDLE_S: Final = 60.0
 #: Subjects of subscriptions that end with one request, such as `turnkeep.tenant.session.out`.
 _OF_A_REQUEST: Final = re.compile(r"[^$_*>][^*>]*$")
 
@@ -174,14 +177,16 @@ def _held_by_connection(nats: Any) -> Counter[str]:
     return found
 
 
-async def come_to_rest(*roots: Any, is_busy: Callable[[], bool] = bool, within_s: float = 1.0) -> None:
-    """Wait until these parts hold nothing, for at most `within_s`, and assert it.
+async def come_to_rest(*roots: Any, is_busy: Callable[[], bool] = bool) -> None:
+    """Wait until these parts hold nothing, longer than any request to the server may take, and assert it.
 
-    Parts with work that no longer ends (`is_busy`), such as an answer without end, need only be balanced.
+    Parts with work that does not end within a second (`is_busy`), such as an answer without end, need only be
+    balanced.
     """
-    until = asyncio.get_running_loop().time() + within_s
-    while (left := held(*roots)) and asyncio.get_running_loop().time() < until:  # noqa: ASYNC110
-        await asyncio.sleep(within_s / 50)
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    while (left := held(*roots)) and clock() < began_s + (_BUSY_S if is_busy() else _IDLE_S):  # noqa: ASYNC110
+        await asyncio.sleep(_BUSY_S / 50)
     assert is_busy() or not left, left
     assert not unbalanced(*roots)
 

@@ -310,8 +310,10 @@ async def local_worker(
     yield start
     for worker in started:
         if not worker.task.done():
-            await worker.come_to_rest()
-            await worker.stop()
+            try:
+                await worker.come_to_rest()
+            finally:
+                await worker.stop()
         await worker.client.close()
 
 

@@ -239,7 +239,7 @@ class LocalWorker:
         self.settings = settings
         self.client = client
 
-    async def come_to_rest(self, within_s: float = 1.0) -> None:
+    async def come_to_rest(self) -> None:
         """Assert that the worker holds nothing of requests any more, unless some of them do not end."""
         parts = self.app._parts
 
@@ -247,7 +247,7 @@ class LocalWorker:
             waiting = parts.intake.num_sessions + parts.intake.num_returned
             return bool(waiting or parts.endpoints._num_open)
 
-        await come_to_rest(parts, is_busy=is_busy, within_s=within_s)
+        await come_to_rest(parts, is_busy=is_busy)
 
     async def stop(self) -> None:
         self.app.stop()

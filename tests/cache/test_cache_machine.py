@@ -89,7 +89,7 @@ class Driven(RuleBasedStateMachine):
         return {digest.hex() for digest in found}
 
     async def come_to_rest(self) -> None:
-        await come_to_rest(self.store, within_s=2.0)
+        await come_to_rest(self.store)
         if not self.bad:  # else the index has files that are gone, until something reads them
             assert {node.digest.hex() for node in self.store._index} == self.files()
 

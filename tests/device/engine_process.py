@@ -140,7 +140,7 @@ async def open_process(
     device.cut_snapshots(store.queue.vacant_bytes, queue_bytes)
     try:
         yield Process(engine, store, recorded)
-        await come_to_rest(engine, is_busy=lambda: bool(engine._runs), within_s=2.0)
+        await come_to_rest(engine, is_busy=lambda: bool(engine._runs))
     finally:
         assert await asyncio.to_thread(device.stop)
         assert await store.close()

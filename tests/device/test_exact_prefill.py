@@ -172,6 +172,7 @@ async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_
             list(past.parts("1"))
         assert len(list((tmp_path / "kv" / "quarantine").iterdir())) == 1
         snapshots.release()
+        assert (await process.store.eraser.erase(tenant, pack(asked))).settled
         assert await process.store.queue.drained(10)
         assert list((tmp_path / "kv" / "quarantine").iterdir()) == []
 

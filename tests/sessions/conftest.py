@@ -106,7 +106,7 @@ async def simulated_worker(
     yield start
     for worker in started:
         if not worker.is_dead and not worker.task.done():
-            await worker.come_to_rest(within_s=60.0)
+            await worker.come_to_rest()
             await worker.stop()
         await worker.client.close()
 

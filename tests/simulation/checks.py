@@ -41,7 +41,7 @@ from worker.sessions.history import TokenHistory as State
 from worker.sessions.history import answer_message
 
 from .actors import PICTURES, SUBJECTS
-from .device import END, POISON, VISION, next_token, pictures, tokenizer
+from .device import END, IMAGE, POISON, VISION, next_token, pictures, tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -480,7 +480,8 @@ def _check_shown(state: State, shown: ShownHistory) -> Iterator[str]:
 def _check_text(request: Generate, result: Generated) -> Iterator[str]:
     """Check that an answer's text and its reason to end follow from its tokens and its request."""
     has_ended = result.tokens[-1:] == (END,)
-    text = tokenizer().decode(result.tokens[: len(result.tokens) - has_ended]).replace("<image>", "")
+    shown = [one for one in result.tokens[: len(result.tokens) - has_ended] if one != IMAGE]
+    text = tokenizer().decode(shown)
     ends = [text.index(one) for one in request.stop or () if one in text]
     if result.text != (text[: min(ends)] if ends else text):
         yield f"{request.id} has the text {result.text!r} for the tokens of {text!r}"

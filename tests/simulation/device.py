@@ -67,6 +67,7 @@ _TEMPLATE: Final = (
 #: A request with this token kills every process that runs it.
 POISON: Final = 0
 END: Final = 2
+IMAGE: Final = 3
 CONTEXT: Final = 4096
 _KV_BYTES: Final = 64
 _WORLD = "nats://world:4222"
