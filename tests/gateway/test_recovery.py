@@ -5,12 +5,14 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from gateway import boundaries
+from gateway import boundaries, recovery
 from gateway.index import RequestName, SessionIndex
 from gateway.recovery import recover
 from turnkeep_client.errors import RequestFailedError
 
 if TYPE_CHECKING:
+    import pytest
+
     from turnkeep_client.session import Session
 
 #: Steps of a session: `a` and `b` are prompts that get an answer.
@@ -78,3 +80,16 @@ async def test_a_gateway_that_starts_finds_of_each_session_what_its_log_still_ha
             asked = index.asked.get((prompt_of(sessions[story], letter), b"o"))
             state = asked.state if asked is not None else ""
             assert (state == "failed") == (letter in expected.get("failed", ())), f"{letter} in {story}"
+
+
+async def test_a_gateway_that_starts_reads_the_sessions_used_last_whole_and_of_all_others_the_position(
+    worker: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "_MOST_READ", 1)
+    seen = [await played(worker.client.session(f"gw-{at:032x}"), "a b") for at in (2, 1)]
+    index = SessionIndex()
+    await recover(worker.client, index)
+    found = [[any(index.find(one) for one in each[f"after {letter}"]) for letter in "ab"] for each in seen]
+    assert found == [[False, False], [True, True]]
+    assert {one.position for one in index.sessions.values()} == {each["b"] for each in seen}
+    assert len(index.sessions) == 2

@@ -289,6 +289,28 @@ async def test_the_tokens_to_erase_are_those_since_the_last_forget_without_those
         await world.ask(Close(id=f"close{round_}", forget=True))
 
 
+async def test_a_close_that_forgets_is_not_settled_and_notes_it_until_every_worker_has_erased_the_kv(
+    world,
+) -> None:
+    noted = []
+
+    async def erase_elsewhere(_: object) -> dict[str, bool]:
+        return {"slow": False, "quick": True}
+
+    async def note(*_: object) -> None:
+        noted.append(_[-1])
+
+    for name, value in {
+        "erase_elsewhere": erase_elsewhere,
+        "erases": ("this",),
+        "erasures": SimpleNamespace(note=note),
+    }.items():
+        object.__setattr__(world.session.services, name, value)
+    await world.ask(Append(id="a", tokens=(1, 2, 3)))
+    assert (await world.ask(Close(id="c", forget=True))).settled is False
+    assert noted == [["quick", "this"]]
+
+
 async def test_an_erasure_keeps_of_each_token_sequence_what_the_next_one_begins_with() -> None:
     erased = list[tuple[list[int], int]]()
 
