@@ -143,6 +143,17 @@ async def test_a_cancel_checks_again_for_a_begun_answer_when_its_request_becomes
     assert were_next == [False, True]
 
 
+async def test_a_cancel_waits_for_the_end_of_an_answer_only_until_the_log_is_read_again(world) -> None:
+    world.publish(Generate(id="one", max_tokens=3))
+    await world.session.log.catch_up(beyond_bell=True)
+    ending = asyncio.create_task(world.session.end_early(world.session.log.record.pending[0]))
+    await asyncio.sleep(0)
+    assert not ending.done()
+    world.session.forget()
+    async with asyncio.timeout(5):
+        await ending
+
+
 async def test_the_result_of_a_cancelled_waiting_request_does_not_count_as_proof_of_a_checkpoint(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:

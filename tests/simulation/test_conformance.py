@@ -139,7 +139,7 @@ async def an_unacknowledged_message_is_redelivered(place: Place) -> None:
     await by_name["over"].term()
     await asyncio.sleep(ACK_WAIT_S * 0.4)
     await by_name["busy"].in_progress()
-    again, _ = await place.pull(64, ACK_WAIT_S * 0.5)
+    again, _ = await place.pull(64, ACK_WAIT_S * 0.75)
     assert [message.metadata.sequence.stream for message in again] == [seqs["silent"]]
     assert again[0].metadata.num_delivered == 2
     await by_name["silent"].ack()  # acknowledges the first of two deliveries: this counts too
