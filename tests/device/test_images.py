@@ -583,15 +583,25 @@ async def test_a_running_answer_waits_for_at_most_one_layer_of_the_vision_model_
     assert all(later > before for before, later in itertools.pairwise(counts)), counts
 
 
-async def test_an_image_that_does_not_fit_into_memory_is_refused_with_its_patches_and_bytes(
+async def test_each_image_that_does_not_fit_into_memory_waits_for_room_then_is_refused_with_its_bytes(
     seeing, open_process, monkeypatch
 ) -> None:
-    seen, image = seeing("idefics3"), picture(1)
+    seen, image, starved = seeing("idefics3"), picture(1), list[vision.Starvation]()
+
+    def starvation() -> vision.Starvation:
+        starved.append(event := starve())
+        return event
+
+    starve = vision.Starvation
+    monkeypatch.setattr(vision, "Starvation", starvation)
     monkeypatch.setattr(vision, "view_bytes", lambda *_: 1 << 50)
     monkeypatch.setattr(vision, "PATIENCE_S", 0.05)
     async with open_process(seen) as process:
-        with pytest.raises(NoMemoryError, match=f"an image of 16 patches takes {1 << 50} bytes"):
-            await run(process, seen.prompt("@?", image), 4, Reader(seen, image))
+        for num_before in range(2):
+            assert len(starved) == num_before
+            with pytest.raises(NoMemoryError, match=f"an image of 16 patches takes {1 << 50} bytes"):
+                await run(process, seen.prompt("@?", image), 4, Reader(seen, image))
+        assert len(starved) == 2
         text = seen.prompt("only text")
         assert (await run(process, text, 4, None))[1] == seen.answer(text, (), 4)[0]
 
