@@ -25,6 +25,7 @@ async def test_a_model_served_by_name_cannot_be_removed_until_its_worker_stops(
     def run(*arguments: str) -> Any:
         return turnkeep("model", *arguments, "--data-dir", tmp_path / "data")
 
+    assert "\nmine " in run("list").stdout
     listed = {entry["name"]: entry for entry in json.loads(run("list", "--json").stdout)}
     assert listed["mine"]["in_use"]
     refused = run("rm", "mine")
@@ -38,7 +39,7 @@ async def test_a_model_served_by_name_cannot_be_removed_until_its_worker_stops(
     for line in ("architecture    llama", "parameters      0.0906 million", told, "in use          no"):
         assert f"\n{line}\n" in shown, shown
     assert run("rm", "mine").stdout.startswith("removed mine, which frees ")
-    assert "mine" not in run("list").stdout
+    assert "\nmine " not in run("list").stdout
     shutil.copytree(tiny_model, tmp_path / "data" / "models" / "mine")  # the fixture starts it again
 
 
