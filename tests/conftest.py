@@ -311,7 +311,8 @@ async def local_worker(
     for worker in started:
         if not worker.task.done():
             try:
-                await worker.come_to_rest()
+                if not worker.app._stop.is_set():  # one that stops need not give back what it holds
+                    await worker.come_to_rest()
             finally:
                 await worker.stop()
         await worker.client.close()

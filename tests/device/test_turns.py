@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -169,25 +170,16 @@ def test_an_error_in_a_forward_pass_fails_the_turns_of_that_pass_and_no_others(
     rig = make_rig(model)
     bystander = generate(prompt(12, salt=4), 40, name="bystander")
     victims = [generate(prompt(20), 30, name="victim")]
-    idle = append(prompt(15, salt=2), name="idle")
-    rig.run(idle)
-    if phase == "prefill":
-        seen = iter(range(1000))
-        model.fails = lambda tokens: tokens.size == BLOCK and next(seen) == 1
-        rig.device.submit(victims[0])
-        rig.finish(victims[0])
-        model.fails = lambda tokens: False
-        rig.device.submit(bystander)
-    else:
-        if phase == "decode in a batch":
-            victims.append(generate(prompt(9, salt=6), 30, name="victim2"))
-        for turn in victims:
-            rig.device.submit(turn)
-        rig.wait(lambda _: all(len(rig.tokens(turn)) > 2 for turn in victims))
-        model.fails = lambda tokens: tokens.shape == (len(victims), 1)
-        rig.finish(*victims)
-        model.fails = lambda tokens: False
-        rig.device.submit(bystander)
+    if phase == "decode in a batch":
+        victims.append(generate(prompt(9, salt=6), 30, name="victim2"))
+    rig.run(append(prompt(15, salt=2), name="idle"))
+    num_tokens, failing = (BLOCK, 1) if phase == "prefill" else (len(victims), 3)
+    seen = count()
+    model.fails = lambda tokens: tokens.size == num_tokens and next(seen) == failing
+    for turn in victims:
+        rig.device.submit(turn)
+    rig.finish(*victims)
+    rig.device.submit(bystander)
     for turn in victims:
         end = rig.end(turn)
         assert isinstance(end, FaultedTurn)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -209,11 +210,13 @@ async def test_after_a_gateway_stopped_a_client_that_repeats_its_request_gets_th
 async def test_a_restarted_gateway_removes_an_idle_session_whose_running_answer_no_client_asked_for_again(
     worker: Any, gateway: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settle, settled = removal.settle, []
+    settle, settled, has_started = removal.settle, [], threading.Event()
     monkeypatch.setattr(removal, "settle", lambda *args: settled.append(args[2].name) or settle(*args))
     stopped = await gateway()
     one = await stopped_in_mid_answer(stopped, question("My secret.", 300))
+    worker.app._model.device.commands.put(lambda _: has_started.wait(30))  # so that the answer still runs
     served = await gateway(idle_s=0.8)
+    has_started.set()
     async with httpx2.AsyncClient(base_url=served.url, timeout=60) as http:
         await http.post(CHAT, json=question("Other.", 4))
     name = one.session.split()[0]
