@@ -80,6 +80,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.mounts)
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name the parameter in a test's id if its value says little alone: `is_begun=True`, not `True`."""
+    if isinstance(val, str):
+        return f"{argname}={repr(val)[1:-1]}" if len(val) < 4 else None
+    if not isinstance(val, bool | int | float | list | tuple | dict | None):
+        return None
+    text = repr(val)
+    return f"{argname}={text}" if len(text) <= 60 else f"{argname}={text[:57]}..."
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop() -> None:
     """Collect garbage from now on, but not among the modules and tests, which stay to the end."""
