@@ -33,7 +33,9 @@ def running(model: Path) -> Iterator[Program]:
 
 
 @pytest.mark.process
-async def test_mlx_lm_in_its_own_process_measures_a_prompt_and_answers_alone_and_batched(tiny_model) -> None:
+async def test_the_mlx_lm_process_of_a_bench_measures_prefill_and_decoding_of_one_and_of_several_prompts(
+    tiny_model,
+) -> None:
     async def ask(program: Program, *request: object) -> dict[str, float]:
         return json.loads(await program.exchange(json.dumps(request).encode() + b"\n", 30))
 
@@ -49,7 +51,7 @@ async def test_mlx_lm_in_its_own_process_measures_a_prompt_and_answers_alone_and
 
 
 @pytest.mark.process
-async def test_a_failed_measuring_process_is_reported_in_one_line_and_a_hanging_one_is_ended(
+async def test_a_bench_reports_a_failed_measuring_process_in_one_line_and_kills_a_hanging_one(
     tiny_model, tmp_path
 ) -> None:
     fails = pytest.raises(BenchError, match=r"^the measuring process ended with exit code 1: [^\n]+$")
@@ -147,6 +149,6 @@ async def test_a_bench_with_failed_turns_exits_with_code_1(
     assert "2 of 4 turns break it: 2 broken_off" in out
 
 
-def test_the_port_of_a_measured_worker_is_below_those_of_outgoing_connections() -> None:
+def test_the_nats_port_that_a_bench_chooses_for_its_worker_is_below_32768() -> None:
     """One of these could take it before the worker's server listens there."""
     assert all(free_port() < 32_768 for _ in range(20))

@@ -163,7 +163,7 @@ async def test_an_example_survives_a_worker_crash_and_prints_the_same_output_whe
 
 
 @pytest.mark.parametrize("here", ["jobs"], indirect=True)
-async def test_the_orchestrator_killed_with_its_worker_gets_each_result_once_when_run_again(
+async def test_an_orchestrator_killed_together_with_its_worker_gets_each_result_once_when_run_again(
     here: Here,
 ) -> None:
     await here.crash(100, 10, await here.run("orchestrator.py"))
