@@ -79,9 +79,7 @@ def test_ask_refuses_an_empty_session_name() -> None:
         assert "the session's name is empty" in done.stderr
 
 
-def test_ask_without_a_question_on_a_terminal_is_a_usage_error_and_ask_with_a_dash_reads_the_question_there() -> (
-    None
-):
+def test_ask_on_a_terminal_without_a_question_is_a_usage_error_and_with_a_dash_reads_what_is_typed() -> None:
     with Terminal("ask") as terminal:
         assert terminal.end() == 2
         assert "there is no question" in terminal.transcript

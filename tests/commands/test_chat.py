@@ -311,7 +311,7 @@ def user(text: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 3}
 
 
-async def test_the_last_exchanges_of_a_chat_leave_out_failed_repeated_and_rewound_questions_and_closed_sessions(
+async def test_the_last_exchanges_of_a_chat_omit_failed_repeated_and_rewound_questions_and_closed_sessions(
     local_worker: Callable[..., Any],
 ) -> None:
     worker = await local_worker()

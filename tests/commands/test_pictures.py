@@ -98,7 +98,7 @@ def test_a_chat_line_attaches_images_only_if_the_whole_line_consists_of_existing
         assert dragged(line) == found, line
 
 
-async def test_a_chat_sends_images_dragged_into_the_terminal_with_the_next_question_and_its_retry_and_saves_them(
+async def test_a_chat_sends_and_saves_images_dragged_into_the_terminal_also_when_the_question_is_retried(
     local_worker: Callable[..., Any], files: tuple[Path, Path], tmp_path: Path
 ) -> None:
     worker = await local_worker()
