@@ -62,7 +62,7 @@ def run(library: Path, scenario: str, base: Path):
 
 
 @pytest.mark.process
-async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_back_no_erased_one(
+async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_restores_no_erased_snapshot(
     faulty_disk, base, open_store
 ) -> None:
     """The kill comes before each call that changes the directory, and in the middle of each write."""
@@ -89,7 +89,7 @@ async def test_a_kill_at_any_disk_write_loses_no_confirmed_snapshot_and_brings_b
 
 
 @pytest.mark.process
-def test_a_cache_survives_any_failed_disk_write_and_saves_and_restores_again_afterwards(
+def test_after_any_single_failed_disk_write_the_cache_still_saves_and_restores_snapshots(
     faulty_disk, base
 ) -> None:
     """One call fails with EIO, ENOSPC or EDQUOT, or all calls from some call on, also with EROFS."""
@@ -97,7 +97,7 @@ def test_a_cache_survives_any_failed_disk_write_and_saves_and_restores_again_aft
 
 
 @pytest.mark.process
-def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
+def test_the_event_loop_of_the_cache_makes_no_disk_system_call(faulty_disk, base) -> None:
     """So no turn waits for the disk, however slow that is."""
     found = run(faulty_disk, "touched", base)
     assert found["here"] == 0
@@ -106,7 +106,9 @@ def test_the_event_loop_never_touches_the_disk(faulty_disk, base) -> None:
 
 
 @pytest.mark.process
-def test_a_disk_that_hangs_on_reads_blocks_neither_other_loads_nor_the_exit(faulty_disk, base) -> None:
+def test_a_hung_disk_read_blocks_neither_restores_from_other_files_nor_the_exit_of_the_process(
+    faulty_disk, base
+) -> None:
     """A hanging read occupies its thread. At most two threads hang, and the process can still exit."""
     assert 0 < run(faulty_disk, "hanging", base)["stuck"] <= 2
 

@@ -262,7 +262,9 @@ async def test_replay_reads_a_session_from_an_exported_file(local_worker: Start,
     assert "the same: 1 sessions, 2 requests" in done.stdout
 
 
-async def test_an_export_overwrites_a_file_only_with_force(local_worker: Start, tmp_path: Path) -> None:
+async def test_cache_export_overwrites_an_existing_file_only_with_the_option_force(
+    local_worker: Start, tmp_path: Path
+) -> None:
     worker = await local_worker()
     await worker.client.session("garden").append(tokens=[5])
     target = tmp_path / "precious"

@@ -24,7 +24,7 @@ def picture(num_bytes: int) -> bytes:
     return b"\x89PNG" + os.urandom(num_bytes - 4)
 
 
-async def test_a_client_stores_an_image_again_that_it_had_stored_before_a_close_of_the_session(
+async def test_a_client_stores_an_image_again_if_the_session_was_closed_since_it_was_stored(
     client: Client, worker: FakeWorker
 ) -> None:
     data = picture(99)
