@@ -82,12 +82,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Name the parameter in a test's id if its value says little alone: `is_begun=True`, not `True`."""
-    if isinstance(val, str):
-        return f"{argname}={repr(val)[1:-1]}" if len(val) < 4 else None
-    if not isinstance(val, bool | int | float | list | tuple | dict | None):
+    if not isinstance(val, str | bool | int | float | list | tuple | dict | None):
         return None
-    text = repr(val)
-    return f"{argname}={text}" if len(text) <= 60 else f"{argname}={text[:57]}..."
+    text = ascii(val)[1:-1] if isinstance(val, str) else ascii(val)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return text if isinstance(val, str) and len(val) >= 4 else f"{argname}={text}"
 
 
 @pytest.hookimpl(tryfirst=True)
