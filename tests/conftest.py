@@ -15,6 +15,7 @@ import tempfile
 import time
 import venv
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from enum import Enum
 from hashlib import sha256
 from pathlib import Path
 from typing import Self
@@ -82,7 +83,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Name the parameter in a test's id if its value says little alone: `is_begun=True`, not `True`."""
-    if not isinstance(val, str | bool | int | float | list | tuple | dict | None):
+    if isinstance(val, Enum) or not isinstance(val, str | bool | int | float | list | tuple | dict | None):
         return None
     text = ascii(val)[1:-1] if isinstance(val, str) else ascii(val)
     text = text if len(text) <= 60 else f"{text[:57]}..."

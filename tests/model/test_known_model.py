@@ -38,7 +38,7 @@ def load(folder: Path, store: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_a_second_load_of_a_model_does_not_import_transformers_and_gives_the_same_tokens(
+def test_loading_a_known_model_again_does_not_import_transformers_and_gives_the_same_tokens(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     first, second = load(tiny_model, tmp_path), load(tiny_model, tmp_path)
@@ -151,7 +151,7 @@ TEMPLATES = (
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_a_chat_template_renders_or_fails_as_in_transformers(template: str) -> None:
+def test_a_chat_template_gives_the_same_text_or_error_as_in_transformers(template: str) -> None:
     def said(render: Any) -> tuple[str, str]:
         try:
             return "", render()
