@@ -107,7 +107,7 @@ async def test_the_python_client_reads_recorded_session_logs_into_the_same_histo
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_reading_a_part_of_a_session_log_returns_its_results_with_their_requests_and_open_requests() -> (
+async def test_reading_part_of_a_session_log_returns_its_results_with_their_requests_and_open_requests() -> (
     None
 ):
     whole = await read(stream(), GARDEN)

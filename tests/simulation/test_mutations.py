@@ -30,7 +30,7 @@ TOGETHER = [PLAYED[number::9] for number in range(9)]
 
 @pytest.mark.timeout(1200)  # the removal of one of them shows in one history of 300
 @pytest.mark.parametrize("names", first(TOGETHER), ids=lambda names: f"{names[0]} and others")
-def test_the_simulation_finds_a_fault_if_one_of_the_listed_safeguards_of_the_program_is_removed(
+def test_the_simulation_finds_a_violation_if_any_listed_safeguard_of_the_program_is_removed(
     names: list[str],
 ) -> None:
     """Runs seeds until one fails. With the safeguards, no seed may fail: see `test_simulation`."""
