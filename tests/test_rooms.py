@@ -332,7 +332,7 @@ def test_no_field_of_the_objects_that_carry_a_turn_between_threads_is_written_on
         assert kind != "Run" or max(map(len, by_field.values())) == 1, by_field
 
 
-def test_the_engine_package_reads_only_the_request_and_the_plan_of_a_turn() -> None:
+def test_the_worker_package_engine_reads_only_the_request_and_the_plan_of_a_turn() -> None:
     nodes = [node for path in (ROOT / "worker" / "engine").glob("*.py") for node in attributes(path)]
     read = {node.attr for node in nodes if ast.unparse(node.value).rpartition(".")[2] == "turn"}
     assert read == {"request", "plan"}

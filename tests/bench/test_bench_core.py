@@ -72,7 +72,7 @@ def test_a_bench_whose_model_is_in_no_local_folder_raises_an_error_that_names_th
         _ = LocalWorker(tmp_path, "--model", "org/other").model_folder
 
 
-def test_a_saved_report_can_be_read_and_survives_a_failed_save_on_a_full_disk(
+def test_a_saved_bench_report_can_be_read_and_survives_a_later_failed_save_on_a_full_disk(
     mounted: Callable[[str], Path],
 ) -> None:
     disk = mounted("size=64k")
@@ -109,7 +109,9 @@ async def test_a_bench_saves_partial_reports_only_between_turns_and_continues_wh
     assert files(tmp_path) == before
 
 
-async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_step(tmp_path: Path) -> None:
+async def test_an_interrupt_that_a_library_has_swallowed_still_ends_a_bench_at_the_next_step(
+    tmp_path: Path,
+) -> None:
     """In Python 3.11 `wait_for` returns a finished result even if it was cancelled meanwhile."""
 
     async def measure(run: BenchRun[object]) -> None:
@@ -126,7 +128,7 @@ async def test_an_interrupt_that_a_library_swallows_ends_a_bench_at_its_next_ste
     assert found["ending"] == "interrupted"
 
 
-def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_first() -> None:
+def test_a_bench_report_page_loads_nothing_from_other_hosts_and_shows_warnings_and_checks_first() -> None:
     evil = "<img onerror=x>"
     check = Check(name=evil, outcome=Verdict.FAILS, detail=evil, exact=True)
     found = make_report(complete=False, ending=evil, checks=(check,))
@@ -166,7 +168,9 @@ def test_a_report_page_loads_nothing_from_outside_and_shows_warnings_and_checks_
         (interval(Estimate(1.21, 0.53, 2.75), "share"), "121 (53 to 275) %"),
     ],
 )
-def test_numbers_and_intervals_are_printed_with_only_their_significant_digits(shown: str, says: str) -> None:
+def test_bench_reports_print_numbers_and_intervals_with_only_their_significant_digits(
+    shown: str, says: str
+) -> None:
     assert shown == says
 
 
@@ -281,7 +285,7 @@ def test_correct_bench_results_fail_no_exact_check_and_a_statistical_check_in_at
 
 
 @each_suite
-def test_a_correct_bench_run_that_stops_after_any_turn_fails_no_check(suite: Suite) -> None:
+def test_a_correct_bench_run_that_is_stopped_after_any_turn_fails_none_of_its_checks(suite: Suite) -> None:
     for end in range(len(honest(suite.honest, 0)[0])):
         assert failed(judged(suite, 0, end=end)) == []
 

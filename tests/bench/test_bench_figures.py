@@ -49,7 +49,7 @@ def test_a_bench_figure_with_fewer_than_five_samples_has_no_confidence_interval_
     assert bounded("it is small", {"": [5.0] * numbers}, at_most=1.0).outcome is Verdict.CANNOT_TELL
 
 
-def test_quantiles_medians_and_slopes_of_small_samples_equal_values_computed_by_hand() -> None:
+def test_bench_quantiles_medians_and_slopes_of_small_samples_equal_values_computed_by_hand() -> None:
     """A p99 needs five values above it; a block counts once, however many values it has."""
     assert stats.quantile([1.0] * 499, 0.99) is None
     assert stats.quantile([1.0] * 500, 0.99) == 1.0
@@ -132,7 +132,7 @@ def measuring(tiny_model: Path, tmp_path: Path) -> Iterator[DeviceMeter]:
     directory.close()
 
 
-def test_the_device_bench_measures_every_figure_that_it_lists(measuring: DeviceMeter):
+def test_the_device_bench_measures_every_figure_that_its_report_lists(measuring: DeviceMeter):
     found = measuring.prefill(32, TOKENS) | measuring.decode(True, 3, PROMPTS)
     assert found.keys() == MEASURES.keys()
     assert all(value > 0 for value in found.values())

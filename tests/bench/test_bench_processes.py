@@ -101,7 +101,7 @@ async def ask(url: str) -> TimedTurn:
         return await server.ask([{"role": "user", "content": "Hi"}], max_tokens=4, timeout_s=5)
 
 
-async def test_a_turns_token_count_is_the_servers_reported_usage_or_else_the_number_of_deltas() -> None:
+async def test_bench_peers_counts_tokens_by_the_servers_reported_usage_or_else_by_streamed_deltas() -> None:
     async with fake(WELL, HEAD + event("a") + event("b", "length") + b"data: [DONE]\n\n") as url:
         counted, own = await ask(url), await ask(url)
     assert (counted.error, counted.prompt_tokens, counted.facts) == (None, 9, {"tokens": 3, "text": "Hello"})
@@ -130,7 +130,7 @@ async def test_a_bad_reply_of_a_benchmarked_server_gives_an_error_kind_and_a_one
 
 
 @pytest.mark.parametrize("spec", ["llama", "=http://h", "a=ftp://h", "a=http://", "a=http://h:99999"])
-def test_a_malformed_peer_option_is_refused_in_one_line(spec: str) -> None:
+def test_bench_peers_refuses_a_malformed_peer_option_with_a_one_line_error(spec: str) -> None:
     done = CliRunner().invoke(main, ["bench", "peers", "--smoke", "--peer", spec])
     assert (done.exit_code, done.stderr.count("\n")) == (1, 1)
     assert "must be NAME=URL" in done.stderr

@@ -91,7 +91,7 @@ def test_splitting_a_restore_buffer_at_a_token_position_divides_its_token_ranges
     "num_tokens",
     [3, GROUP, GROUP + 1, 2 * GROUP - 2, len(TOKENS)],
 )
-async def test_a_paged_restore_needs_only_visible_blocks_sketch_blocks_and_blocks_after_the_last_of_those(
+async def test_a_paged_restore_reads_visible_blocks_sketch_blocks_and_blocks_after_the_last_sketch_block(
     stored, num_tokens
 ) -> None:
     """The session ends at, before or after the end of a group, or within a carrier."""
@@ -129,7 +129,9 @@ async def test_recalling_tokens_of_a_paged_session_reads_the_kv_of_exactly_the_r
     }
 
 
-async def test_recalling_tokens_that_are_not_stored_returns_nothing_and_pins_no_snapshot(stored) -> None:
+async def test_recalling_unstored_tokens_of_a_paged_session_returns_nothing_and_pins_no_snapshot(
+    stored,
+) -> None:
     store, chain = stored
     span = Span(len(TOKENS), len(TOKENS) + 3)
     assert await store.kv.recall(chain, [*TOKENS, 1, 2, 3], [span]) == ((), {})
@@ -137,7 +139,7 @@ async def test_recalling_tokens_that_are_not_stored_returns_nothing_and_pins_no_
 
 
 @pytest.mark.parametrize("section", [0, 2, 3])
-async def test_a_paged_restore_that_reads_only_the_key_sketches_of_a_file_detects_damage_only_in_those(
+async def test_a_paged_restore_that_reads_only_key_sketches_of_a_file_detects_damage_only_in_the_sketches(
     stored, section
 ) -> None:
     """A restore reads only the carried sketches of this file, so it detects no damage elsewhere in it."""
@@ -166,7 +168,7 @@ async def test_a_paged_restore_that_reads_only_the_key_sketches_of_a_file_detect
 @pytest.mark.parametrize(
     "size", [lambda _: None, lambda more: more and Span(more.start + 1, more.end)], ids=["none", "fewer"]
 )
-async def test_a_restore_rejects_a_sixteenth_block_whose_file_lacks_key_sketches_of_its_group(
+async def test_a_restore_rejects_a_sixteenth_block_file_that_lacks_key_sketches_of_the_last_sixteen_blocks(
     open_store, size
 ) -> None:
     store = await open_store(layout=OWN)

@@ -114,7 +114,7 @@ def test_a_hung_disk_read_blocks_neither_restores_from_other_files_nor_the_exit_
 
 
 @pytest.mark.process
-async def test_confirmed_evictions_and_erasures_survive_a_power_failure(
+async def test_snapshots_whose_eviction_or_erasure_was_confirmed_do_not_return_after_a_power_failure(
     faulty_disk, base, open_store
 ) -> None:
     """ErasureProgress tokens do not reappear in SQLite's log either."""
@@ -143,7 +143,7 @@ async def test_a_store_whose_directory_is_removed_keeps_running_without_its_snap
     assert await store.close()
 
 
-async def test_a_file_system_whose_file_numbers_exceed_63_bits_keeps_its_snapshots(
+async def test_snapshots_on_a_file_system_with_inode_numbers_above_63_bits_are_kept(
     open_store, monkeypatch
 ) -> None:
     class Large:
@@ -180,7 +180,7 @@ async def failing(store, tokens) -> list[str]:
     return [log["code"] for log in logs if log["event"] == "snapshot_writes_failing"]
 
 
-async def test_a_read_only_remount_stops_writes_but_not_reads_until_it_is_writable_again(
+async def test_on_a_disk_remounted_read_only_the_cache_still_restores_and_saves_again_once_it_is_writable(
     open_store, mounted, read_only
 ) -> None:
     clock = Clock()

@@ -126,7 +126,7 @@ async def test_snapshots_saved_while_the_disk_writer_is_paused_are_dropped_and_c
     assert_sum_rule(store)
 
 
-async def test_a_snapshot_file_is_synced_before_it_is_renamed_and_its_folder_afterwards(
+async def test_a_snapshot_file_is_synced_before_its_rename_and_its_folder_is_synced_after_the_rename(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store, fsync, happened = await open_store(), os.fsync, []

@@ -141,7 +141,7 @@ async def test_an_erase_is_not_confirmed_while_a_file_that_eviction_failed_to_re
     assert traces(tmp_path / "cache", TOKENS) == []
 
 
-async def test_a_file_whose_removal_failed_and_that_was_saved_again_does_not_keep_later_erases_unconfirmed(
+async def test_later_erases_are_confirmed_although_a_file_whose_removal_failed_was_saved_again(
     open_store, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)
@@ -244,7 +244,7 @@ async def test_a_file_found_damaged_after_its_erase_is_removed_and_not_moved_to_
 
 
 @pytest.mark.parametrize("lost", [False, True])
-async def test_an_erase_removes_copies_of_the_tokens_made_by_other_models_or_settings(
+async def test_an_erase_removes_the_snapshots_of_the_same_tokens_of_other_models_and_settings(
     open_store, tmp_path, lost
 ) -> None:
     """They were made with other weights, `kv_bits` or block sizes; the index may have been lost since."""
@@ -297,7 +297,7 @@ async def test_an_erase_is_not_confirmed_while_the_cache_has_files_of_an_unknown
     assert not (await store.eraser.erase("a", pack(TOKENS), 10)).settled
 
 
-async def test_an_erase_syncs_the_directory_after_it_removed_the_last_file(
+async def test_an_erase_syncs_the_directory_after_the_removal_of_the_last_file(
     open_store, tmp_path, monkeypatch
 ) -> None:
     store = await stored(open_store, TOKENS)

@@ -164,7 +164,7 @@ async def test_opening_a_store_removes_a_partial_block_whose_preceding_partial_b
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
-async def test_opening_a_store_that_cannot_read_its_files_fails_and_quarantines_none_of_them(
+async def test_opening_a_store_that_cannot_read_its_files_fails_and_quarantines_no_file(
     open_store, tmp_path, monkeypatch, *, is_whole: bool
 ) -> None:
     """Without its index, or without the first block, as after an eviction that was cut short."""

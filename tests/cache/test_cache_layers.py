@@ -127,7 +127,9 @@ def test_copying_kv_of_tokens_that_the_layer_cache_does_not_hold_raises_an_error
         layers.cut(caches, start, end)
 
 
-def test_the_check_of_a_models_layer_caches_returns_the_name_of_the_first_unsupported_class(model) -> None:
+def test_the_check_of_a_models_layer_caches_returns_the_name_of_the_first_unsupported_cache_class(
+    model,
+) -> None:
     class Odd(KVCache):
         pass
 

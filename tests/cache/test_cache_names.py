@@ -298,7 +298,7 @@ def test_an_image_changes_the_names_of_its_own_and_all_later_blocks_but_not_of_e
     assert names(made(text, (ONE, 20), text)[0]) == found[1]
 
 
-def test_a_block_that_contains_part_of_an_image_has_a_name_that_depends_on_which_part() -> None:
+def test_the_name_of_a_block_depends_on_which_part_of_an_image_the_block_contains() -> None:
     """The same picture one token earlier or later is another block, even where the ids are equal."""
     early, late = made([7] * 14, (ONE, 9), [7] * 9)[0], made([7] * 15, (ONE, 9), [7] * 8)[0]
     assert early.ids() == late.ids()

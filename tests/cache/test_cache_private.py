@@ -85,7 +85,7 @@ def test_opening_a_data_directory_removes_the_access_of_other_system_users_to_it
         assert open_to_others(tmp_path / "data") == ["models", "worker.lock"], "which say nothing of anybody"
 
 
-async def test_a_json_command_that_also_removes_other_users_access_prints_only_json_on_standard_output(
+async def test_a_command_with_the_option_json_prints_only_json_even_if_it_removes_other_users_access(
     filled,
 ) -> None:
     filled.chmod(0o755)

@@ -182,7 +182,7 @@ def test_every_write_of_the_same_snapshot_gives_a_different_ciphertext(tmp_path)
     ],
     ids=["another key", "no key", "a first key"],
 )
-async def test_a_cache_directory_opens_only_with_the_key_it_was_written_with(
+async def test_a_cache_directory_opens_only_with_the_encryption_key_of_its_first_use(
     open_store, tmp_path, before, then, told
 ) -> None:
     directory = tmp_path / "cache"

@@ -79,7 +79,7 @@ def test_ask_refuses_an_empty_session_name() -> None:
         assert "the session's name is empty" in done.stderr
 
 
-def test_ask_on_a_terminal_without_a_question_is_a_usage_error_and_with_a_dash_reads_what_is_typed() -> None:
+def test_ask_on_a_terminal_is_a_usage_error_without_a_question_and_with_a_dash_reads_the_terminal() -> None:
     with Terminal("ask") as terminal:
         assert terminal.end() == 2
         assert "there is no question" in terminal.transcript
@@ -273,7 +273,7 @@ async def test_ask_waits_while_its_killed_worker_restarts_and_then_prints_the_re
 
 
 @pytest.mark.process
-async def test_a_question_to_a_named_session_is_answered_later_despite_ctrl_c_during_an_outage(
+async def test_a_question_to_a_named_session_is_answered_after_an_outage_although_ctrl_c_ended_ask(
     worker_process: Callable[..., WorkerProcess], endless_model: Path, nats_url: str
 ) -> None:
     worker, client, place = await outside(worker_process, endless_model, nats_url)

@@ -108,7 +108,7 @@ async def test_chat_shows_the_model_session_keyboard_shortcuts_and_last_exchange
 
 
 @pytest.mark.parametrize("more", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-async def test_show_and_chat_print_no_escape_codes_if_no_color_or_a_dumb_terminal_is_set(
+async def test_the_commands_show_and_chat_print_no_escape_codes_if_no_color_is_set_or_the_terminal_is_dumb(
     local_worker: Callable[..., Any], more: dict[str, str]
 ) -> None:
     worker = await local_worker()

@@ -62,7 +62,7 @@ async def test_the_command_close_closes_the_named_sessions_and_with_the_option_f
     ), "a removal of what is gone"
 
 
-async def test_commands_on_an_unknown_session_fail_in_one_line_and_create_no_session(
+async def test_commands_that_name_an_unknown_session_fail_with_one_line_and_create_no_session(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -155,7 +155,9 @@ async def test_close_with_cancel_and_forget_removes_a_session_with_a_running_and
         assert await ended == "cancelled"
 
 
-async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(local_worker: Start) -> None:
+async def test_the_command_fork_beyond_the_end_of_the_parent_session_fails_and_leaves_no_session(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     position = (await worker.client.session("s").append(text="hello")).position
     done = await command("fork", "s", "new", "--position", 99_999, *where(worker))
@@ -164,7 +166,7 @@ async def test_a_fork_beyond_the_end_of_its_parent_fails_and_leaves_no_session(l
     assert await states(worker) == {"s": "idle"}
 
 
-async def test_a_fork_at_a_position_inside_a_running_answer_fails_and_says_where_the_session_ends(
+async def test_the_command_fork_at_a_position_inside_a_running_answer_fails_and_prints_the_sessions_end(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

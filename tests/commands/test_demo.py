@@ -58,7 +58,7 @@ def test_the_demo_on_a_terminal_hides_the_startup_messages_of_its_workers(
 
 @pytest.mark.packaging
 @pytest.mark.parametrize("ended", ["SIGTERM", "SIGKILL", "closed terminal"])
-def test_a_demo_that_is_ended_from_outside_leaves_no_worker_and_no_nats_server(
+def test_a_demo_ended_by_a_signal_or_a_closed_terminal_leaves_no_worker_and_no_nats_server(
     tmp_path: Path, model: Path, ended: str
 ) -> None:
     data = tmp_path / "data"

@@ -71,7 +71,7 @@ def test_serve_on_a_terminal_prints_its_progress_and_then_the_next_commands_to_t
         assert "turnkeep launch" not in terminal.transcript, "it needs a gateway"
 
 
-async def test_a_worker_whose_terminal_is_closed_stops_its_answer_saves_its_kv_and_exits_with_0(
+async def test_a_worker_whose_terminal_is_closed_stops_its_answer_saves_its_kv_and_exits_with_code_0(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     data, port = tmp_path / "data", free_port()
@@ -164,7 +164,9 @@ def test_an_unanswered_command_reports_a_stuck_worker_if_one_runs_and_else_how_t
         run_until_signal(settings, ask)
 
 
-def test_a_worker_whose_standard_error_is_closed_serves_requests(tmp_path: Path, tiny_model: Path) -> None:
+def test_a_worker_whose_standard_error_is_closed_still_serves_requests(
+    tmp_path: Path, tiny_model: Path
+) -> None:
     words = [sys.executable, "-m", "commands", "serve", "--data-dir", str(tmp_path / "data"), "--until-eof"]
     words += ["--nats-port", str(free_port()), "--model", str(tiny_model)]
     with Popen(

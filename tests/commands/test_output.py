@@ -76,7 +76,7 @@ def test_a_table_on_a_terminal_wraps_long_cells_without_losing_text(data_dir: Pa
 
 
 @pytest.mark.parametrize("command", [("model", "list"), ("doctor",)])
-def test_model_list_and_doctor_print_the_entries_of_their_tables_as_json(
+def test_model_list_and_doctor_with_the_option_json_print_the_entries_of_their_tables_as_json(
     data_dir: Path, command: tuple[str, ...]
 ) -> None:
     done = turnkeep(*command, "--json", "--data-dir", data_dir)
@@ -149,7 +149,7 @@ def test_the_progress_of_loading_weights_is_printed_as_lines_into_a_pipe(
     ("size_bytes", "text"),
     [(0, "0 B"), (1023, "1023 B"), (13 * 2**20, "13 MiB"), (1.5 * 2**30, "1.5 GiB"), (20 * 2**30, "20 GiB")],
 )
-def test_sizes_are_formatted_with_a_fitting_unit(size_bytes: float, text: str) -> None:
+def test_commands_print_sizes_with_a_unit_that_fits_their_magnitude(size_bytes: float, text: str) -> None:
     assert size(size_bytes) == text
 
 
@@ -157,7 +157,7 @@ def test_sizes_are_formatted_with_a_fitting_unit(size_bytes: float, text: str) -
     ("seconds", "text"),
     [(0, "0 s"), (59, "59 s"), (120, "2 min"), (30 * 3600, "30 h"), (3 * 86400, "3 days")],
 )
-def test_durations_are_formatted_with_a_fitting_unit(seconds: float, text: str) -> None:
+def test_commands_print_durations_with_a_unit_that_fits_their_magnitude(seconds: float, text: str) -> None:
     assert span(seconds) == text
 
 

@@ -162,8 +162,8 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert steps < 20 * CAPACITY
 
 
-TestAdmission = AdmissionMachine.TestCase
-TestAdmission.settings = settings(stateful_step_count=50)
+test_random_turns_keep_the_memory_accounting_of_admission_exact_and_all_end = AdmissionMachine.TestCase
+AdmissionMachine.TestCase.settings = settings(stateful_step_count=50)
 
 
 def begin(admission: Admission, name: str, size: int, *, tenant: str = "t", priority: int = 0) -> Claim:
@@ -220,7 +220,7 @@ def test_turns_that_wait_for_kv_memory_are_admitted_in_rotation_among_tenants() 
     assert sorted(order[5:]) == sorted(f"many{i}" for i in range(3, 20))
 
 
-def test_small_turns_overtake_a_large_turn_and_pause_once_their_memory_suffices_to_start_it() -> None:
+def test_small_turns_overtake_a_waiting_large_turn_and_pause_once_the_large_turn_can_then_start() -> None:
     """Until older turns have freed enough for the large one, small turns use the free memory."""
     admission = Admission(Ledger(CAPACITY))
     for _ in range(2):  # a second large turn is not forgotten either

@@ -58,7 +58,7 @@ async def stored(opened: AbstractAsyncContextManager[Process]) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "kv_bits"), [("llama", 4), ("qwen3_next", None)])
-async def test_the_audit_recomputes_the_restored_kv_blocks_of_a_session_and_reports_no_correct_block(
+async def test_the_audit_recomputes_restored_kv_blocks_and_reports_no_correct_block_as_wrong(
     make_model, open_process, kind, kv_bits
 ) -> None:
     model = make_model(kind, kv_bits)
@@ -138,7 +138,7 @@ async def test_an_audit_task_continues_after_a_disk_error_or_a_stop_of_the_worke
         assert not task.done()
 
 
-async def test_an_audit_that_was_interrupted_is_repeated_before_a_stored_block_is_compared(
+async def test_a_stored_kv_block_is_compared_only_with_the_result_of_an_audit_that_was_not_interrupted(
     make_model, open_process, monkeypatch
 ) -> None:
     model = make_model("llama")

@@ -154,7 +154,7 @@ async def test_a_paged_prompt_with_a_damaged_stored_block_is_prefilled_again_fro
     assert np.abs(np.frombuffer(bits[0], np.float32) - np.array(expected)).max() < 1e-3
 
 
-async def test_erasing_a_session_deletes_its_damaged_block_from_quarantine_once_no_turn_uses_it(
+async def test_erasing_a_session_deletes_its_quarantined_block_once_no_turn_uses_the_block(
     model, open_process, tmp_path
 ) -> None:
     tokens = prompt(50 * CHUNK)
@@ -295,7 +295,7 @@ async def test_a_paged_prompt_waits_for_a_hung_disk_only_once(model, open_proces
 
 
 @pytest.mark.parametrize("end", ["cancel", "stop"])
-async def test_a_paged_turn_that_is_cancelled_or_stopped_while_stored_kv_is_missing_does_not_fail(
+async def test_a_paged_turn_that_cannot_read_its_stored_kv_can_be_cancelled_or_interrupted_by_a_worker_stop(
     model, open_process, monkeypatch, end: str
 ) -> None:
     """It is cancelled, or answered after the restart, whatever the disk did meanwhile."""

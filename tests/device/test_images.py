@@ -283,7 +283,7 @@ async def test_after_a_restart_a_prompt_continues_inside_an_image_whose_kv_was_s
     assert read.num == 2
 
 
-async def test_a_prompt_that_ends_inside_an_image_is_refused_by_models_that_see_images_only_whole(
+async def test_a_prompt_that_ends_inside_an_image_is_refused_by_models_that_encode_images_only_as_a_whole(
     seeing, open_process
 ) -> None:
     seen, image = seeing("gemma3"), picture(1)

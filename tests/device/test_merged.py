@@ -162,7 +162,7 @@ def test_rows_of_a_batch_run_one_after_the_other_if_memory_to_merge_their_caches
         assert piece.row.caches is piece.caches
 
 
-def test_windowed_rows_of_a_model_that_failed_its_merging_trial_decode_with_their_own_caches(
+def test_rows_of_a_windowed_model_that_failed_its_cache_merging_trial_decode_with_their_own_caches(
     make_model, monkeypatch
 ) -> None:
     model = make_model("exaone4")

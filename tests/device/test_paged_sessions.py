@@ -252,7 +252,7 @@ def test_in_a_paged_session_the_most_relevant_chunk_replaces_the_least_relevant_
     assert sorted(pages.slots) == [-1, 0, 2]
 
 
-def test_a_chunk_that_only_the_last_question_matches_is_recalled_before_one_that_all_questions_match() -> (
+def test_a_paged_session_recalls_a_chunk_matched_only_by_the_last_question_before_one_always_matched() -> (
     None
 ):
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))
@@ -263,7 +263,7 @@ def test_a_chunk_that_only_the_last_question_matches_is_recalled_before_one_that
 
 
 @pytest.mark.parametrize(("page", "chunks"), [(21, [5, 8]), (22, [5, 8]), (23, [5, 6, 8]), (20, [5, 4, 8])])
-def test_in_a_paged_session_a_match_at_the_edge_of_a_chunk_recalls_the_neighbouring_chunk_too(
+def test_in_a_paged_session_a_key_match_at_the_edge_of_a_chunk_also_recalls_the_neighbouring_chunk(
     page: int, chunks: list[int]
 ) -> None:
     pages = Pages(Policy.paged(8 * CHUNK + 4, sink=4))

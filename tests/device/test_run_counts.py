@@ -32,7 +32,7 @@ def begun(num_prompt: int = 10) -> Run:
         ([(6, 10), (10, 12)], 6, 4),  # paused in its answer
     ],
 )
-def test_kv_that_a_paused_turn_computed_and_reuses_itself_is_counted_as_prefilled_and_not_as_cached(
+def test_kv_that_a_turn_computed_before_a_pause_and_reuses_after_it_is_counted_as_prefilled(
     turns: list[tuple[int, int]], num_reused: int, num_prefilled: int
 ) -> None:
     run = begun()

@@ -77,7 +77,7 @@ def test_a_new_session_copies_the_kv_of_the_common_prompt_from_a_session_whose_a
 
 
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_sessions_waiting_for_a_shared_prefix_prefill_it_themselves_if_the_source_turn_fails(
+def test_sessions_waiting_for_a_shared_prefix_prefill_the_prefix_themselves_if_the_source_turn_fails(
     make_rig, model, ending
 ) -> None:
     rig = make_rig(model)
@@ -100,7 +100,7 @@ def test_sessions_waiting_for_a_shared_prefix_prefill_it_themselves_if_the_sourc
         assert rig.tokens(turn) == alone(model, turn.request.context[: turn.request.num_prompt], 8)[0]
 
 
-def test_a_turn_cancelled_while_it_waits_for_a_shared_prefix_ends_exactly_once_even_if_it_is_invalid(
+def test_an_invalid_turn_cancelled_while_waiting_for_a_shared_prefix_ends_exactly_once(
     make_rig, model
 ) -> None:
     rig = make_rig(model)
@@ -192,7 +192,7 @@ def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority(
     assert sharing.add(idle)
 
 
-def test_a_turn_waits_for_the_latest_turn_of_the_source_session_and_only_for_a_prefix_that_it_lacks() -> None:
+def test_a_turn_waits_for_the_source_sessions_latest_turn_but_not_for_a_prefix_that_it_already_has() -> None:
     """The turn before it, which was abandoned, ends later."""
     sharing = TurnSharing()
     abandoned, leader = generate(COMMON, 8, name="a"), generate(COMMON, 8, name="a")

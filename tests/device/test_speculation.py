@@ -200,7 +200,7 @@ def test_the_kv_of_the_draft_model_for_a_long_answer_is_restarted_so_that_it_sta
 
 
 @pytest.mark.parametrize("vocabularies", [(VOCABULARY, VOCABULARY + 32), (VOCABULARY, VOCABULARY - 16)])
-def test_a_draft_model_may_have_another_number_of_logits_than_the_target_model(
+def test_a_draft_model_with_another_number_of_logits_than_the_target_model_changes_no_token(
     make_model, build_model, vocabularies
 ) -> None:
     model = make_model("llama")
@@ -313,7 +313,7 @@ def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_is_ready_whenever_some_next_token_would_lead_to_a_draft(
+def test_prompt_lookup_offers_to_draft_whenever_some_next_token_would_lead_to_a_draft(
     tokens: list[int],
 ) -> None:
     for token in range(4):

@@ -175,7 +175,7 @@ def test_a_step_postponed_for_lack_of_memory_does_not_change_order_and_age_of_wa
     assert {turn.request.priority for turn, _ in expected.prefill} == {1}
 
 
-def test_the_time_limit_of_a_prompt_that_waits_for_memory_restarts_after_each_step_that_fitted(
+def test_the_time_limit_of_a_prompt_that_waits_for_memory_restarts_after_each_step_that_ran(
     estimator, monkeypatch
 ) -> None:
     now_s, starved = [0.0], list[Any]()
@@ -210,7 +210,7 @@ def test_when_memory_is_lacking_a_prompt_that_could_run_fails_and_not_one_that_w
     assert hopeless[0] is other
 
 
-def test_a_step_that_took_more_memory_than_estimated_raises_later_memory_estimates_for_a_while(
+def test_a_device_step_that_took_more_memory_than_estimated_raises_later_estimates_for_a_while(
     estimator,
 ) -> None:
     room, scheduler = IdleKv(estimator), Scheduler(4, BLOCK)

@@ -88,7 +88,7 @@ def test_a_resumed_answer_keeps_its_published_tokens_and_samples_the_same_remain
     assert after.num_reused == 22
 
 
-def test_a_turn_snapshots_the_requested_blocks_of_its_prompt_all_blocks_of_its_answer_and_the_tail(
+def test_a_turn_snapshots_requested_prompt_blocks_all_answer_blocks_and_the_last_partial_block(
     make_rig, model
 ) -> None:
     """Each span is copied as soon as its KV is complete."""

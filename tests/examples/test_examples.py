@@ -194,7 +194,7 @@ async def test_a_pydantic_ai_agent_finishes_despite_a_worker_crash(here: Here, t
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)
-async def test_a_retried_temporal_activity_gets_the_logged_answer_after_program_and_servers_crash(
+async def test_a_retried_temporal_activity_gets_the_logged_answer_after_a_crash_of_program_and_servers(
     here: Here, tmp_path: Path
 ) -> None:
     """Program, worker and gateway are killed in mid-answer; the log then has one answer, which is printed."""

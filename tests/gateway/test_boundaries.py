@@ -169,7 +169,7 @@ def begun(index: SessionIndex, *messages: dict[str, Any]) -> SendPlan:
 
 
 @pytest.mark.parametrize(("rewrites", "how"), [(False, "forked"), (True, "begun")])
-def test_a_session_with_a_running_request_is_not_forked_if_its_template_rewrites_earlier_text(
+def test_the_gateway_forks_no_session_with_a_running_request_if_its_template_rewrites_earlier_text(
     rewrites: bool, how: str
 ) -> None:
     """A template that changes earlier text does so as the request runs."""
@@ -211,7 +211,7 @@ def test_a_session_continued_by_another_gateway_stays_indexed_unless_its_templat
 
 
 @pytest.mark.parametrize(("num_running", "expected"), [(1, 9), (0, None)])
-async def test_after_a_refused_fork_the_index_takes_the_position_that_the_running_request_reaches(
+async def test_after_a_refused_fork_the_index_waits_for_the_running_requests_position_or_forgets_its_own(
     num_running: int, expected: int | None
 ) -> None:
     index, held = SessionIndex(), IndexedSession("s", 3, 1.0)
@@ -226,7 +226,7 @@ async def test_after_a_refused_fork_the_index_takes_the_position_that_the_runnin
     assert held.position == expected
 
 
-def test_of_several_sessions_with_a_conversation_the_index_finds_one_that_needs_no_fork() -> None:
+def test_of_several_sessions_with_the_same_conversation_the_gateway_picks_one_that_needs_no_fork() -> None:
     index, one, two, three = SessionIndex(), *(IndexedSession(name, 0, 1.0) for name in "abc")
     (after,) = boundaries.after_answer(b"p", result("a"))
     answered(index, one, b"p", result("a"))
@@ -239,7 +239,7 @@ def test_of_several_sessions_with_a_conversation_the_index_finds_one_that_needs_
     assert index.find(after) == (three, (10, True))
 
 
-def test_the_conversation_index_offers_for_removal_idle_sessions_and_the_oldest_beyond_its_limit() -> None:
+def test_the_conversation_index_lists_for_removal_idle_sessions_and_the_oldest_beyond_its_limit() -> None:
     index = SessionIndex()
     for number in range(MOST_SESSIONS + 3):
         index.add(IndexedSession(str(number), 0, float(number)))
@@ -249,13 +249,13 @@ def test_the_conversation_index_offers_for_removal_idle_sessions_and_the_oldest_
     assert [held.name for held in index.old(5.0)] == ["2", "3", "4"]
 
 
-def test_different_sampling_options_and_each_of_several_answers_have_different_options_digests() -> None:
+def test_requests_with_different_sampling_options_or_answer_numbers_have_different_digests() -> None:
     options: list[dict[str, Any]] = [{}, {"temperature": 0.5}, {"logit_bias": {3: 1.0}}]
     digests = {boundaries.options_digest(one, number) for one in options for number in (0, 1)}
     assert len(digests) == 6
 
 
-def test_once_the_append_of_a_request_has_ended_a_cancel_names_the_request_and_not_the_append() -> None:
+def test_once_the_append_before_a_generate_request_has_ended_a_cancel_names_the_generate_request() -> None:
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     asked.begin_append("append")
     asked.end_append(b"b", 5)
@@ -274,7 +274,7 @@ def check(index: SessionIndex) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_conversation_index_holds_nothing_of_removed_sessions_after_random_requests_and_removals(
+def test_after_random_requests_and_removals_the_conversation_index_has_nothing_of_removed_sessions(
     seed: int,
 ) -> None:
     """Two sessions may have equal prompts, and a session may be removed before its answer comes."""

@@ -40,7 +40,7 @@ async def until(condition: Callable[[], Awaitable[bool]]) -> None:
 
 
 @pytest.mark.parametrize("restarts", [False, True])
-async def test_a_client_that_sends_the_whole_chat_each_turn_has_only_its_new_messages_prefilled(
+async def test_a_chat_request_with_the_whole_conversation_prefills_only_its_new_messages(
     local_worker: Any, door: Any, endless_model: Path, *, restarts: bool
 ) -> None:
     """For ten turns; every second turn sends the contents as a list of parts instead of one string."""

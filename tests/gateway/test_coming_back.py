@@ -248,7 +248,7 @@ async def test_a_failed_background_response_reports_its_error_when_fetched_and_w
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_stream_request_that_the_full_log_refuses_returns_an_error_without_an_id(
+async def test_a_streaming_request_that_the_full_log_refuses_returns_an_error_without_an_answer_id(
     worker: Any, served: Any, http: httpx2.AsyncClient, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     """With an id, clients would look for an answer that is not in the log."""
@@ -479,7 +479,7 @@ async def test_a_gateway_reconnects_and_continues_a_conversation_after_nats_clos
     assert answer.headers["x-turnkeep-session"].endswith(" continued")
 
 
-async def test_repeating_a_request_under_the_idempotency_key_of_a_cancelled_answer_is_an_error(
+async def test_repeating_a_request_under_the_idempotency_key_of_a_cancelled_answer_returns_an_error(
     http: httpx2.AsyncClient,
 ) -> None:
     """A part would look like the whole answer."""

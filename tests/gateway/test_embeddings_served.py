@@ -24,7 +24,7 @@ async def posted(served: Any, path: str, **body: Any) -> httpx2.Response:
 
 
 @pytest.mark.serves("embedding_model")
-async def test_openais_client_gets_the_same_vectors_as_base64_and_as_floats(served: Any) -> None:
+async def test_the_openai_client_gets_the_same_embedding_vectors_as_base64_and_as_floats(served: Any) -> None:
     """By default the library requests base64, and returns floats to its caller."""
     create = served.openai.embeddings.create
     listed = await create(model="m", input=TEXTS)
@@ -54,7 +54,7 @@ async def test_more_inputs_than_fit_one_request_to_the_worker_are_all_embedded_i
 
 
 @pytest.mark.serves("embedding_model")
-async def test_ollamas_embed_endpoint_cuts_long_inputs_and_takes_empty_ones(
+async def test_the_ollama_embed_endpoint_truncates_long_inputs_and_accepts_empty_inputs(
     served: Any,
 ) -> None:
     long = "word " * TINY_CONTEXT
@@ -77,7 +77,7 @@ async def test_ollamas_embed_endpoint_cuts_long_inputs_and_takes_empty_ones(
 
 
 @pytest.mark.serves("embedding_model")
-async def test_truncate_prompt_tokens_cuts_each_input_to_that_many_tokens_and_with_minus_one_to_the_context(
+async def test_truncate_prompt_tokens_truncates_embedding_inputs_and_with_minus_1_to_the_context_length(
     served: Any,
 ) -> None:
     """As vLLM has it; without it, OpenAI's API refuses an input that is too long."""
@@ -136,7 +136,7 @@ async def test_reranking_returns_documents_sorted_by_score_with_their_index_in_t
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(300)
-async def test_coheres_client_ranks_documents_with_both_versions_of_its_api(
+async def test_the_cohere_client_reranks_documents_through_both_versions_of_its_api(
     served: Any, tmp_path: Path
 ) -> None:
     venv.create(tmp_path / "venv")

@@ -188,7 +188,7 @@ async def test_the_gateway_closes_a_connection_whose_first_or_second_request_hea
         assert status(await wire.head()) == 200
 
 
-async def test_pipelined_requests_are_answered_in_order_until_one_is_refused(served: Any) -> None:
+async def test_the_gateway_answers_pipelined_http_requests_in_order_until_one_is_refused(served: Any) -> None:
     one = POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
     async with connected(served) as wire:
         await wire.send(one + b"GET /nothing HTTP/1.1\r\nhost: a\r\n\r\n" + one)

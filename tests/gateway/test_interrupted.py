@@ -117,7 +117,7 @@ async def test_a_chat_stream_pauses_and_then_continues_if_the_worker_is_killed_d
     assert answer.headers["x-turnkeep-session"] == f"{one.session.split(maxsplit=1)[0]} continued"
 
 
-async def test_a_gateway_that_starts_before_its_nats_server_answers_503_until_the_server_runs(
+async def test_a_gateway_started_before_its_nats_server_answers_503_until_the_nats_server_runs(
     worker_process: Any, tmp_path: Path
 ) -> None:
     port, nats_port, log = free_port(), free_port(), tmp_path / "gateway.log"
@@ -417,7 +417,7 @@ async def blocks(url: str, name: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["before the first chunk", "after it"])
-async def test_client_libraries_ignore_keep_alives_of_a_stream_instead_of_reading_an_event_or_an_end(
+async def test_client_libraries_read_a_keep_alive_of_an_answer_stream_neither_as_an_event_nor_as_the_end(
     worker_process: Any, endless_model: Path, door: Any, monkeypatch: pytest.MonkeyPatch, *, has_begun: bool
 ) -> None:
     """OpenAI's client for Python makes an event of each blank line once an event had an id."""

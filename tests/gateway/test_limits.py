@@ -38,7 +38,7 @@ def refusal(key: ApiKey) -> float | None:
         return fault.retry_after_s
 
 
-def test_the_requests_per_minute_of_an_api_key_refill_with_time_up_to_one_minutes_worth() -> None:
+def test_the_request_budget_of_an_api_key_refills_with_time_up_to_one_minutes_worth() -> None:
     clock = Clock()
     key = ApiKey("t", KeyLimits(requests=6), clock)
     assert [refusal(key) for _ in range(7)] == [*[None] * 6, 10.0]

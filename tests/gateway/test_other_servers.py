@@ -103,7 +103,7 @@ async def test_a_json_schema_with_unsupported_keywords_gets_a_warning_or_if_stri
             assert answer.headers["x-turnkeep-warnings"].startswith("answer: ")
 
 
-async def test_a_token_count_lists_blocks_that_were_replaced_by_placeholders_in_a_warning_header(
+async def test_the_response_to_a_token_count_names_blocks_replaced_by_placeholders_in_a_warning_header(
     http: httpx2.AsyncClient,
 ) -> None:
     api = APIS["messages"]

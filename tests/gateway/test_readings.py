@@ -102,7 +102,9 @@ def cases() -> dict[str, list[tuple[list[str], list[str]]]]:
 
 
 @pytest.mark.parametrize("name", cases())
-def test_the_gateway_translates_each_recorded_api_request_into_the_recorded_worker_request(name: str) -> None:
+def test_the_gateway_translates_each_example_request_of_an_api_into_the_recorded_worker_request(
+    name: str,
+) -> None:
     if "TURNKEEP_TEST_RECORD" in os.environ:
         parts = []
         for heading, below in cases().items():

@@ -140,7 +140,9 @@ def recorded() -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("api", APIS)
-def test_the_whole_answer_and_the_stream_of_each_api_equal_the_recorded_bytes(api: str, name: str) -> None:
+def test_the_gateway_writes_each_example_answer_and_its_stream_as_recorded_for_each_api(
+    api: str, name: str
+) -> None:
     if "TURNKEEP_TEST_RECORD" in os.environ:
         parts = [f"### {one}: {name_}\n{written(one, name_)}\n" for one in APIS for name_ in ANSWERS]
         FILE.write_text("".join(parts))
@@ -216,7 +218,7 @@ def test_responses_api_output_items_sent_back_in_any_order_match_the_known_conve
         assert boundaries.chain(again.messages, again.options)[-1] in boundaries.after_answer(prompt, done)
 
 
-def test_a_stream_of_the_responses_api_does_not_say_failed_if_no_worker_can_be_reached() -> None:
+def test_a_responses_api_stream_ends_with_an_error_event_and_not_failed_if_no_worker_can_be_reached() -> None:
     """The log may have the request; then a worker answers it later."""
     writer = answers.ResponseEvents(read(), "x", 5)
     writer.start(0)

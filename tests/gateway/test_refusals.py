@@ -379,7 +379,7 @@ TOO_LONG = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_conversation_longer_than_the_context_is_refused_in_each_apis_words_and_leaves_no_session(
+async def test_a_conversation_longer_than_the_context_is_refused_in_the_apis_words_and_leaves_no_session(
     worker: Any, served: Any, *, stream: bool
 ) -> None:
     long = [{"role": "user", "content": "word " * 500}]

@@ -58,7 +58,7 @@ async def test_a_gateway_publishes_its_request_and_conversation_counts_over_nats
 
 
 @pytest.mark.serves("endless_model")
-async def test_the_metrics_of_the_gateway_count_requests_conversations_and_tokens(
+async def test_the_gateways_metrics_endpoint_counts_requests_conversations_and_tokens(
     gateway: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text("secret acme\n")

@@ -327,7 +327,7 @@ def test_a_minicpm_tool_call_with_argument_values_wrapped_in_cdata_is_parsed() -
     assert calls_in("minicpm5", text) == [("write", {"path": "a", "content": "<b></param>\n"})]
 
 
-def test_every_tool_parser_of_mlx_lm_has_a_counterpart_with_the_same_call_markers() -> None:
+def test_every_tool_parser_of_mlx_lm_has_a_call_format_here_with_the_same_markers() -> None:
     folder = Path(find_spec("mlx_lm.tool_parsers").submodule_search_locations[0])  # type: ignore[union-attr,index]
     for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
         module = import_module(f"mlx_lm.tool_parsers.{name}")
@@ -691,7 +691,9 @@ def test_a_tool_call_with_an_argument_that_does_not_fit_its_schema_is_invalid(
         fitted(value, schema)
 
 
-def test_a_recursive_argument_schema_is_applied_at_every_depth_and_an_endless_schema_allows_no_call() -> None:
+def test_a_recursive_argument_schema_is_checked_at_every_depth_and_an_endless_schema_refuses_any_call() -> (
+    None
+):
     tree = {"type": "object", "properties": {"of": {"$ref": "#/$defs/tree"}, "n": WHOLE}}
     parameters = {"properties": {"x": {"$ref": "#/$defs/tree"}}, "$defs": {"tree": tree}}
     offered = OfferedTools([{"function": {"name": "f", "parameters": parameters}}])

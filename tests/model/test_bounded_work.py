@@ -78,7 +78,7 @@ LONG = [[num] for num in range(9_000)]
         (1, {"not": {"enum": list(range(2, 9_000))}}),
     ],
 )
-def test_a_tool_call_may_need_one_long_schema_check_but_a_schema_with_many_long_checks_allows_no_call(
+def test_a_tool_call_is_checked_against_one_long_schema_and_refused_by_a_schema_of_many_long_checks(
     value: Any, schema: Any
 ) -> None:
     assert fitted(value, schema)
@@ -139,7 +139,7 @@ QUADRATIC = {
 
 
 @pytest.mark.parametrize("family", QUADRATIC)
-def test_a_long_answer_of_call_markers_takes_little_cpu_time_to_search(family: str) -> None:
+def test_searching_a_long_answer_of_call_markers_for_tool_calls_takes_little_cpu_time(family: str) -> None:
     text = "".join(QUADRATIC[family])
     began_s = time.thread_time()
     assert outcome(splitter(family), [text])[0] == text

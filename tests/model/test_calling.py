@@ -222,7 +222,7 @@ async def test_token_masks_under_a_grammar_allow_an_answer_to_begin_with_or_with
 
 
 @pytest.mark.parametrize("answered", ["", "\n", "<", "\n<", "<t", "<think>", "<think>x</think>", "yes", "y"])
-async def test_an_answer_that_may_still_begin_reasoning_is_complete_exactly_where_its_grammar_allows_an_end(
+async def test_an_answer_that_may_still_start_reasoning_is_complete_only_where_its_grammar_allows_an_end(
     grammars: Grammars, tokenizer: Tokenizer, answered: str
 ) -> None:
     grammar = await grammars.compiled(LarkFormat('start: ("yes" | "<")?'))

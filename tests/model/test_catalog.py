@@ -64,7 +64,7 @@ def test_a_converted_gguf_file_outside_the_models_folder_is_listed_but_cannot_be
     assert catalog.count_parameters(entry) == catalog.count_parameters(catalog.named(str(source), tmp_path))
 
 
-def test_the_catalog_derives_tools_reasoning_and_cache_policies_of_a_model_from_its_files(
+def test_the_model_catalog_reads_tools_reasoning_and_cache_policies_of_a_model_from_its_files(
     tmp_path: Path,
 ) -> None:
     words = [*(f"w{i}" for i in range(315)), "<think>", "</think>", "<s>", "</s>", "<|eot_id|>"]

@@ -265,7 +265,7 @@ def test_a_hub_model_that_cannot_be_served_is_refused_before_any_file_is_downloa
     assert server.asked == []
 
 
-def test_a_model_in_use_is_listed_as_in_use_and_cannot_be_removed(
+def test_a_downloaded_model_that_a_worker_uses_is_listed_as_in_use_and_cannot_be_removed(
     server: FakeHub, cache: Path, tmp_path: Path
 ) -> None:
     folder = hub.fetch(ID)

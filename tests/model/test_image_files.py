@@ -83,7 +83,7 @@ def test_images_in_each_of_the_four_supported_formats_are_decoded(form: str) -> 
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16"])
-def test_images_with_every_kind_of_pixels_are_converted_to_rgb(mode: str) -> None:
+def test_images_of_every_pixel_mode_are_converted_to_rgb(mode: str) -> None:
     if mode == "I;16":
         grey = np.full((8, 16), 200 << 8, np.uint16)
         assert near(decode(saved(Image.fromarray(grey))), (3, 3), (200, 200, 200))

@@ -322,7 +322,7 @@ def test_a_special_token_whose_text_is_split_across_two_messages_is_tokenised_as
             assert read(tokenizer, tokens) == read(tokenizer, full(tokenizer, parts))
 
 
-def test_names_ids_and_tool_calls_in_a_message_never_add_special_tokens_to_a_prompt(
+def test_special_token_text_in_names_ids_and_tool_calls_of_a_message_is_tokenised_as_ordinary_text(
     families: dict[str, Tokenizer],
 ) -> None:
     tokenizer = families["qwen"]

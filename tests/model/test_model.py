@@ -90,7 +90,7 @@ def quantised(folder: Path) -> Path:
     return folder
 
 
-def test_quantised_layers_are_converted_to_float32_if_that_dtype_is_requested(quantised: Path) -> None:
+def test_loading_a_quantised_model_with_dtype_float32_converts_its_layers_to_float32(quantised: Path) -> None:
     kept, cast = (model.load(quantised, dtype=dtype) for dtype in ("keep", "float32"))
     assert kept.weight_bytes < cast.weight_bytes / 4
     assert {array.dtype for _, array in tree_flatten(cast.model.parameters())} == {mx.float32}
@@ -350,7 +350,7 @@ def tiny_copy(tiny_model: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("change", READ.values(), ids=READ)
-def test_a_model_folder_in_any_layout_that_other_programs_write_loads_with_the_same_logits(
+def test_a_model_folder_in_any_layout_that_other_programs_write_is_loaded_with_the_same_logits(
     tiny_model: Path, tiny_copy: Path, tmp_path: Path, change: Callable[[Path], Path]
 ) -> None:
     changed, tokens = change(tiny_copy), mx.array([[3, 4, 5]])

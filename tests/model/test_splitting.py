@@ -290,7 +290,7 @@ def test_a_tool_call_is_parsed_however_its_text_is_divided_into_streamed_pieces(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_special_token_inside_a_tool_call_is_parsed_as_a_marker_and_before_a_call_is_left_out(
+def test_special_tokens_are_parsed_as_markers_inside_a_tool_call_and_left_out_before_a_tool_call(
     family: str,
 ) -> None:
     """Each tag is taken for a special token, and left out if it is no marker where it stands."""

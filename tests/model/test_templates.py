@@ -193,7 +193,7 @@ def test_a_generate_request_after_a_finished_answer_starts_a_new_answer(chat: Ch
     assert chat.text == chat.render()
 
 
-def test_a_sampled_end_token_that_the_chat_template_does_not_write_is_replaced_by_the_templates_own(
+def test_a_sampled_end_token_that_the_template_does_not_write_is_replaced_by_the_templates_end_token(
     chat: Chat,
 ) -> None:
     """The packaged model may also end an answer with <|endoftext|>, which its template never writes."""
@@ -231,7 +231,7 @@ def test_the_sampled_end_token_of_a_harmony_tool_call_is_kept_and_that_of_other_
         assert chat.text == f"{before}{text}{kept}<|start|>user<|message|>So?<|end|>"
 
 
-def test_messages_after_raw_content_are_rendered_as_a_new_conversation_and_the_raw_tokens_stay(
+def test_messages_after_raw_content_are_rendered_as_a_new_conversation_behind_the_raw_tokens(
     chat: Chat,
 ) -> None:
     chat.raw("Once upon a time")
@@ -587,7 +587,7 @@ def test_an_answer_generated_in_two_parts_has_the_text_and_the_tool_calls_of_bot
 @pytest.mark.parametrize(("keeps", "thoughts"), [(True, "kept"), (False, "gone")])
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("keep", [4, 5, 6])
-def test_a_new_question_drops_earlier_reasoning_also_of_a_truncated_or_rewritten_answer(
+def test_a_new_question_drops_earlier_reasoning_even_from_a_truncated_or_rewritten_answer(
     tokenizer: Tokenizer, keeps: bool, thoughts: str, is_cut: bool, keep: int
 ) -> None:
     """`keep` is before, within or behind what is there of the answer."""
@@ -612,7 +612,7 @@ def test_a_new_question_drops_earlier_reasoning_also_of_a_truncated_or_rewritten
         ([(0, 5, None), (5, 8, "c")], [None, "c"]),
     ],
 )
-def test_the_text_of_raw_content_is_known_only_if_the_text_of_all_its_parts_is_known(
+def test_raw_content_assembled_from_parts_has_a_known_text_only_if_the_text_of_all_parts_is_known(
     tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
 ) -> None:
     found = Conversation(tokenizer, DAY)
@@ -625,7 +625,7 @@ def test_the_text_of_raw_content_is_known_only_if_the_text_of_all_its_parts_is_k
     ("num_kept", "num_new", "num_shared"),
     [(300, 0, 2), (300, 200, 2), (256, 200, 2), (255, 200, 1), (100, 200, 0), (0, 5, 0)],
 )
-def test_a_checkpoint_reuses_only_stored_segments_that_lie_before_a_rewind(
+def test_a_checkpoint_after_a_rewind_reuses_only_the_stored_segments_before_the_rewind_position(
     num_kept: int, num_new: int, num_shared: int
 ) -> None:
     before = tuple(Segment("raw", at, at + 1, text="old") for at in range(300))

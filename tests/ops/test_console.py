@@ -559,7 +559,9 @@ async def test_the_console_shows_at_once_that_the_worker_has_stopped(local_worke
         assert (told["is_served"], told["workers"]["w1"]["up"]) == (False, False)
 
 
-async def test_the_console_lists_models_and_downloads_one_unless_it_is_read_only(local_worker: Start) -> None:
+async def test_the_console_lists_models_and_only_a_console_that_is_not_read_only_can_download_a_model(
+    local_worker: Start,
+) -> None:
     client = (await local_worker()).client
     async with opened(client) as page:
         assert [one["name"] for one in (await page.get("models"))["here"]] == ["a", "b", "c"]
@@ -612,7 +614,7 @@ async def test_invalid_requests_to_the_console_are_refused_and_change_nothing_in
     assert await worker.client.log() == before
 
 
-async def test_chunks_streamed_by_the_console_equal_the_logged_answer_and_a_repeated_id_runs_only_once(
+async def test_the_console_streams_the_chunks_of_the_logged_answer_and_runs_a_repeated_request_id_only_once(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -696,7 +698,7 @@ async def test_the_console_stream_of_an_answer_without_tokens_so_far_says_what_t
     ]
 
 
-async def test_the_console_counts_the_tokens_of_a_typed_message_and_explains_why_it_exceeds_the_context(
+async def test_the_console_counts_the_tokens_of_a_typed_message_and_explains_an_exceeded_context(
     local_worker: Start,
 ) -> None:
     client = (await local_worker()).client
@@ -743,7 +745,7 @@ async def test_the_consoles_brief_session_list_has_one_row_for_a_conversation_an
         assert [one["said"][0]["text"] for one in (first, second)] == ["First?", "Third?"]
 
 
-async def test_the_console_limits_concurrent_answer_streams_and_a_disconnected_reader_frees_one(
+async def test_the_console_limits_concurrent_answer_streams_and_frees_a_place_when_a_reader_disconnects(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -808,7 +810,7 @@ async def test_the_option_listen_refuses_an_invalid_address_and_shows_the_right_
 
 
 @pytest.mark.parametrize("name", ["console", "exporter", "gateway"])
-async def test_the_option_listen_accepts_a_bare_port_and_uses_the_loopback_address(
+async def test_the_option_listen_with_a_bare_port_listens_on_the_loopback_address(
     name: str, nats_url: str
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -168,7 +168,7 @@ async def test_the_console_menu_stays_open_while_an_answer_ends_and_its_delete_r
     await walked(browser, client, walk)
 
 
-async def test_the_button_regenerate_picks_a_free_session_name_and_with_invalid_options_creates_no_session(
+async def test_the_consoles_regenerate_button_picks_a_free_session_name_and_refuses_invalid_options(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -195,7 +195,7 @@ async def test_the_button_regenerate_picks_a_free_session_name_and_with_invalid_
     await walked(browser, client, walk)
 
 
-async def test_a_double_click_on_the_button_regenerate_starts_only_one_new_answer(
+async def test_a_double_click_on_the_consoles_regenerate_button_starts_only_one_new_answer(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -216,7 +216,7 @@ async def test_a_double_click_on_the_button_regenerate_starts_only_one_new_answe
     await walked(browser, client, walk)
 
 
-async def test_the_button_close_closes_the_open_variant_of_a_conversation_whose_other_variant_is_closed(
+async def test_the_consoles_close_button_closes_the_open_variant_if_another_variant_is_closed_already(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client
@@ -262,7 +262,7 @@ async def test_a_slow_send_of_a_question_does_not_take_the_user_back_from_a_cons
     await walked(browser, client, walk)
 
 
-async def test_an_invalid_option_in_the_console_page_is_unfolded_and_focused_with_its_error(
+async def test_in_the_console_page_an_invalid_folded_option_is_unfolded_and_focused_with_its_error(
     browser: Browser, local_worker: Start
 ) -> None:
     client = (await local_worker()).client

@@ -200,7 +200,7 @@ def test_the_likely_cause_of_a_replay_difference_is_derived_from_the_recorded_an
     assert found.cause.startswith(cause), found.cause
 
 
-def test_a_replayed_request_without_a_result_counts_as_a_difference() -> None:
+def test_a_replayed_request_without_a_result_is_reported_as_a_difference() -> None:
     (one,) = paired(KEY, [entry(1, "in", APPEND), entry(2, "out", appended(1))]).exchanges
     found = first_difference("s", [one], {}, {"a": "no result within 3 s"})
     assert found is not None

@@ -75,7 +75,7 @@ async def test_the_command_sessions_lists_state_position_worker_model_and_entry_
     assert shown.stdout.splitlines()[-1] == last
 
 
-async def test_the_list_of_sessions_does_not_change_when_their_answered_requests_leave_the_log(
+async def test_the_command_sessions_prints_the_same_list_after_answered_requests_are_removed_from_the_log(
     local_worker: Start,
 ) -> None:
     worker = await filled(local_worker)
@@ -105,7 +105,7 @@ async def test_a_session_is_listed_as_waiting_if_a_request_before_a_cancelled_re
     await raw.close()
 
 
-async def test_a_session_that_was_closed_and_opened_again_is_listed_with_its_new_tags_and_first_words(
+async def test_the_command_sessions_lists_a_reopened_session_with_its_new_tags_and_first_words(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()
@@ -144,7 +144,7 @@ async def test_the_command_sessions_filters_and_sorts_its_list(local_worker: Sta
     assert largest["size_bytes"] > others[0]["size_bytes"] > 200
 
 
-async def test_a_session_of_any_tenant_with_an_answer_in_progress_is_listed_as_running(
+async def test_the_command_sessions_lists_a_session_of_any_tenant_with_an_answer_in_progress_as_running(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))
@@ -185,7 +185,9 @@ async def test_all_sessions_are_listed_even_if_more_exist_than_fit_in_one_reply_
     assert {row.session: row.position for row in rows} == {f"s{i}": i for i in range(2100)} | {"first": 1}
 
 
-async def test_the_command_sessions_prints_an_empty_list_if_no_worker_has_made_a_log(nats_url: str) -> None:
+async def test_the_command_sessions_prints_an_empty_list_if_no_worker_has_created_a_log(
+    nats_url: str,
+) -> None:
     done = await command("sessions", "--nats", nats_url, "--prefix", "none")
     assert (done.returncode, done.stdout) == (0, "0 of 0 sessions\n"), done.stderr
 
@@ -453,7 +455,7 @@ async def given_up(bitten: LocalWorker) -> list[dict[str, Any]]:
     return found
 
 
-async def test_the_command_dead_lists_a_request_that_was_given_up_and_shows_its_text(
+async def test_the_command_dead_lists_a_given_up_request_and_shows_its_text(
     bitten: LocalWorker,
 ) -> None:
     (letter,) = await given_up(bitten)
@@ -469,7 +471,7 @@ async def test_the_command_dead_lists_a_request_that_was_given_up_and_shows_its_
     assert "1 dead" in (await command("sessions", *where(bitten))).stdout
 
 
-async def test_a_retried_dead_letter_is_kept_and_can_be_retried_again_only_if_the_first_retry_was_lost(
+async def test_a_retried_dead_letter_is_kept_and_can_be_retried_again_if_the_first_retry_was_lost(
     bitten: LocalWorker,
 ) -> None:
     """So the request can be sent once more; by mistake it is not."""

@@ -94,7 +94,7 @@ def of_gateway(name: str, **counts: object) -> GatewayMetrics:
     return structs.replace(message, **counts)
 
 
-def test_the_screen_of_top_sums_up_all_gateways_that_publish_in_one_line() -> None:
+def test_top_shows_the_sums_over_all_gateways_in_one_line() -> None:
     clock = Clock()
     gateways = Gateways(clock)
     gateways.hear(of_gateway("a", answers={"begun": 2}, tokens={"reused": 3, "prefilled": 1}))

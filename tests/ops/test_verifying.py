@@ -181,7 +181,7 @@ async def test_the_command_verify_reports_a_cancelled_result_with_an_earlier_pos
     assert [one.seq for one in found_in(requests, results)] == [seq + 1] * bool(what)
 
 
-async def test_the_command_verify_reports_a_fork_that_lost_its_inherited_tokens_but_not_its_parent(
+async def test_the_command_verify_reports_a_fork_without_its_inherited_tokens_but_not_a_fork_without_parent(
     local_worker: Start,
 ) -> None:
     worker = await lived(local_worker)
@@ -231,7 +231,7 @@ async def test_the_command_verify_finds_no_fault_in_a_partly_removed_closed_sess
     assert found_in([one for one in left_requests if one.seq > closed.seq], late) == []
 
 
-async def test_the_command_verify_reports_no_fault_for_entries_stored_while_it_reads(
+async def test_the_command_verify_reports_no_fault_for_log_entries_stored_during_its_run(
     local_worker: Start,
 ) -> None:
     worker = await local_worker()

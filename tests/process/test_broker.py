@@ -118,7 +118,7 @@ async def test_the_embedded_nats_server_syncs_to_disk_as_often_as_its_setting_sa
 
 @pytest.mark.process
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-async def test_the_embedded_nats_server_ends_with_the_process_that_started_it_and_keeps_its_messages(
+async def test_the_embedded_nats_server_ends_with_its_parent_process_and_keeps_its_messages(
     embed, started_owner, settings, how
 ):
     owner, pid = started_owner()
@@ -244,7 +244,7 @@ async def test_a_start_without_an_installed_nats_server_program_fails_and_names_
         await server.start()
 
 
-async def test_connecting_to_a_server_that_does_not_speak_nats_raises_an_error_with_that_reason(free_port):
+async def test_connecting_to_a_server_that_does_not_speak_nats_raises_an_error_that_says_so(free_port):
     async def hang_up(reader, writer):
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         writer.close()

@@ -95,7 +95,7 @@ def test_a_child_process_of_the_worker_does_not_hold_the_lock_of_the_data_direct
         child.kill()
 
 
-def test_opening_a_data_directory_fails_with_that_reason_if_a_file_is_in_its_place(tmp_path):
+def test_opening_a_data_directory_fails_with_an_error_that_names_a_file_in_its_place(tmp_path):
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(DataDirError, match=r"there is a file in its place.*--data-dir"):
@@ -103,7 +103,7 @@ def test_opening_a_data_directory_fails_with_that_reason_if_a_file_is_in_its_pla
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_opening_an_unwritable_data_directory_fails_and_says_that_it_is_not_writable(tmp_path):
+def test_opening_an_unwritable_data_directory_fails_with_an_error_that_says_not_writable(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(DataDirError, match="not writable for this user"):
         DataDir.open(tmp_path / "new")

@@ -88,9 +88,7 @@ def ended(one):
     return names
 
 
-async def test_a_second_worker_with_the_same_name_is_refused_with_an_error_of_one_line(
-    local_worker, tmp_path
-):
+async def test_a_second_worker_with_the_same_name_is_refused_with_a_one_line_error(local_worker, tmp_path):
     """It is refused before it changes anything: the streams keep the first worker's settings."""
     first = await local_worker()
     with pytest.raises(BrokerError) as refused:
@@ -244,7 +242,7 @@ async def test_a_running_worker_that_another_worker_wrongly_reports_as_gone_stay
     assert not ended(first)
 
 
-async def test_a_worker_missing_from_the_member_list_counts_as_running_only_if_it_answers_a_ping(
+async def test_a_worker_missing_from_the_member_list_is_treated_as_running_only_if_it_answers_a_ping(
     members,
 ):
     """While a worker runs, a request that it has attempted has not crashed it."""

@@ -257,9 +257,7 @@ async def test_each_worker_of_a_prefix_chooses_the_same_worker_for_a_session(at:
     assert (await owner("loop"))[1], "a forged log cannot keep a worker in a loop"
 
 
-async def test_sessions_of_a_draining_worker_are_routed_to_it_and_by_it_to_the_worker_that_takes_over() -> (
-    None
-):
+async def test_requests_for_a_draining_workers_sessions_go_to_that_worker_which_names_the_successor() -> None:
     """It may be at work on the session, which only it knows."""
     drains, other, key = member("a", drains=True), member("b"), SessionKey("t", "s")
     assert (await owners_of(other, [drains], {"s": "a"}, {}).owner(key)).member == drains
@@ -287,7 +285,7 @@ async def test_a_forget_asks_every_other_worker_to_erase_and_counts_only_those_t
     assert erased == {name: name in ("yes", "also yes") for name in names}
 
 
-async def test_a_stopping_worker_answers_requests_of_other_workers_at_once_with_the_refusal_stops() -> None:
+async def test_a_stopping_worker_refuses_requests_of_other_workers_at_once_with_the_reply_stops() -> None:
     """They would wait for up to two minutes. After its tasks were cancelled it starts no new one."""
     answers = []
 

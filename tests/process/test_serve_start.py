@@ -77,7 +77,7 @@ def test_a_worker_without_a_terminal_logs_the_conversion_of_a_model_without_colo
     assert "\x1b" not in done.stderr
 
 
-def test_serve_does_not_mistake_the_output_of_a_models_code_for_a_report_of_its_worker(
+def test_serve_does_not_read_output_printed_by_model_code_as_a_status_report_of_its_worker(
     tmp_path: Path, tiny_model: Path
 ) -> None:
     """Importing mlx-lm's olmo prints a line on standard output, and then exits."""

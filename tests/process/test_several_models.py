@@ -164,7 +164,7 @@ async def test_a_model_unused_for_a_while_is_unloaded_and_its_session_continues_
 
 
 @pytest.mark.process
-async def test_the_gateways_model_list_shows_whether_a_model_that_is_not_loaded_accepts_images(
+async def test_the_gateways_model_list_shows_for_models_not_loaded_whether_they_accept_images(
     house: Any, taught_model: Path
 ) -> None:
     at = await house(tiny=taught_model)
@@ -199,7 +199,7 @@ async def test_requests_for_a_loading_model_are_kept_if_its_worker_dies_before_r
     await nc.close()
 
 
-async def test_a_request_to_load_a_model_is_answered_with_an_error_if_the_supervisor_fails(
+async def test_a_request_to_load_a_model_gets_an_error_reply_if_the_supervisor_fails(
     nats_url: str,
 ) -> None:
     async def fails(_: object) -> str:
@@ -245,7 +245,7 @@ async def test_a_model_is_not_unloaded_while_it_embeds_a_long_list(house: Any, e
     await until(lambda: not at.workers())
 
 
-async def test_reloaded_settings_apply_to_the_next_worker_process_too() -> None:
+async def test_settings_reloaded_by_serve_apply_to_the_next_worker_process_too() -> None:
     alone = Supervisor(Settings(), {"a": Settings(other_model="refuse")})
     with structlog.testing.capture_logs() as logs:
         await alone.reload(Settings(), {"a": Settings(max_disk=5)})
@@ -258,7 +258,7 @@ async def test_reloaded_settings_apply_to_the_next_worker_process_too() -> None:
 
 @pytest.mark.packaging
 @pytest.mark.process
-async def test_a_model_larger_than_the_memory_budget_fails_the_start(house: Any) -> None:
+async def test_serve_refuses_to_start_with_a_model_larger_than_the_memory_budget(house: Any) -> None:
     at = await house(memory="'25MiB'")
     assert not at.process.running
     assert at.process.log.splitlines()[-1] == (
@@ -302,7 +302,7 @@ async def test_the_idle_time_after_which_a_model_is_unloaded_starts_at_the_end_o
     assert await alone._is_idle(model)
 
 
-async def test_a_model_that_is_being_loaded_is_shown_as_unloaded_and_not_silent() -> None:
+async def test_serve_publishes_metrics_of_a_model_that_is_being_loaded_with_the_state_unloaded() -> None:
     alone, told = Supervisor(Settings(), {"a": Settings()}), asyncio.Event()
     (model,) = alone._models
     model.needs = UNKNOWN
@@ -343,7 +343,7 @@ async def test_a_model_in_use_is_unloaded_only_after_another_model_has_waited_lo
         await waiting
 
 
-async def test_a_model_that_waits_for_memory_unloads_no_other_model_once_one_has_been_unloaded(
+async def test_a_model_that_waits_for_memory_has_no_second_model_unloaded_once_one_has_been_unloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is unloaded while the other models are asked whether they have work."""

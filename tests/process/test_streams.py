@@ -158,7 +158,7 @@ async def test_creating_the_log_stream_fails_and_names_another_nats_stream_that_
         await ensure(js, SUBJECTS, settings)
 
 
-async def test_a_prefix_whose_log_stream_name_belongs_to_another_prefix_is_refused(js, settings):
+async def test_a_subject_prefix_whose_log_stream_name_belongs_to_another_prefix_is_refused(js, settings):
     await ensure(js, Subjects("a.b"), settings)
     with pytest.raises(BrokerError, match=r"a_b_log exists with the subjects a\.b.*choose another --prefix"):
         await ensure(js, Subjects("a_b"), settings)
@@ -209,7 +209,7 @@ async def test_a_nats_server_without_space_for_the_log_is_refused_with_advice(
     await client.close()
 
 
-async def test_deleting_the_log_stream_raises_an_error_in_the_task_that_watches_it(js, settings, monkeypatch):
+async def test_deleting_the_log_stream_ends_the_workers_stream_check_with_an_error(js, settings, monkeypatch):
     monkeypatch.setattr(streams, "_KEEP_S", 0.1)
     await ensure(js, SUBJECTS, settings)
     keeping = asyncio.create_task(streams.keep(js, SUBJECTS, settings))
@@ -220,7 +220,7 @@ async def test_deleting_the_log_stream_raises_an_error_in_the_task_that_watches_
         await asyncio.wait_for(keeping, 5)
 
 
-async def test_a_log_stream_that_was_deleted_while_a_worker_ran_is_not_created_again_and_ends_the_worker(
+async def test_a_log_stream_deleted_during_a_stream_check_is_not_created_again_and_raises_an_error(
     js, settings, monkeypatch
 ):
     """An empty one would look as if nobody had ever asked anything."""
@@ -240,7 +240,9 @@ LOSING = ("2.10.26", "2.11.11", "2.12.15", "2.13.0", "2.14.0-RC.1", "2.14.5")
 KEEPING = ("2.12.16", "2.14.6", "2.15.0", "2.16.0-dev", "3.0.0", "mine", None)
 
 
-async def test_nats_server_versions_that_can_lose_entries_are_recognised(client, monkeypatch):
+async def test_nats_server_versions_that_can_lose_log_entries_are_recognised_by_their_number(
+    client, monkeypatch
+):
     for version in (*LOSING, *KEEPING):
         with monkeypatch.context() as patched:
             if version:

@@ -308,7 +308,7 @@ async def test_a_failed_generation_raises_an_error_after_its_chunks(
     assert caught.value.retryable
 
 
-async def test_a_repeat_of_a_running_generation_gets_all_of_its_chunks(
+async def test_repeating_a_running_generation_under_its_request_id_yields_all_of_its_chunks(
     client: Client, worker: FakeWorker
 ) -> None:
     """The earlier chunks are read from the token stream while the first request is still being answered."""
@@ -599,7 +599,7 @@ async def test_a_client_without_permission_to_read_the_log_still_gets_its_result
 
 
 @pytest.mark.parametrize("headers", [{"Status": "503"}, {"Status": "408", "Description": "Timeout"}])
-async def test_a_request_does_not_count_as_removed_while_the_log_cannot_be_read(
+async def test_a_client_call_keeps_waiting_for_its_result_while_the_log_cannot_be_read(
     client: Client, server: NatsServer, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     """A restarted server needs some time before it can read each of its streams."""
@@ -746,7 +746,7 @@ async def acknowledge_by_hand(
     await heard(worker.nats)
 
 
-async def test_a_result_that_arrives_before_the_acknowledgement_of_its_request_is_not_lost(
+async def test_a_client_call_returns_a_result_that_arrives_before_the_acknowledgement_of_its_request(
     client: Client, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is kept until the acknowledgement names the request's sequence; other results are ignored."""

@@ -407,7 +407,7 @@ async def test_the_retry_function_does_not_repeat_a_failure_that_is_not_retryabl
     assert len(worker.requests) == 1
 
 
-async def test_a_client_lists_more_sessions_than_one_server_answer_can_hold(
+async def test_a_client_lists_all_sessions_even_if_one_reply_of_the_nats_server_cannot_hold_them(
     client: Client, worker: FakeWorker
 ) -> None:
     names = [f"n{number}" for number in range(1030)]
@@ -422,7 +422,9 @@ async def test_a_client_lists_more_sessions_than_one_server_answer_can_hold(
     assert all((one.is_waiting, one.position, one.is_closed) == (True, None, False) for one in found)
 
 
-async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnected(tmp_path: Path) -> None:
+async def test_a_client_that_reads_many_large_sessions_at_once_is_not_disconnected_by_the_nats_server(
+    tmp_path: Path,
+) -> None:
     """As a gateway does when it starts. The server has room for a fifth of what it has by default."""
     (tmp_path / "conf").write_text("max_pending: 14MB\n")
     server = NatsServer(tmp_path / "js", ("-c", str(tmp_path / "conf")))
@@ -542,7 +544,7 @@ async def test_a_request_that_may_be_logged_is_not_sent_under_another_id_when_it
     assert num_sent == 1
 
 
-async def test_a_client_error_names_the_nats_stream_that_takes_its_subjects_but_is_not_a_workers_log(
+async def test_if_another_nats_stream_takes_the_logs_subjects_the_clients_error_names_that_stream(
     client: Client, server: NatsServer
 ) -> None:
     connection = await nats.connect(server.url)

@@ -63,7 +63,7 @@ _PIECES = st.sampled_from([b"Name", b"a", b":", b" ", b"\r\n", b"\n", b"\t", b"\
 
 @given(st.lists(_PIECES).map(b"".join))
 @example(b"a: \xff\r\n")
-def test_message_headers_are_parsed_as_nats_py_parses_them(raw: bytes) -> None:
+def test_nats_message_headers_are_parsed_as_by_nats_py(raw: bytes) -> None:
     assert Nats._parse_header_lines(raw) == Client._parse_header_lines(raw)
 
 

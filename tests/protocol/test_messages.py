@@ -205,7 +205,7 @@ def test_the_error_for_an_invalid_message_says_in_one_line_what_is_wrong_and_wha
         assert "\n" not in str(caught.value)
 
 
-def test_a_request_with_more_than_900_json_levels_is_refused_with_an_error_that_has_its_id() -> None:
+def test_a_request_with_more_than_900_json_levels_is_refused_with_an_error_that_has_the_request_id() -> None:
     """Its result has it, and must be read where more calls run. Without its id its sender would wait."""
     for text in ("x", '"]}' * 500, "[{" * 500):
         for of in ('{"a":%s}', "[%s]"):
@@ -232,7 +232,9 @@ def test_the_error_for_an_unknown_request_field_lists_every_field_of_that_reques
         assert allowed == ["type", *(field.encode_name for field in msgspec.structs.fields(kind))]
 
 
-def test_refusing_many_requests_inspects_each_message_type_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refusing_many_invalid_requests_inspects_each_message_type_only_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An inspection blocks the event loop for milliseconds, and thousands of invalid messages may arrive."""
     inspected = []
     whole = msgspec.inspect.type_info
@@ -251,7 +253,9 @@ def test_a_client_decodes_a_result_of_a_newer_worker_that_has_an_unknown_field()
 
 
 @pytest.mark.parametrize("kind", ["append", "generate"])
-def test_a_copy_of_a_decoded_request_encodes_the_keys_of_its_tools_in_the_sent_order(kind: str) -> None:
+def test_a_decoded_request_that_is_encoded_again_has_the_keys_of_its_tools_in_the_sent_order(
+    kind: str,
+) -> None:
     tools = b'[{"function":{"parameters":{"b":1,"a":2},"name":"f"},"type":"function"}]'
     request = decode_request(b'{"type":"%s","id":"a","text":"x","tools":%s}' % (kind.encode(), tools))
     assert tools in encode(msgspec.structs.replace(request, priority=1))
@@ -343,7 +347,7 @@ def append(*messages: dict[str, Any]) -> Append:
     return request
 
 
-def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> None:
+def test_the_messages_of_a_tool_call_and_its_result_in_openais_format_are_decoded() -> None:
     request = append(
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "How is Rome?"},
@@ -366,7 +370,7 @@ def test_the_messages_of_a_tool_call_round_in_openais_format_are_accepted() -> N
         ("file", {"file_id": "f"}),
     ],
 )
-def test_a_media_part_the_model_cannot_read_becomes_placeholder_text_but_is_encoded_unchanged(
+def test_a_media_part_that_the_model_cannot_read_becomes_placeholder_text_but_is_encoded_unchanged(
     kind: str, value: object
 ) -> None:
     parts = [{"type": "text", "text": "what is this?"}, {"type": kind, kind: value}]
@@ -392,7 +396,9 @@ DATA = base64.b64encode(PNG).decode()
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA}},
     ],
 )
-def test_an_image_is_named_by_its_digest_however_its_file_was_sent(part: dict[str, Any]) -> None:
+def test_an_image_is_named_by_the_digest_of_its_file_in_whatever_message_format_it_was_sent(
+    part: dict[str, Any],
+) -> None:
     named = {"type": "image", "digest": DIGEST}
     text = {"type": "text", "text": "what is this?"}
     audio = {"type": "input_audio", "input_audio": {}}

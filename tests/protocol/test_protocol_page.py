@@ -223,7 +223,7 @@ def schema_of(document: dict[str, Any], name: str) -> dict[str, Any]:
     return {**document["components"]["schemas"][name], "components": document["components"]}
 
 
-def test_the_stored_asyncapi_document_equals_the_one_generated_from_the_code() -> None:
+def test_the_committed_asyncapi_document_equals_the_document_generated_from_the_code() -> None:
     assert asyncapi.main(["--check", str(WRITTEN)]) == 0
 
 

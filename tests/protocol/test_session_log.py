@@ -107,9 +107,7 @@ async def test_the_python_client_reads_recorded_session_logs_into_the_same_histo
     assert (history.is_whole, history.position) == (expected["is_whole"], expected["position"])
 
 
-async def test_reading_part_of_a_session_log_returns_its_results_with_their_requests_and_open_requests() -> (
-    None
-):
+async def test_reading_part_of_a_session_log_returns_its_results_with_their_requests_and_open_ones() -> None:
     whole = await read(stream(), GARDEN)
     for start in range(1, 25):
         for end in range(start, 25):
@@ -121,7 +119,7 @@ async def test_reading_part_of_a_session_log_returns_its_results_with_their_requ
             assert [one.entry.seq for one in part.waiting] == [seq for seq in later if seq not in answered]
 
 
-async def test_a_session_log_read_from_its_end_is_read_in_parts_of_growing_size(
+async def test_reading_a_session_log_from_its_end_reads_parts_of_growing_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(session_log, "TAIL", 2)
@@ -201,7 +199,7 @@ class Connection:
 
 
 @pytest.mark.parametrize("missing", [None, 0, 1, 2])
-async def test_a_batch_read_of_the_log_from_which_the_connection_lost_a_message_raises_a_timeout(
+async def test_a_batch_read_of_the_log_raises_a_timeout_if_the_connection_lost_one_of_its_messages(
     missing: int | None,
 ) -> None:
     messages = [one for n, one in enumerate(WHOLE) if n != missing]

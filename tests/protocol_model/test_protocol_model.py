@@ -46,7 +46,7 @@ def uncollected() -> Iterator[None]:
         ("AF", POWER_CUT._replace(queue_first=False)),
     ],
 )
-def test_all_interleavings_of_one_session_keep_the_invariants_of_the_protocol_model(
+def test_all_interleavings_of_workers_faults_and_one_session_keep_the_protocol_models_invariants(
     program: str, rules: Rules
 ) -> None:
     Exploration(rules, [program]).explore()

@@ -154,7 +154,7 @@ async def test_an_open_session_takes_no_more_memory_than_its_reported_size(
     assert sizes[1] - sizes[0] < counted[1] - counted[0]
 
 
-async def test_a_session_that_another_worker_removes_during_a_read_of_its_log_is_read_again(
+async def test_reading_the_log_of_a_session_that_another_worker_removes_meanwhile_is_repeated(
     world: World, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await converse(world, range(2 * EVERY))
@@ -327,7 +327,7 @@ def second_result_for_a_request(world: World) -> None:
         second_result_for_a_request,
     ],
 )
-async def test_a_session_with_a_damaged_or_forged_checkpoint_is_read_without_it_and_one_line_is_logged(
+async def test_a_damaged_or_forged_checkpoint_is_not_used_to_open_its_session_and_logged_in_one_line(
     world: World, tamper: Callable[[World], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     await converse(world, range(22))
@@ -342,7 +342,7 @@ async def test_a_session_with_a_damaged_or_forged_checkpoint_is_read_without_it_
 
 
 @both
-async def test_a_result_missing_from_the_log_is_detected_even_if_a_later_checkpoint_covers_it(
+async def test_a_result_missing_from_the_log_is_detected_even_if_a_later_checkpoint_includes_the_result(
     world: World,
 ) -> None:
     await converse(world, range(22))

@@ -199,7 +199,7 @@ async def test_an_invalid_count_or_ask_request_gets_the_same_error_as_an_invalid
 
 
 @pytest.mark.simulated
-async def test_a_control_request_that_raises_an_exception_gets_an_error_reply_and_later_ones_succeed(
+async def test_a_control_request_that_raises_an_exception_gets_an_error_reply_and_later_requests_succeed(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     w = await quiet_wire()

@@ -106,7 +106,7 @@ async def test_an_embedding_input_is_truncated_to_the_requested_length_or_the_co
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "scores"])
-async def test_an_embedding_or_reranking_model_refuses_generate_requests_and_says_what_it_is_for(
+async def test_an_embedding_or_reranking_model_refuses_generate_requests_and_names_its_purpose(
     local_worker: Start, embedding_model: Path, reranker: Path, kind: str
 ) -> None:
     worker = await local_worker(model=str(embedding_model if kind == "embeddings" else reranker))
@@ -242,7 +242,9 @@ async def test_a_bert_embedding_is_the_mean_over_all_tokens_or_the_state_of_the_
         assert np.dot(expected / np.linalg.norm(expected), vector) > 0.99999
 
 
-async def test_a_cross_encoder_scores_a_query_with_each_document(local_worker: Start, tmp_path: Path) -> None:
+async def test_a_cross_encoder_model_reranks_documents_with_the_scores_of_its_classification_head(
+    local_worker: Start, tmp_path: Path
+) -> None:
     own = make(tmp_path / "cross", is_cross=True)
     worker = await local_worker(model=str(tmp_path / "cross"))
     known = load(tmp_path / "cross", dtype="float32").tokenizer
@@ -309,7 +311,7 @@ MINI = {
 @pytest.mark.packaging
 @pytest.mark.registry
 @pytest.mark.timeout(600)
-async def test_all_minilm_l6_v2_gives_the_same_vectors_as_sentence_transformers(
+async def test_the_model_all_minilm_l6_v2_gives_the_same_vectors_as_in_sentence_transformers(
     local_worker: Start, tmp_path: Path
 ) -> None:
     uv = Path(sys.executable).with_name("uv")

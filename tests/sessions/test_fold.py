@@ -59,7 +59,7 @@ def test_a_session_read_from_its_log_has_the_same_state_as_the_session_in_memory
         ("", STORED),
     ],
 )
-async def test_an_imported_session_began_at_the_time_in_its_first_request_if_that_time_has_a_zone(
+async def test_an_imported_session_takes_its_start_time_from_its_first_request_if_the_time_has_a_zone(
     world, stated, began
 ) -> None:
     world.ring(world.log.add("in", encode(Append(id="a", text="x")), {BEGAN_HEADER: stated}))
@@ -128,7 +128,7 @@ async def test_cancelling_a_waiting_request_stores_no_result_if_the_request_has_
     assert await log.commit(second, None, waits=True) is not None
 
 
-async def test_a_cancel_checks_again_for_published_tokens_if_its_request_became_the_next_to_run_meanwhile(
+async def test_a_cancel_checks_again_for_published_tokens_if_its_request_has_become_the_next_to_run(
     world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the next request can have been begun, and while the cancel looked the one before was answered."""
@@ -292,7 +292,7 @@ async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_after_
 
 
 @pytest.mark.parametrize("found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["its id", "its sequence"])
-async def test_a_request_id_with_the_same_hash_as_an_answered_id_does_not_get_the_other_result(
+async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_with_the_same_hash(
     world, found: AnsweredAt
 ) -> None:
     await world.ask(Append(id="a", text="one"))
@@ -314,7 +314,7 @@ async def test_a_forget_erases_all_token_sequences_since_the_last_forget_except_
         await world.ask(Close(id=f"close{round_}", forget=True))
 
 
-async def test_a_forget_is_reported_as_incomplete_and_noted_in_the_log_until_every_worker_has_erased_the_kv(
+async def test_forgetting_a_session_is_reported_as_incomplete_until_every_worker_has_erased_its_kv(
     world,
 ) -> None:
     noted = []
@@ -336,7 +336,7 @@ async def test_a_forget_is_reported_as_incomplete_and_noted_in_the_log_until_eve
     assert noted == [["quick", "this"]]
 
 
-async def test_erasing_token_sequences_with_a_common_prefix_erases_that_prefix_only_with_the_last_sequence() -> (
+async def test_erasing_token_sequences_with_a_common_prefix_erases_the_prefix_with_the_last_sequence() -> (
     None
 ):
     erased = list[tuple[list[int], int]]()
@@ -391,7 +391,7 @@ def without(entries: list[LogEntry], *seqs: int) -> list[LogEntry]:
     return [replace(entry, kind=gone, body=b"") if entry.seq in seqs else entry for entry in entries]
 
 
-async def test_a_session_whose_log_lost_the_second_of_two_consecutive_results_refuses_further_requests(
+async def test_a_session_whose_log_lost_the_second_of_consecutive_results_refuses_further_requests(
     world,
 ) -> None:
     for id_ in "abc":

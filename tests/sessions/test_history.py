@@ -139,7 +139,7 @@ async def test_the_history_of_a_session_keeps_turns_whose_tokens_a_later_turn_ha
 
 
 @pytest.mark.simulated
-async def test_a_tenants_sessions_are_listed_with_the_most_recently_used_first(client: Client) -> None:
+async def test_the_client_lists_a_tenants_sessions_most_recently_used_first(client: Client) -> None:
     for name in ("one", "two", "three"):
         await client.session(name).append(text="ab")
     await client.stored._api.api(f"{client.subjects.prefix}.default.b!d.in", b"{}")  # a name that is none

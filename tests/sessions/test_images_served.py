@@ -156,7 +156,7 @@ async def test_an_image_token_that_the_model_samples_is_not_treated_as_an_image(
     assert [one.digest for one in (await ask(session, "so ", BLUE)).change.images] == [digest(BLUE)]
 
 
-async def test_a_session_may_be_rewound_to_a_position_inside_an_image(
+async def test_a_session_rewound_to_a_position_inside_an_image_continues_from_that_position(
     local_worker: StartWorker, seeing: Path
 ) -> None:
     worker = await local_worker(model=str(seeing), snapshots="off")

@@ -63,7 +63,9 @@ def intake_for(max_sessions: int, max_sessions_per_tenant: int = 1, nc: Any = No
     )
 
 
-async def test_a_worker_accepts_sessions_of_a_tenant_up_to_its_limit_and_when_full_up_to_its_share() -> None:
+async def test_a_worker_accepts_sessions_of_a_tenant_up_to_its_limit_and_when_full_up_to_the_tenants_share() -> (
+    None
+):
     intake, accepted = intake_for(4, 3), []
     tenants = ["loud"] * 4 + ["mid", "loud", "quiet", "quiet", "mid", "new", "new"]
     for seq, tenant in enumerate(tenants):
@@ -94,7 +96,7 @@ async def test_a_worker_knows_per_session_the_first_returned_request_that_no_oth
     assert intake.first_returned() == {b: 5, c: 7}
 
 
-async def test_a_request_returned_to_nats_is_dropped_from_the_count_only_if_its_redelivery_is_long_overdue(
+async def test_a_request_returned_to_nats_is_dropped_from_the_count_only_after_a_long_missing_redelivery(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("worker.wire.intake._RETURN_S", 0.0)
@@ -329,7 +331,7 @@ def delivery() -> Any:
 
 
 @pytest.mark.parametrize("drains", ["", "a", "ab", "abc"])
-async def test_exactly_one_worker_takes_a_delivery_whatever_session_owners_the_workers_remember(
+async def test_exactly_one_worker_takes_a_delivery_whatever_owners_of_its_session_the_workers_remember(
     drains: str,
 ) -> None:
     """One that takes sessions, and after three requests to others at most."""
@@ -378,7 +380,7 @@ async def test_a_new_session_but_no_existing_one_is_moved_to_a_worker_with_far_f
 @pytest.mark.parametrize(
     ("mine", "least", "leaves"), [(9, 1, True), (8, 1, False), (24, 16, True), (30, 22, False)]
 )
-def test_a_new_session_is_moved_from_a_worker_with_at_least_8_and_half_as_many_more_sessions(
+def test_a_new_session_goes_to_the_least_busy_worker_if_the_first_has_8_and_50_percent_more_sessions(
     mine: int, least: int, leaves: bool
 ) -> None:
     cluster = Cluster(loads={"a": mine, "b": least, "c": mine})
@@ -476,7 +478,7 @@ def test_a_worker_remembers_the_owners_of_the_sessions_that_it_looked_up_most_re
     assert not owners.is_here(keys[2])
 
 
-async def test_requests_that_no_worker_begins_are_kept_in_bounded_number_and_each_answered_once(
+async def test_control_requests_that_no_worker_begins_are_kept_in_bounded_number_and_each_answered_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in (("_MAX_KEPT", 2), ("_UNBEGUN_S", 0.0), ("_PERIOD_S", 0.01)):

@@ -101,7 +101,7 @@ async def test_an_open_with_a_window_that_does_not_fit_the_worker_is_refused_and
     assert (await world.ask(append(0))).cache is None
 
 
-def test_a_worker_with_a_paged_default_policy_and_without_snapshots_refuses_to_start() -> None:
+def test_a_paged_default_policy_with_snapshots_off_is_refused_as_a_misfit_with_the_reason() -> None:
     paged = Policy.paged(4096, sink=4)
     limits = {"block_tokens": 32, "context_tokens": 10_000}
     assert misfit(paged, **limits) is None
@@ -110,7 +110,7 @@ def test_a_worker_with_a_paged_default_policy_and_without_snapshots_refuses_to_s
 
 @pytest.mark.parametrize("default", [FULL, replace(FULL, has_snapshots=False)])
 @pytest.mark.parametrize("snapshots", ["none", None])
-def test_the_snapshots_field_of_an_open_overrides_the_default_policy_of_the_worker(
+def test_the_snapshots_field_of_an_open_request_overrides_the_workers_default_policy(
     default: Policy, snapshots: Any
 ) -> None:
     limits = RequestLimits(None, default, context_tokens=9, block_tokens=4, vocab_size=9)  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_an_open_with_the_largest_or_the_smallest_allowed_window_is_accepted() -
     assert misfit(FULL, **limits) is None
 
 
-async def test_a_model_that_cannot_serve_an_open_sessions_policy_refuses_requests_with_the_reason(
+async def test_a_worker_whose_model_cannot_serve_an_open_sessions_policy_refuses_requests_with_the_reason(
     world: World,
 ) -> None:
     await world.ask(Open(id="o", cache=SINK_WINDOW))

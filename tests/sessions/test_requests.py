@@ -131,7 +131,7 @@ async def test_a_cancel_is_confirmed_even_if_its_request_starts_to_run_at_the_sa
 # How answers end
 
 
-async def test_an_answer_is_never_longer_than_max_tokens(client: Client) -> None:
+async def test_an_answer_has_at_most_max_tokens_tokens_for_any_max_tokens(client: Client) -> None:
     for most in (1, 2, 31, 32, 33):
         result = await client.session(f"s{most}").generate(text="eee", max_tokens=most)
         assert (result.finish_reason, len(result.tokens)) == ("length", most)

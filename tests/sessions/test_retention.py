@@ -213,7 +213,7 @@ async def test_after_the_log_became_shorter_entries_at_its_new_end_are_no_longer
     assert not synced.has(10)
 
 
-async def test_a_forgotten_session_is_removed_from_the_log_only_once(
+async def test_a_forgotten_session_is_removed_from_the_log_by_exactly_one_deletion(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its note stays as long as that of any closed session, and is the log's first one."""
@@ -685,7 +685,7 @@ async def test_a_worker_that_missed_the_forget_of_a_session_drops_the_sessions_k
     assert key not in app.device_of_hashes.resident
 
 
-async def test_a_worker_away_for_longer_than_erasure_notes_are_kept_drops_all_its_kv_after_running_turns(
+async def test_a_worker_away_for_longer_than_erasure_notes_are_kept_drops_all_its_kv_at_its_return(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It erases its copies last, and again if this failed, since a running turn may add some."""
@@ -876,9 +876,7 @@ async def test_no_request_or_session_is_removed_from_the_log_for_a_result_that_a
         await until_queued(w, "s", [])
 
 
-async def test_an_answered_request_is_removed_from_the_log_only_after_it_and_its_result_are_synced_to_disk() -> (
-    None
-):
+async def test_an_answered_request_is_removed_from_the_log_only_after_its_result_is_synced_to_disk() -> None:
     removed, results = list[int](), {1: 2, 3: 9, 8: 4}
 
     async def queues(counts: Callable[[int], bool] = lambda _: True) -> list[Queue]:

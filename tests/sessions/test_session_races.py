@@ -671,7 +671,7 @@ async def test_a_failing_turn_stores_no_result_if_another_worker_answered_and_fo
     assert [type(result) for result in world.results] == [Generated, Closed]
 
 
-async def test_a_request_whose_id_has_the_hash_of_an_answered_id_is_still_answered(
+async def test_a_request_whose_id_has_the_same_hash_as_an_answered_id_is_executed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answered_ids, "_hash", lambda _: 7)

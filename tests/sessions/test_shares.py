@@ -92,9 +92,7 @@ async def crowd() -> AsyncIterator[Crowd]:
     await asyncio.gather(*made.tasks.values(), return_exceptions=True)
 
 
-async def test_a_flooding_tenant_is_limited_to_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> (
-    None
-):
+async def test_a_flooding_tenant_gets_few_active_sessions_until_other_tenants_are_gone_for_a_while() -> None:
     async with crowd() as one:
         await one.flood("loud")
         assert one.num("loud") == MOST
@@ -116,9 +114,7 @@ async def test_a_flooding_tenant_is_limited_to_few_active_sessions_until_other_t
         assert one.num("loud") == MOST
 
 
-async def test_a_flooding_tenant_is_limited_to_few_active_sessions_while_another_tenants_session_is_active() -> (
-    None
-):
+async def test_a_flooding_tenant_gets_few_active_sessions_while_another_tenants_session_is_active() -> None:
     async with crowd() as one:
         await one.come("quiet", "s")
         await one.flood("loud")
@@ -130,7 +126,7 @@ async def test_a_flooding_tenant_is_limited_to_few_active_sessions_while_another
         assert one.num("loud") == ROWS // 4
 
 
-async def test_a_tenant_counts_as_flooding_until_none_of_its_sessions_waits() -> None:
+async def test_a_tenant_is_treated_as_flooding_until_none_of_its_sessions_waits_for_a_slot() -> None:
     async with crowd() as one:
         await one.flood("a")
         await one.flood("b")
@@ -190,9 +186,7 @@ async def test_of_a_tenants_waiting_sessions_the_one_with_the_highest_priority_b
         assert one.came_in[-1] == "important"
 
 
-async def test_sessions_admitted_beyond_a_tenants_limit_are_made_up_for_as_other_sessions_of_the_tenant_end() -> (
-    None
-):
+async def test_a_tenant_with_sessions_beyond_its_limit_gets_no_further_slot_until_enough_have_ended() -> None:
     async with crowd() as one:
         await one.flood("loud")
         one.shares.admit(SessionKey("loud", f"s{MOST + 9}"))
@@ -206,9 +200,7 @@ async def test_sessions_admitted_beyond_a_tenants_limit_are_made_up_for_as_other
         assert one.num("loud") == MOST
 
 
-async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_the_next_waiting_session() -> (
-    None
-):
+async def test_a_session_cancelled_just_as_it_becomes_active_passes_its_slot_to_the_next_session() -> None:
     async with crowd() as one:
         await one.flood("loud")
         first_waiting = one.tasks["loud", f"s{MOST}"]

@@ -117,7 +117,7 @@ async def test_a_model_with_random_weights_answers_in_the_requested_regex_gramma
         assert re.fullmatch(expected, answer.text)
 
 
-async def test_under_a_response_format_logit_bias_penalties_and_stop_strings_apply_to_the_allowed_tokens(
+async def test_logit_bias_penalties_and_stop_strings_apply_to_the_tokens_that_a_response_format_allows(
     client: Client,
 ) -> None:
     one = {"type": "regex", "regex": "[abc]{6}"}
@@ -157,7 +157,7 @@ async def test_a_request_with_a_response_format_that_cannot_be_enforced_is_refus
         assert (await session.info()).position == len("before")
 
 
-async def test_a_request_with_ignore_eos_and_a_response_format_is_refused(client: Client) -> None:
+async def test_a_request_with_both_ignore_eos_and_a_response_format_is_refused(client: Client) -> None:
     options: dict[str, Any] = {"text": "x", "ignore_eos": True, "max_tokens": 3}
     with pytest.raises(InvalidMessageError, match="ignore_eos without a response_format only"):
         client.session("s").generate(**options, response_format={"type": "json_object"})

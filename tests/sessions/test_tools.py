@@ -230,7 +230,7 @@ async def test_an_incomplete_tool_call_at_the_end_of_an_answer_is_returned_as_te
     assert "".join(world.outbox.texts) == CALL[:cut]
 
 
-async def test_a_request_with_tool_choice_is_refused_without_the_named_tools_and_else_obeyed(
+async def test_a_tool_choice_is_refused_if_the_request_lacks_the_named_tool_and_else_enforced(
     with_tools: Tokenizer,
 ) -> None:
     world = world_of(with_tools, CALL + CALL, CALL)
@@ -404,7 +404,7 @@ def oss(model_with_template: Callable[[str, str], Path], harmony: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("keep", [True, False])
-async def test_a_harmony_session_continues_after_an_answer_of_several_messages(
+async def test_a_harmony_session_continues_after_an_answer_with_reasoning_and_final_messages(
     oss: Tokenizer, keep: bool
 ) -> None:
     world = world_of(oss, THOUGHT + SAID, THOUGHT + TO_WEATHER, SAID, SAID)
@@ -537,7 +537,7 @@ async def test_a_call_of_a_tool_not_named_by_tool_choice_is_returned_as_text_and
     assert (one.text, one.tool_calls, one.finish_reason) == (CALL, (), "tool_calls_malformed")
 
 
-async def test_an_answer_under_tool_choice_required_ends_when_it_repeats_a_call(
+async def test_an_answer_under_tool_choice_required_ends_before_a_repetition_of_its_last_call(
     with_tools: Tokenizer,
 ) -> None:
     text = f"{CALL}\n{OTHER}\n{OTHER}\n{OTHER}\n{CALL}"

@@ -312,7 +312,7 @@ async def test_excessive_tools_or_stop_strings_are_refused_while_a_concurrent_an
     assert (await served.result(running))["tokens"] == expected["tokens"]
 
 
-async def test_if_one_tool_schema_cannot_be_enforced_the_schemas_of_the_other_tools_still_are(
+async def test_the_arguments_of_other_tools_are_enforced_even_if_one_tool_schema_cannot_be_enforced(
     served: Wire,
 ) -> None:
     tools = [tool("deep", deep(300)), tool("pick", {"enum": [1, 2]})]

@@ -11,7 +11,7 @@ from tests.mutants import table
 from tests.simulation.played import simulate
 
 
-def test_the_report_of_a_failed_simulation_lists_the_few_actions_that_cause_it() -> None:
+def test_the_report_of_a_failed_simulation_lists_a_few_actions_that_reproduce_the_failure() -> None:
     mutation = ("--without", "no idempotency")
     _, said = simulate("21000", "--histories", "400", *mutation, "--first")
     (seed,) = re.findall(r"^seed (\d+):", said, re.MULTILINE)

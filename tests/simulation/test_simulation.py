@@ -50,7 +50,7 @@ def test_simulated_new_histories_of_faults_and_requests_break_no_invariant() -> 
     assert status == 0
 
 
-def test_a_finished_simulated_history_leaves_no_task_in_memory() -> None:
+def test_a_finished_simulated_history_leaves_no_asyncio_task_in_memory() -> None:
     for seed in (1009, 1028):  # their workers are killed with open scopes of anyio
         history.simulate(seed)
     gc.collect()
@@ -263,7 +263,7 @@ def test_the_end_of_a_simulation_closes_the_coroutines_that_a_killed_task_starts
         run(loop, main(Process(loop, "gateway")))
 
 
-def test_a_seed_gives_the_same_simulated_history_in_every_process() -> None:
+def test_the_same_seed_gives_the_same_simulated_history_in_every_process() -> None:
     (first, said), (second, again) = (simulate("5", "--histories", "8", "--traces") for _ in range(2))
     assert (first, second) == (0, 0)
     assert re.findall(r"trace \w+", said) == re.findall(r"trace \w+", again)
