@@ -373,7 +373,7 @@ def test_a_ring_cache_written_with_an_image_keeps_the_image_and_the_window_befor
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen3_5"])
-async def test_different_images_with_equal_token_ids_share_no_kv_and_get_their_own_answers(
+async def test_different_images_with_equal_token_ids_get_their_own_answers_in_one_and_in_several_sessions(
     seeing, open_process, kind
 ) -> None:
     """One after the other and back; both at once without any KV; after a restart."""
@@ -436,7 +436,7 @@ async def test_a_vision_model_with_position_grids_or_two_way_image_attention_ref
         assert "use the policy full" in (process.engine.refusal(Policy(2, 256)) or "")
 
 
-async def test_images_with_equal_token_counts_but_different_shapes_share_no_kv_and_get_their_own_answers(
+async def test_images_with_equal_token_counts_but_different_shapes_get_their_own_answers(
     seeing, open_process
 ) -> None:
     """Tokens, and their numbers, are the same; rows and positions differ."""

@@ -78,7 +78,7 @@ def test_the_ollama_and_lm_studio_model_lists_show_loaded_models_and_the_capabil
     assert answers.description(model)["capabilities"] == ["completion", "tools", "thinking"]
 
 
-async def test_ollama_requests_with_unsupported_fields_or_values_are_refused_with_the_reason(
+async def test_unsupported_ollama_endpoints_return_501_and_name_the_alternative(
     http: httpx2.AsyncClient,
 ) -> None:
     for name, words in [("embeddings", "/api/embed"), ("pull", "turnkeep model")]:

@@ -343,7 +343,7 @@ async def test_a_model_in_use_is_unloaded_only_after_another_model_has_waited_lo
         await waiting
 
 
-async def test_a_model_that_waits_for_memory_has_no_second_model_unloaded_once_one_has_been_unloaded(
+async def test_for_a_model_that_waits_for_memory_no_second_model_is_unloaded_once_one_has_been_unloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It is unloaded while the other models are asked whether they have work."""

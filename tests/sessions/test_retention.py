@@ -685,7 +685,7 @@ async def test_a_worker_that_missed_the_forget_of_a_session_drops_the_sessions_k
     assert key not in app.device_of_hashes.resident
 
 
-async def test_a_worker_away_for_longer_than_erasure_notes_are_kept_drops_all_its_kv_at_its_return(
+async def test_a_worker_away_longer_than_erasure_notes_are_kept_drops_its_kv_once_running_turns_have_ended(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It erases its copies last, and again if this failed, since a running turn may add some."""
