@@ -83,9 +83,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
     """Name the parameter in a test's id if its value says little alone: `is_begun=True`, not `True`."""
-    if isinstance(val, Enum) or not isinstance(val, str | bool | int | float | list | tuple | dict | None):
+    text = ascii(val)[1:-1] if isinstance(val, str) else ascii(sorted(val) if isinstance(val, set) else val)
+    if isinstance(val, Enum) or hasattr(val, "__name__"):
         return None
-    text = ascii(val)[1:-1] if isinstance(val, str) else ascii(val)
+    text = text.partition(" at 0x")[0]  # another address in each process
     text = text if len(text) <= 60 else f"{text[:57]}..."
     return text if isinstance(val, str) and len(val) >= 4 else f"{argname}={text}"
 

@@ -57,7 +57,7 @@ def make_report(turns: list[TimedTurn] | None = None, **changes: object) -> Repo
         (session.Plan, "--duration -1", None),
     ],
 )
-def test_bench_options_set_the_plan_override_the_smoke_values_and_are_refused_if_out_of_range(
+def test_bench_options_replace_default_and_smoke_values_of_the_plan_and_are_refused_if_out_of_range(
     kind: type, arguments: str, made: dict | None
 ) -> None:
     command = click.Command("x", callback=kind, params=[*plan.options(kind), plan.smoke(kind)])

@@ -26,7 +26,7 @@ def piece_starts(store) -> list[tuple[int, int]]:
 
 
 @given(st.integers(0, 8).map(lambda power: 2**power), st.lists(st.integers(1, 40), min_size=1, max_size=300))
-def test_the_kv_of_a_token_is_written_at_most_2_plus_log2_of_block_size_over_turn_length_times(
+def test_each_tokens_kv_is_written_to_disk_at_most_2_plus_log2_of_block_size_over_turn_size_times(
     block, turns
 ) -> None:
     edges, end, writes = [0], 0, Counter()

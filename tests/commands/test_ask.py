@@ -348,7 +348,11 @@ async def test_ask_fails_with_exit_code_1_if_the_connection_to_nats_stays_lost(
     assert last.endswith("start it, or name another one with --nats or NATS_URL")
 
 
-@pytest.mark.parametrize("around", [{"command": 'set -m; "$0" "$@" & wait $!'}, {"own": False}])
+@pytest.mark.parametrize(
+    "around",
+    [{"command": 'set -m; "$0" "$@" & wait $!'}, {"own": False}],
+    ids=["background job", "no terminal"],
+)
 async def test_ask_succeeds_as_a_background_job_and_without_a_controlling_terminal(
     local_worker: Callable[..., Any], around: dict[str, Any]
 ) -> None:

@@ -176,7 +176,7 @@ async def test_a_chat_executes_slash_commands_sends_questions_of_several_lines_a
     ]
 
 
-async def test_chat_can_retry_a_question_save_the_conversation_and_switch_sessions(
+async def test_a_chat_can_retry_a_question_save_the_conversation_and_switch_sessions(
     local_worker: Callable[..., Any], tmp_path: Path
 ) -> None:
     worker = await local_worker()

@@ -245,7 +245,9 @@ async def test_the_command_ask_closes_its_session_even_if_its_question_is_refuse
     assert not any(b"forget" in entry.body for entry in closes)
 
 
-async def test_a_refused_request_leaves_its_session_in_the_state_idle_or_closed(local_worker: Start) -> None:
+async def test_a_refused_request_leaves_an_idle_session_idle_and_a_closed_session_closed(
+    local_worker: Start,
+) -> None:
     worker = await local_worker()
     session = worker.client.session("s")
     await session.append(text="x")

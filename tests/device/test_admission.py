@@ -162,7 +162,9 @@ class AdmissionMachine(RuleBasedStateMachine):
             assert steps < 20 * CAPACITY
 
 
-test_random_turns_keep_the_memory_accounting_of_admission_exact_and_all_end = AdmissionMachine.TestCase
+test_random_turns_keep_the_memory_accounting_of_admission_exact_and_every_turn_ends = (
+    AdmissionMachine.TestCase
+)
 AdmissionMachine.TestCase.settings = settings(stateful_step_count=50)
 
 

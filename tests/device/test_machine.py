@@ -157,7 +157,7 @@ MACS = {8: 5.33, 16: 10.67, 24: 16, 32: 21.33, 36: 27, 48: 36, 64: 48, 96: 72, 1
         pytest.param(Weights(39.7e9, 80, 64, 8, 128, 8192, 28672), [0] * 6 + [16, 88, 161], id="Llama 3 70B"),
     ],
 )
-def test_each_mac_has_memory_for_the_listed_number_of_kv_tokens_beside_each_listed_model(
+def test_each_mac_size_has_memory_for_the_documented_number_of_kv_tokens_with_each_documented_model(
     weights: Weights, rooms: list[int]
 ) -> None:
     """The table has thousands of tokens of KV; a model with none is refused."""

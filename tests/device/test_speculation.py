@@ -313,7 +313,7 @@ def test_prompt_lookup_finds_the_latest_earlier_occurrence_of_the_last_tokens_at
 
 
 @given(st.lists(st.integers(0, 3), max_size=60))
-def test_prompt_lookup_offers_to_draft_whenever_some_next_token_would_lead_to_a_draft(
+def test_prompt_lookup_says_that_a_draft_is_possible_whenever_some_next_token_allows_a_draft(
     tokens: list[int],
 ) -> None:
     for token in range(4):

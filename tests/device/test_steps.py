@@ -54,9 +54,7 @@ def test_a_prompt_piece_that_was_too_long_for_the_device_halves_all_later_pieces
     assert PrefillBudget(0.25, 1024).shrink(8) is False
 
 
-def test_halved_prompt_pieces_grow_again_after_many_quick_pieces_and_later_after_each_further_failure() -> (
-    None
-):
+def test_halved_prompt_pieces_grow_again_after_many_quick_pieces_and_more_slowly_after_each_failure() -> None:
     """What made them too long, such as another program on the GPU, may be over."""
     pace = PrefillBudget(0.25, 1024)
 

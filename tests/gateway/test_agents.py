@@ -236,7 +236,7 @@ async def client(served: Any) -> AsyncIterator[AsyncAnthropic]:
         yield client
 
 
-async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_the_answer(
+async def test_the_anthropic_client_gets_a_tool_call_sends_its_result_and_streams_the_answer(
     client: AsyncAnthropic,
 ) -> None:
     given: dict[str, Any] = {"model": "m", "max_tokens": 400, "system": "Look first.", "tools": [TOOL]}
@@ -258,7 +258,7 @@ async def test_anthropics_client_gets_a_tool_call_sends_its_result_and_streams_t
     assert answer.usage.cache_read_input_tokens >= called.usage.input_tokens + called.usage.output_tokens - 1
 
 
-async def test_anthropics_client_lists_models_counts_tokens_and_raises_its_own_exceptions_for_errors(
+async def test_the_anthropic_client_lists_models_counts_tokens_and_raises_its_own_exceptions_for_errors(
     client: AsyncAnthropic,
 ) -> None:
     import anthropic
@@ -277,7 +277,7 @@ async def test_anthropics_client_lists_models_counts_tokens_and_raises_its_own_e
     assert refused.value.body["type"] == "error", "in this API's shape"
 
 
-async def test_anthropics_client_raises_not_found_for_a_request_that_continues_a_thread(
+async def test_the_anthropic_client_raises_not_found_for_a_request_that_continues_a_thread(
     client: AsyncAnthropic,
 ) -> None:
     import anthropic

@@ -181,7 +181,7 @@ async def test_a_conversation_is_not_forked_at_a_position_that_a_running_request
 
 
 @pytest.mark.parametrize("more", [{}, {"seed": 7}])
-async def test_a_chat_request_with_n_of_several_returns_n_answers_and_any_of_them_can_be_continued(
+async def test_a_chat_request_with_n_above_1_returns_n_answers_and_any_of_those_can_be_continued(
     served: Any, more: dict[str, Any]
 ) -> None:
     """A seed makes them repeatable, not equal."""

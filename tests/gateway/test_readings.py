@@ -116,7 +116,7 @@ def test_the_gateway_translates_each_example_request_of_an_api_into_the_recorded
         assert reading(request) == told, request
 
 
-def test_the_schema_of_the_memory_tool_has_the_commands_and_arguments_of_anthropics_library() -> None:
+def test_the_schema_of_the_memory_tool_has_the_commands_and_arguments_of_the_anthropic_library() -> None:
     from anthropic.types import beta
 
     kinds = ("View", "Create", "StrReplace", "Insert", "Delete", "Rename")

@@ -327,7 +327,7 @@ def test_a_minicpm_tool_call_with_argument_values_wrapped_in_cdata_is_parsed() -
     assert calls_in("minicpm5", text) == [("write", {"path": "a", "content": "<b></param>\n"})]
 
 
-def test_every_tool_parser_of_mlx_lm_has_a_call_format_here_with_the_same_markers() -> None:
+def test_every_tool_parser_of_mlx_lm_has_a_turnkeep_call_format_with_the_same_markers() -> None:
     folder = Path(find_spec("mlx_lm.tool_parsers").submodule_search_locations[0])  # type: ignore[union-attr,index]
     for name in sorted(one.stem for one in folder.glob("*.py") if one.stem != "__init__"):
         module = import_module(f"mlx_lm.tool_parsers.{name}")

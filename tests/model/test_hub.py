@@ -105,7 +105,7 @@ def size_of(path: Path) -> int:
     return 0
 
 
-def test_a_model_download_killed_halfway_resumes_at_the_byte_where_it_stopped(
+def test_a_model_download_killed_halfway_resumes_at_the_byte_where_the_download_stopped(
     server: FakeHub, tmp_path: Path
 ) -> None:
     server.cuts, server.stalled = [50_000], threading.Event()

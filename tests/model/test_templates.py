@@ -612,7 +612,7 @@ def test_a_new_question_drops_earlier_reasoning_even_from_a_truncated_or_rewritt
         ([(0, 5, None), (5, 8, "c")], [None, "c"]),
     ],
 )
-def test_raw_content_assembled_from_parts_has_a_known_text_only_if_the_text_of_all_parts_is_known(
+def test_overlapping_parts_of_raw_content_have_a_joined_text_only_if_the_text_of_each_part_is_known(
     tokenizer: Tokenizer, parts: list[tuple[int, int, str | None]], texts: list[str | None]
 ) -> None:
     found = Conversation(tokenizer, DAY)

@@ -745,7 +745,7 @@ async def test_the_consoles_brief_session_list_has_one_row_for_a_conversation_an
         assert [one["said"][0]["text"] for one in (first, second)] == ["First?", "Third?"]
 
 
-async def test_the_console_limits_concurrent_answer_streams_and_frees_a_place_when_a_reader_disconnects(
+async def test_the_console_limits_concurrent_answer_streams_and_frees_a_slot_when_a_reader_disconnects(
     local_worker: Start, endless_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = await local_worker(model=str(endless_model))

@@ -178,9 +178,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_waiting_tasks_get_the_limited_places_in_rotation_among_tenants_and_in_order_of_arrival() -> (
-    None
-):
+async def test_a_limited_number_of_slots_goes_to_waiting_tasks_in_rotation_among_tenants() -> None:
     crowd = Crowd(2)
     await crowd.come("a1", "a2", "a3", "a4", "a5", "b1", "b2", "c1")
     order = []
@@ -191,7 +189,7 @@ async def test_waiting_tasks_get_the_limited_places_in_rotation_among_tenants_an
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-async def test_a_task_that_is_cancelled_while_it_waits_for_a_place_passes_the_place_to_the_next_tenant(
+async def test_a_task_cancelled_while_it_waits_for_a_slot_passes_the_slot_to_the_next_tenants_task(
     is_late: bool,
 ) -> None:
     """Also if it has just got the place, and has not run since."""

@@ -68,7 +68,7 @@ def test_a_nats_url_is_printed_with_host_and_port_and_without_credentials(urls, 
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
-def test_log_lines_and_tracebacks_show_no_credentials(log_format, capfd):
+def test_log_lines_and_tracebacks_contain_no_nats_credentials(log_format, capfd):
     """For example, another package's exception may contain the URL."""
     before = structlog.get_config()
     try:
@@ -339,7 +339,9 @@ def test_a_nats_token_file_without_a_valid_token_makes_the_start_fail_and_stays_
 
 
 @pytest.mark.process
-def test_an_empty_nats_token_file_is_filled_with_a_new_token(directory: DataDir, settings: Settings) -> None:
+def test_an_empty_nats_token_file_is_filled_with_a_new_token_at_the_start(
+    directory: DataDir, settings: Settings
+) -> None:
     """A power cut may empty a file that was just written."""
     (settings.data_dir / "nats-token").write_text("")
     made = EmbeddedServer(directory, settings).token

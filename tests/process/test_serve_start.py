@@ -145,7 +145,7 @@ def test_serve_check_fails_if_another_program_holds_the_port_of_the_gateway(
     assert f"port {port} of 127.0.0.1 is taken by another program" in done.stdout
 
 
-def test_each_log_line_is_written_by_a_single_system_call():
+def test_each_log_line_of_a_worker_is_written_by_a_single_system_call():
     reading, writing = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # which keeps writes apart
     lines = 'configure("json", "info"); log = structlog.get_logger(); log.info("one"); log.info("two")'
     source = f"import structlog; from worker.observe.logs import configure; {lines}"

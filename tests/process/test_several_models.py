@@ -173,7 +173,7 @@ async def test_the_gateways_model_list_shows_for_models_not_loaded_whether_they_
     assert at.workers() == {}
 
 
-async def test_requests_for_a_loading_model_are_kept_if_its_worker_dies_before_receiving_them(
+async def test_requests_for_a_loading_model_are_kept_if_the_models_worker_dies_before_receiving_them(
     nats_url: str,
 ) -> None:
     """The supervisor then cancels `end`."""

@@ -218,7 +218,7 @@ async def test_the_client_method_info_raises_an_error_if_the_worker_does_not_ans
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-async def test_a_control_request_that_a_worker_received_just_before_its_death_is_sent_again(
+async def test_the_client_sends_a_control_request_again_that_a_worker_received_just_before_its_death(
     server: NatsServer, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, goes_on: bool
 ) -> None:
     """The next worker answers it; without one it fails at once, as any request does."""

@@ -97,7 +97,7 @@ async def test_an_append_sent_after_a_close_is_refused_even_if_the_log_is_read_a
     await world.assert_fold_is_life()
 
 
-async def test_a_request_cancelled_behind_a_close_with_forget_still_has_its_result_under_its_id_afterwards(
+async def test_a_request_cancelled_after_a_close_with_forget_was_sent_keeps_its_result_under_its_id(
     world,
 ) -> None:
     """Its result is stored before that of the close."""

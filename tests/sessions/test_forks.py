@@ -62,7 +62,7 @@ async def test_a_fork_gives_the_same_answer_as_its_parent_and_prefills_no_tokens
     assert await tokens_after(other) == forked.tokens, "the parent's later turn is not in it"
 
 
-async def test_a_fork_at_a_position_inside_a_turn_answers_like_a_fork_rewound_to_that_position(
+async def test_a_fork_at_a_position_inside_a_turn_gives_the_same_answer_as_a_fork_rewound_to_that_position(
     client: Client,
 ) -> None:
     parent = await conversation(client)
@@ -168,7 +168,7 @@ async def test_forking_a_session_of_another_tenant_is_refused(local_worker: Star
             await other.session("parent").fork("fork")
 
 
-async def test_a_fork_whose_copy_of_the_parents_tokens_was_deleted_is_refused_with_the_reason(
+async def test_a_request_to_a_fork_whose_copy_of_the_parents_tokens_was_deleted_is_refused_with_the_reason(
     local_worker: Start, endless_model: Path
 ) -> None:
     worker = await local_worker(model=str(endless_model))

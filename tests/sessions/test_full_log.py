@@ -44,7 +44,7 @@ async def size_of(worker: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("forget", [False, True])
-async def test_in_a_full_log_closing_sessions_is_accepted_until_the_log_has_room_for_requests_again(
+async def test_sessions_in_a_full_log_can_be_closed_which_makes_room_for_requests_again(
     local_worker: Any, forget: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "_PERIOD_S", 0.5)

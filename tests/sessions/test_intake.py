@@ -221,7 +221,7 @@ class EmptyServer:
 
 
 @pytest.mark.parametrize("pulls", [True, False])
-async def test_a_request_returned_to_nats_stays_in_the_count_until_nats_no_longer_delivers_it(
+async def test_a_request_returned_to_nats_is_counted_as_returned_until_nats_no_longer_delivers_it(
     monkeypatch: pytest.MonkeyPatch, pulls: bool
 ) -> None:
     """It has left the log, as by a close. A worker that stops pulls nothing: it may still be delivered."""
@@ -358,7 +358,9 @@ async def test_a_session_stays_at_a_draining_worker_until_that_worker_has_finish
     assert cluster.took[0] in "bc"
 
 
-@pytest.mark.parametrize(("home", "takers"), [("", {"b"}), ("a", {"a"})])
+@pytest.mark.parametrize(
+    ("home", "takers"), [("", {"b"}), ("a", {"a"})], ids=["new session", "existing session"]
+)
 async def test_a_new_session_but_no_existing_one_is_moved_to_a_worker_with_far_fewer_active_sessions(
     home: str, takers: set[str]
 ) -> None:

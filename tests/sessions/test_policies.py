@@ -108,7 +108,9 @@ def test_a_paged_default_policy_with_snapshots_off_is_refused_as_a_misfit_with_t
     assert "needs another cache.policy" in str(misfit(replace(paged, has_snapshots=False), **limits))
 
 
-@pytest.mark.parametrize("default", [FULL, replace(FULL, has_snapshots=False)])
+@pytest.mark.parametrize(
+    "default", [FULL, replace(FULL, has_snapshots=False)], ids=["snapshots by default", "none by default"]
+)
 @pytest.mark.parametrize("snapshots", ["none", None])
 def test_the_snapshots_field_of_an_open_request_overrides_the_workers_default_policy(
     default: Policy, snapshots: Any

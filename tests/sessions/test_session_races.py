@@ -157,7 +157,7 @@ async def test_a_running_session_stores_no_second_result_after_info_or_cancel_re
 
 
 @pytest.mark.parametrize("request_", [Generate(id="a", text="a", max_tokens=2), Append(id="a", text="a")])
-async def test_a_cancel_that_arrives_as_the_request_completes_is_refused_as_answered_already(
+async def test_a_cancel_that_arrives_as_its_request_completes_is_refused_as_answered_already(
     world: World, monkeypatch: pytest.MonkeyPatch, request_: Append | Generate
 ) -> None:
     run = world.engine.run
@@ -587,7 +587,7 @@ async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_
         (0, 0, 3, False),
     ],
 )
-async def test_a_stopping_worker_keeps_the_noted_attempts_of_an_earlier_request_of_the_session(
+async def test_a_stopping_worker_does_not_overwrite_the_noted_failed_attempts_of_an_earlier_request(
     world: World, noted: int, attempts: int, asked: int, is_noted: bool
 ) -> None:
     """Otherwise a request that crashes workers would be begun for ever, if some are stopped in between."""

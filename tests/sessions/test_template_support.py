@@ -332,7 +332,7 @@ def test_only_developer_messages_are_adapted_for_a_chat_template_that_renders_al
     assert tokenizers["with_tools"].support == TemplateSupport(developer=False)
 
 
-def test_the_adaptations_of_messages_for_a_chat_template_are_described_in_words(
+def test_for_each_chat_template_the_list_of_message_adaptations_has_the_expected_descriptions(
     tokenizers: dict[str, Tokenizer],
 ) -> None:
     assert tokenizers["silent"].support.in_words() == ["developer as system", "tool results as user messages"]

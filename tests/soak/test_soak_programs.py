@@ -54,7 +54,9 @@ async def test_answers_about_images_are_the_same_with_and_without_faults_of_work
     assert not verdict.faults.total(), verdict.notes
 
 
-async def test_a_short_soak_day_with_restarts_and_two_models_shows_no_faults(tmp_path: Path) -> None:
+async def test_a_short_soak_run_with_restarts_and_changes_of_the_model_answers_every_request_without_faults(
+    tmp_path: Path,
+) -> None:
     day, verdict = await play(tmp_path, requests=80, sessions=16, seed=1)
     assert (day.struck["restart"], day.struck["exchange"], len(day.rows)) == (2, 2, 10)
     assert verdict.answered == verdict.requests > 20
