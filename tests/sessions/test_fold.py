@@ -291,7 +291,9 @@ async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_after_
     assert (await world.ask(Append(id="b", text="one"))).position == 3
 
 
-@pytest.mark.parametrize("found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["its id", "its sequence"])
+@pytest.mark.parametrize(
+    "found", [AnsweredAt(1, 2), AnsweredAt(3, 2)], ids=["another id", "another sequence"]
+)
 async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_with_the_same_hash(
     world, found: AnsweredAt
 ) -> None:

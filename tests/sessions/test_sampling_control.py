@@ -46,7 +46,7 @@ async def test_each_token_of_an_answer_has_its_logprob_in_chunks_and_result(clie
     assert {one.top for one in few.logprobs} == {()}
 
 
-async def test_no_end_token_ends_an_answer_before_min_tokens_or_at_all_with_ignore_eos(
+async def test_end_tokens_are_not_sampled_before_min_tokens_and_with_ignore_eos_not_at_all(
     local_worker: Callable[..., Awaitable[Any]],
 ) -> None:
     client, end = (await local_worker()).client, {EOS: 100}
