@@ -151,6 +151,6 @@ async def test_after_a_crash_at_any_write_the_next_process_restores_every_durabl
         await after.close()
 
 
-def test_a_partial_block_that_did_not_grow_is_not_divided_further() -> None:
+def test_a_partial_block_without_new_tokens_gets_no_further_partial_block_file() -> None:
     assert blocks.tail_start((8,), 9) == 8
     assert blocks.tail_start((8, 9), 9) == 9

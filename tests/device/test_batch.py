@@ -165,7 +165,7 @@ def test_a_batch_lists_the_rows_whose_kv_cache_may_need_more_memory_in_the_next_
     assert batch.growing == [255]
 
 
-def test_rows_decode_with_their_own_kv_caches_after_memory_for_a_shared_pool_ran_out(
+def test_batch_rows_decode_with_separate_kv_caches_after_memory_for_a_shared_cache_pool_ran_out(
     make_model, monkeypatch
 ) -> None:
     """Not even the first row joined the pool, and later there is no room for one."""

@@ -95,7 +95,7 @@ EXACT = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "dtype", "tolerance", "seed"), EXACT, ids=str)
+@pytest.mark.parametrize(("kind", "dtype", "tolerance", "seed"), EXACT)
 def test_a_paged_prompt_prefilled_in_pieces_of_any_size_has_the_logits_of_full_attention(
     build_model, kind: str, dtype: mx.Dtype, tolerance: float, seed: int
 ) -> None:

@@ -399,7 +399,7 @@ async def test_different_images_with_equal_token_ids_get_their_own_answers_in_on
 
 
 @pytest.mark.parametrize("kind", ["idefics3", "qwen2_vl", "qwen3_vl", *JOINT])
-async def test_answers_about_images_are_the_same_with_rows_run_one_by_one_as_in_a_batch(
+async def test_answers_about_images_are_the_same_with_batch_rows_run_one_by_one_as_in_one_pass(
     seeing, open_process, monkeypatch, kind
 ) -> None:
     seen, image = seeing(kind), picture(1)

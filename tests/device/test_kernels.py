@@ -34,7 +34,7 @@ def test_the_longest_draft_on_metal_has_as_many_tokens_as_the_attention_kernel_f
 
 
 @pytest.mark.parametrize("most_queries", [8, 0], ids=["few tokens", "more than the kernel takes"])
-def test_a_decode_step_of_pooled_rows_builds_one_contiguous_mask_for_all_heads_and_layers(
+def test_a_decode_step_of_batch_rows_in_a_cache_pool_builds_one_mask_for_all_heads_and_layers(
     make_model, monkeypatch, most_queries: int
 ) -> None:
     masks: list[mx.array] = []
@@ -66,7 +66,7 @@ def test_a_decode_step_of_pooled_rows_builds_one_contiguous_mask_for_all_heads_a
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
-def test_warming_up_the_device_runs_a_prompt_and_two_answers_and_leaves_no_rows_or_measured_times(
+def test_warming_up_the_device_runs_a_prompt_and_two_answers_and_leaves_no_batch_rows_or_timings(
     make_rig, make_model, monkeypatch, kind: str
 ) -> None:
     """Metal compiles a kernel when it first runs. The time of that is no measure of a step."""

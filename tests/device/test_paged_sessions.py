@@ -373,7 +373,7 @@ async def test_a_paged_prompt_waits_for_a_slow_disk_until_all_its_kv_blocks_are_
         assert match.num_tokens > 19 * CHUNK
 
 
-async def test_a_paged_prompt_whose_pieces_exceed_the_write_queue_still_stores_all_its_kv_blocks(
+async def test_a_paged_prompt_whose_prefill_pieces_exceed_the_write_queue_still_stores_all_its_kv_blocks(
     model, open_process, monkeypatch
 ) -> None:
     """The queue takes six of a piece's seven blocks; the disk writes a block in 20 ms."""

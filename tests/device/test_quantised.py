@@ -49,7 +49,7 @@ def test_kv_of_rejected_draft_tokens_is_removed_from_a_quantised_cache(make_mode
     assert list(piece.row.known[len(tokens) :]) == answer[: 21 + batch.speculation.num_accepted]
 
 
-def test_rows_with_quantised_kv_roll_back_after_a_failed_step_and_lose_no_token(
+def test_batch_rows_with_quantised_kv_are_rolled_back_after_a_failed_step_and_lose_no_token(
     make_model, monkeypatch
 ) -> None:
     model = make_model("llama", 8)

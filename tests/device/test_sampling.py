@@ -92,7 +92,7 @@ def test_penalties_and_min_tokens_of_a_draw_take_the_preceding_draft_tokens_into
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("kind", [mx.float32, mx.bfloat16])
-def test_rows_with_random_sampling_settings_draw_the_same_tokens_in_a_batch_as_alone(seed, kind) -> None:
+def test_batch_rows_with_random_sampling_settings_draw_the_same_tokens_as_alone(seed, kind) -> None:
     dice = random.Random(seed)
     logits = rows(seed, 24, spread=dice.choice([0.3, 3.0])).astype(kind)
     draws = [some_draw(dice) for _ in range(24)]

@@ -52,7 +52,7 @@ def carry_out(scheduler: Scheduler, budget: int = BLOCK) -> Step:
     return step
 
 
-def test_the_scheduler_divides_a_prompt_into_pieces_that_end_at_block_boundaries() -> None:
+def test_the_scheduler_divides_a_prompt_into_prefill_pieces_that_end_at_block_boundaries() -> None:
     turn = Turn(30, num_cached=5)
     scheduler = scheduler_of(turn)
     for _ in range(4):
@@ -70,7 +70,7 @@ def test_the_scheduler_with_a_large_prefill_budget_runs_several_blocks_of_a_prom
     assert carry_out(scheduler, 4 * BLOCK).prefill == ((short, 11), (one, 8))
 
 
-def test_the_scheduler_runs_the_long_pieces_of_a_paged_prompt_in_steps_without_other_prompts() -> None:
+def test_the_scheduler_runs_the_long_prefill_pieces_of_a_paged_prompt_without_other_prompts() -> None:
     long, others = Turn(75, "b", scale=4, num_cached=5), [Turn(3, draws=False), Turn(20, draws=False)]
     scheduler = scheduler_of(long, *others)
     for _ in range(9):
@@ -139,7 +139,7 @@ def test_short_answers_of_one_tenant_leave_the_batch_rows_of_other_tenants_free(
 
 
 @pytest.mark.parametrize("num_refused", range(4))
-def test_choosing_a_scheduler_step_again_with_smaller_pieces_does_not_change_the_rotation_of_tenants(
+def test_choosing_a_step_again_with_smaller_prefill_pieces_does_not_change_the_rotation_of_tenants(
     num_refused: int,
 ) -> None:
     """When memory is short, a step is chosen again with smaller pieces of the same prompts."""

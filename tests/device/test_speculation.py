@@ -113,7 +113,7 @@ def test_a_draft_model_changes_no_token_of_an_answer_and_lowers_the_number_of_st
     assert found.saved_s > 0
 
 
-def test_rows_that_share_a_cache_pool_draft_together_and_get_the_same_tokens_as_without_drafts(
+def test_batch_rows_in_a_shared_cache_pool_draft_together_and_get_the_same_tokens_as_without_drafts(
     make_model, draft_model
 ) -> None:
     """Drafts have any length. A row leaves, the pool gets full, and answers reach their limits."""
@@ -165,7 +165,7 @@ def test_the_next_answer_of_a_session_reuses_the_kv_of_the_draft_model(
     assert not drafter._shadows
 
 
-def test_rows_beyond_the_limit_of_sessions_with_draft_kv_decode_without_drafts(
+def test_batch_rows_beyond_the_limit_of_sessions_with_draft_model_kv_decode_without_drafts(
     make_model, draft_model, monkeypatch
 ) -> None:
     monkeypatch.setattr(models, "MOST_SHADOWS", 1)

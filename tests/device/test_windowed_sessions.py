@@ -78,7 +78,7 @@ def test_a_rewind_within_the_ring_cache_prefills_one_token_and_a_longer_rewind_p
     _assert_greedy(naive, context[:200], rig.tokens(beyond), 4)
 
 
-def test_windowed_rows_join_a_cache_pool_once_and_never_move_to_another_pool(
+def test_batch_rows_of_windowed_sessions_join_a_cache_pool_once_and_never_move_to_another_pool(
     make_model, make_rig, monkeypatch
 ) -> None:
     joined: list[int] = []
@@ -91,7 +91,7 @@ def test_windowed_rows_join_a_cache_pool_once_and_never_move_to_another_pool(
     assert all(rig.end(turn).cost.num_cached > SLACK + 23 for turn in turns)
 
 
-def test_a_restored_ring_cache_that_leaves_a_pool_holds_no_more_tokens_than_when_it_joined() -> None:
+def test_a_restored_ring_cache_that_leaves_a_cache_pool_claims_no_tokens_that_it_lacked_before() -> None:
     """It has room for more tokens than the last ones, with which it was restored."""
     ring = RingCache(POLICY.sink, POLICY.window or 0)
     restored = [mx.ones((1, 2, 23, 8))]
@@ -102,7 +102,7 @@ def test_a_restored_ring_cache_that_leaves_a_pool_holds_no_more_tokens_than_when
 
 
 @pytest.mark.parametrize("kv_bits", [8, 4])
-def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_whole(
+def test_a_windowed_prompt_with_quantised_kv_gives_the_same_tokens_prefilled_in_pieces_as_at_once(
     make_model, make_rig, kv_bits
 ) -> None:
     """Its KV has the size of the codes, and of a scale and a bias for each group."""
@@ -128,7 +128,7 @@ def test_a_step_of_a_long_windowed_prompt_takes_no_more_memory_than_estimated(ma
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)
-def test_a_windowed_hybrid_model_gives_the_same_logits_however_the_prompt_is_split_into_pieces(
+def test_a_windowed_hybrid_model_gives_the_same_logits_however_the_prompt_is_split_for_prefill(
     make_model, build_model, make_rig, kind: str
 ) -> None:
     """No model call crosses a multiple of the ring's grid, where positions restart; states continue."""

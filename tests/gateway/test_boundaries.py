@@ -255,7 +255,7 @@ def test_requests_with_different_sampling_options_or_answer_numbers_have_differe
     assert len(digests) == 6
 
 
-def test_once_the_append_before_a_generate_request_has_ended_a_cancel_names_the_generate_request() -> None:
+def test_a_gateway_cancel_sent_after_the_append_of_a_large_request_has_ended_names_the_request() -> None:
     asked = IndexedRequest(IndexedSession("s", 0, 1.0), RequestName(b"p", b"", 0), set(), 0)
     asked.begin_append("append")
     asked.end_append(b"b", 5)

@@ -835,7 +835,7 @@ async def started(*arguments: object, **more: str) -> AsyncIterator[tuple[subpro
 
 
 @pytest.mark.packaging
-async def test_the_command_console_shows_the_workers_of_its_prefix_and_the_address_of_their_gateway(
+async def test_the_command_console_shows_the_workers_of_its_subject_prefix_and_their_gateways_address(
     worker_process: Callable[..., WorkerProcess],
 ) -> None:
     port = free_port()

@@ -104,7 +104,7 @@ async def test_a_second_worker_with_the_same_name_is_refused_with_a_one_line_err
     assert config.max_bytes == open_bytes(first.settings.log_max_bytes)
 
 
-async def test_a_second_worker_of_a_prefix_with_another_model_is_refused_and_the_first_still_serves(
+async def test_a_second_worker_on_a_subject_prefix_with_another_model_is_refused_and_the_first_still_serves(
     local_worker, tmp_path, tiny_model
 ):
     first = await local_worker()

@@ -238,7 +238,7 @@ def owners_of(me: Member, others: list[Member], out: dict[str, str], forks: dict
 
 
 @pytest.mark.parametrize("at", "abc")
-async def test_each_worker_of_a_prefix_chooses_the_same_worker_for_a_session(at: str) -> None:
+async def test_all_workers_of_a_subject_prefix_choose_the_same_worker_for_a_session(at: str) -> None:
     """That of its last result, else that of its parent, else one by hashing its root."""
     all_of_them = {name: member(name) for name in "abc"}
     out = {"ran": "b", "parent": "c", "ended": "z", "fork": "z", "loop": "z", "other": "z"}
@@ -267,7 +267,9 @@ async def test_requests_for_a_draining_workers_sessions_go_to_that_worker_which_
     assert (await owners_of(drains, [also], {"s": "a"}, {}).owner(key)).member == drains
 
 
-async def test_a_forget_asks_every_other_worker_to_erase_and_counts_only_those_that_confirmed() -> None:
+async def test_forgetting_a_session_asks_every_other_worker_to_erase_and_counts_only_those_that_confirmed() -> (
+    None
+):
     answers = {"yes": b"true", "not yet": b"false", "also yes": b"true", "stops": b'"stops"'}
 
     async def request(address: str, *_: Any, **__: Any) -> Any:

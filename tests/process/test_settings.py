@@ -262,7 +262,7 @@ def test_a_model_table_overrides_the_rest_of_the_settings_file_but_not_flags_and
     assert load({}, {}, None, tmp_path, of="coder:30b").model == "org/coder"
 
 
-def test_the_model_tables_of_the_settings_file_are_ignored_if_a_model_or_prefix_is_given(tmp_path):
+def test_the_model_tables_of_the_settings_file_are_ignored_if_a_model_or_subject_prefix_is_given(tmp_path):
     write(tmp_path, MODELS)
     for given in ({"model": "org/other"}, {"prefix": "other"}):
         assert load_models(given, {}, None, tmp_path) == {}

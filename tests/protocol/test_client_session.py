@@ -180,7 +180,7 @@ async def test_creating_a_session_object_with_an_invalid_cache_policy_raises_an_
         client.session("s1", cache=words)
 
 
-async def test_invalid_session_tenant_prefix_and_worker_names_are_refused_by_the_client(
+async def test_invalid_session_tenant_worker_and_subject_prefix_names_are_refused_by_the_client(
     client: Client, server: NatsServer
 ) -> None:
     with pytest.raises(InvalidMessageError, match=r"session 'a\.b' is not valid"):

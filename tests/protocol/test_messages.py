@@ -331,7 +331,7 @@ def test_parsing_a_nats_subject_of_another_form_or_prefix_raises_an_error(subjec
 
 
 @pytest.mark.parametrize("prefix", ["", ".", "a.", ".a", "a..b", "a b", "*", "a.>", "ä", "a\n"])
-def test_a_prefix_that_cannot_begin_a_nats_subject_is_refused(prefix: str) -> None:
+def test_a_subject_prefix_that_cannot_begin_a_nats_subject_is_refused(prefix: str) -> None:
     with pytest.raises(InvalidMessageError, match="subject prefix"):
         Subjects(prefix)
 

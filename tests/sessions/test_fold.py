@@ -97,7 +97,7 @@ async def test_an_append_sent_after_a_close_is_refused_even_if_the_log_is_read_a
     await world.assert_fold_is_life()
 
 
-async def test_a_request_cancelled_after_a_close_with_forget_was_sent_keeps_its_result_under_its_id(
+async def test_a_request_cancelled_behind_a_waiting_close_with_forget_keeps_its_result_under_its_id(
     world,
 ) -> None:
     """Its result is stored before that of the close."""
@@ -283,7 +283,7 @@ async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result
     assert repeated.repeat_of == 1
 
 
-async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_after_a_forget(world) -> None:
+async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_once_it_is_forgotten(world) -> None:
     await world.ask(Append(id="a", text="one"))
     await diverged(world, tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32}))
     await world.ask(Close(id="close", forget=True))
@@ -304,7 +304,7 @@ async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_
     assert await world.session.log.find_answered(asked) is None
 
 
-async def test_a_forget_erases_all_token_sequences_since_the_last_forget_except_those_of_repeated_requests(
+async def test_forgetting_a_reopened_session_erases_its_token_sequences_since_the_last_forget_only(
     world,
 ) -> None:
     for round_ in ("1", "2"):

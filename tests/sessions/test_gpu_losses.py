@@ -117,7 +117,7 @@ async def test_a_worker_whose_gpu_fails_at_the_start_exits_with_a_one_line_error
 
 @pytest.mark.metal
 @pytest.mark.parametrize("error", [TOO_LONG, NO_MEMORY], ids=["time", "memory"])
-async def test_after_a_gpu_timeout_or_memory_error_in_a_prompt_piece_prompts_run_in_smaller_pieces(
+async def test_after_a_gpu_timeout_or_memory_error_in_a_prefill_piece_prompts_run_in_smaller_pieces(
     local_worker: Any, gpu: Gpu, error: str
 ) -> None:
     """Pieces of 256, 128, 64 and 32 tokens fail; none of these failures counts against the request."""

@@ -101,7 +101,7 @@ async def test_an_open_with_a_window_that_does_not_fit_the_worker_is_refused_and
     assert (await world.ask(append(0))).cache is None
 
 
-def test_a_paged_default_policy_with_snapshots_off_is_refused_as_a_misfit_with_the_reason() -> None:
+def test_a_paged_default_cache_policy_with_snapshots_off_is_refused_with_the_reason() -> None:
     paged = Policy.paged(4096, sink=4)
     limits = {"block_tokens": 32, "context_tokens": 10_000}
     assert misfit(paged, **limits) is None

@@ -248,7 +248,7 @@ async def test_a_forgotten_session_whose_first_deletion_fails_is_removed_later_a
 
 
 @pytest.mark.usefixtures("late_results")
-async def test_a_forget_whose_result_is_stored_an_hour_after_its_note_still_removes_the_session(
+async def test_forgetting_a_session_still_removes_it_if_the_result_is_stored_an_hour_after_the_note(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the log was full for so long, or the worker's clock was ahead."""
@@ -260,7 +260,7 @@ async def test_a_forget_whose_result_is_stored_an_hour_after_its_note_still_remo
 
 
 @pytest.mark.parametrize("num_deleted", [0, 1, 2, 4, 8])
-async def test_a_forget_interrupted_by_a_kill_at_any_point_is_completed_by_the_next_worker(
+async def test_forgetting_a_session_that_a_kill_interrupts_at_any_point_is_completed_by_the_next_worker(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, num_deleted: int
 ) -> None:
     """Until then the next worker serves the next session of this name, and reuses an id."""
@@ -668,7 +668,7 @@ async def test_close_notes_are_carried_out_again_after_a_restart_of_the_nats_ser
 
 
 @pytest.mark.parametrize(("history_idle_timeout_s", "has_store"), [(0.2, True), (300.0, False)])
-async def test_a_worker_that_missed_the_forget_of_a_session_drops_the_sessions_kv_from_the_device(
+async def test_a_worker_that_missed_the_forgetting_of_a_session_drops_the_sessions_kv_from_the_device(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch, history_idle_timeout_s: float, has_store: bool
 ) -> None:
     """Also if it has evicted the session from its own memory, and if it stores no snapshots."""

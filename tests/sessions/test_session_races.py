@@ -559,7 +559,7 @@ async def test_a_fork_waiting_for_its_parent_counts_no_failed_attempt_and_holds_
 
 
 @pytest.mark.parametrize(("deadline_s", "reason"), [(None, "cancelled"), (1.0, "expired")])
-async def test_an_answer_whose_token_stream_another_worker_has_sealed_ends_with_the_streamed_tokens(
+async def test_an_answer_whose_token_stream_another_worker_has_ended_stops_with_the_streamed_tokens(
     world: World, monkeypatch: pytest.MonkeyPatch, deadline_s: float | None, reason: str
 ) -> None:
     """The other worker may have crashed after that, and clients must get no chunks after the seal."""
