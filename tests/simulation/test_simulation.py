@@ -35,7 +35,7 @@ HISTORIES = os.environ.get("TURNKEEP_TEST_HISTORIES", "150")
 
 
 @pytest.mark.timeout(3600)
-def test_simulated_new_histories_of_faults_and_requests_break_no_invariant() -> None:
+def test_simulating_new_histories_of_requests_and_faults_breaks_no_invariant() -> None:
     """The seeds come from a digest of the code, so each change of the code runs new histories.
 
     Unchanged code runs the same ones again. To replay a failure, run `make simulate SEED=...`.
