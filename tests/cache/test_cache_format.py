@@ -63,7 +63,7 @@ def test_a_snapshot_written_by_short_system_writes_of_a_few_bytes_gives_the_same
     assert other.read_bytes() == path.read_bytes()
 
 
-def test_the_safetensors_library_reads_a_snapshot_file(path) -> None:
+def test_the_safetensors_library_reads_the_tensors_of_a_snapshot_file(path) -> None:
     assert_is_kv_of(load_file(path), TOKENS)
     with safe_open(path, "np") as file:
         metadata = file.metadata()

@@ -120,7 +120,7 @@ def test_answers_that_join_and_leave_a_batch_get_the_same_tokens_and_kv_as_alone
         np.testing.assert_allclose(kv(caches, num_cached), kv(reference, num_cached), atol=1e-4)
 
 
-def test_prompts_that_share_a_forward_pass_with_answers_and_prompts_get_the_same_tokens_as_alone(
+def test_prompts_sharing_a_forward_pass_with_answers_and_other_prompts_get_the_same_tokens_as_alone(
     make_model,
 ) -> None:
     """One pass runs pieces of three prompts and two answers; each gets the tokens that it gets alone."""

@@ -184,7 +184,7 @@ def test_peak_device_memory_stays_within_the_limit_under_random_prompts(make_rig
 GIB = 2**30
 
 
-def test_the_memory_estimate_of_fused_attention_has_no_score_matrix_and_applies_to_some_head_sizes() -> None:
+def test_the_memory_estimate_of_fused_attention_needs_no_score_matrix_and_covers_some_head_sizes() -> None:
     small, large = (Shape(8, dim, 512, 1, 1) for dim in (128, 129))
     assert attention_bytes(small, 10, 1000, fused=True) == 8 * 10 * 128 * 4
     assert attention_bytes(small, 10, 1000, fused=False) == 8 * 10 * (128 + 1000) * 4
