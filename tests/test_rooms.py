@@ -192,7 +192,7 @@ def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_wor
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_sessions_import_only_the_port_and_a_turns_request_of_engine_and_device() -> None:
+def test_the_package_sessions_imports_of_engine_only_the_module_port_and_of_device_only_request() -> None:
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}
@@ -205,7 +205,7 @@ def test_the_worker_imports_nothing_of_the_cache_but_cache_names_cache_kv_and_ca
         assert seen <= FACE, path
 
 
-def test_of_the_command_modules_only_cache_export_and_remains_import_cache_and_only_its_admin_and_names():
+def test_only_three_command_modules_import_the_cache_and_only_its_modules_admin_and_names():
     seeing = {path.name: imports(path) for path in (ROOT / "commands").glob("*.py")}
     seen = {
         name: {one.split(".")[1] for one in used if one.startswith("cache.")} for name, used in seeing.items()

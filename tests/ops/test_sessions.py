@@ -487,7 +487,7 @@ async def test_a_retried_dead_letter_is_kept_and_can_be_retried_again_if_the_fir
     assert (await dead(bitten, "retry", "s", "bad")).returncode == 0
 
 
-async def test_retrying_a_dead_letter_without_the_option_anyway_is_refused_if_the_session_has_moved_on(
+async def test_a_dead_letter_whose_session_has_moved_on_is_retried_only_with_the_option_anyway(
     bitten: LocalWorker,
 ) -> None:
     await bitten.client.session("s").append(tokens=[5])

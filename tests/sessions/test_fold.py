@@ -304,7 +304,7 @@ async def test_looking_up_a_request_id_does_not_return_the_result_of_another_id_
     assert await world.session.log.find_answered(asked) is None
 
 
-async def test_forgetting_a_reopened_session_erases_its_token_sequences_since_the_last_forget_only(
+async def test_forgetting_a_reopened_session_erases_only_its_token_sequences_since_the_reopening(
     world,
 ) -> None:
     for round_ in ("1", "2"):
@@ -489,7 +489,7 @@ async def test_a_session_continues_after_a_worker_that_could_not_read_its_log_an
     assert appended.position == 8
 
 
-async def test_waiting_for_another_sessions_exclusive_last_attempt_is_not_counted_as_a_failed_log_read(
+async def test_worker_crashes_while_a_request_waits_for_the_device_lock_are_not_counted_as_failed_log_reads(
     world: World,
 ) -> None:
     """Each of the workers reads the session's log, and none crashes because of it."""

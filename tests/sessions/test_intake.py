@@ -181,7 +181,7 @@ async def test_a_request_under_an_invalid_session_name_that_is_delivered_twice_g
     assert all(one.is_terminated for one in deliveries)
 
 
-async def test_a_request_returned_to_nats_counts_as_redelivered_only_if_it_was_redelivered_before_that() -> (
+async def test_a_request_returned_to_nats_counts_as_redelivered_only_if_redelivered_before_its_return() -> (
     None
 ):
     rung: list[Any] = []

@@ -248,7 +248,7 @@ async def test_a_forgotten_session_whose_first_deletion_fails_is_removed_later_a
 
 
 @pytest.mark.usefixtures("late_results")
-async def test_forgetting_a_session_still_removes_it_if_the_result_is_stored_an_hour_after_the_note(
+async def test_a_forgotten_session_is_removed_even_if_the_result_of_its_close_is_stored_an_hour_late(
     quiet_wire: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the log was full for so long, or the worker's clock was ahead."""

@@ -374,7 +374,7 @@ def streamed(world: World, monkeypatch: pytest.MonkeyPatch, seq: int) -> Chunk:
     return chunk
 
 
-async def test_an_attempt_of_a_sleeping_worker_that_others_took_for_a_crash_is_not_counted_when_it_wakes(
+async def test_an_attempt_of_a_worker_that_was_asleep_but_taken_for_crashed_is_not_counted_as_failed(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was asleep, and seemed to have ended; of the workers that took the request then, two crashed."""
