@@ -192,7 +192,7 @@ def test_the_worker_packages_process_and_observe_import_no_other_part_of_the_wor
     assert {floor: imported_floors("worker", floor) for floor in GROUND} == GROUND
 
 
-def test_the_package_sessions_imports_of_engine_only_the_module_port_and_of_device_only_request() -> None:
+def test_worker_sessions_imports_only_the_module_port_of_engine_and_the_module_request_of_device() -> None:
     paths = (ROOT / "worker" / "sessions").glob("*.py")
     used = set().union(*(imports(path, of_types=True) for path in paths))
     seen = {tuple(one.split(".")[1:3]) for one in used if one.startswith(("worker.engine", "worker.device"))}

@@ -192,7 +192,7 @@ def test_a_turn_does_not_wait_for_a_shared_prefix_from_a_turn_of_lower_priority(
     assert sharing.add(idle)
 
 
-def test_a_turn_waits_for_the_source_sessions_latest_turn_but_not_for_a_prefix_that_it_already_has() -> None:
+def test_a_fork_waits_for_its_sources_latest_turn_unless_the_fork_already_has_the_shared_prefix() -> None:
     """The turn before it, which was abandoned, ends later."""
     sharing = TurnSharing()
     abandoned, leader = generate(COMMON, 8, name="a"), generate(COMMON, 8, name="a")

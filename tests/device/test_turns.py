@@ -88,7 +88,7 @@ def test_a_resumed_answer_keeps_its_published_tokens_and_samples_the_same_remain
     assert after.num_reused == 22
 
 
-def test_a_turn_snapshots_requested_prompt_blocks_all_answer_blocks_and_the_last_partial_block(
+def test_snapshots_are_made_of_requested_prompt_blocks_all_answer_blocks_and_the_last_partial_block(
     make_rig, model
 ) -> None:
     """Each span is copied as soon as its KV is complete."""
@@ -135,7 +135,7 @@ def test_the_snapshot_of_an_answers_partial_block_has_only_new_tokens_or_replace
     assert rig.cuts(turn) == [cut] * (cut is not None)
 
 
-def test_while_the_write_queue_is_full_no_kv_is_copied_for_snapshots_and_afterwards_all_kv_in_order(
+def test_kv_not_copied_for_snapshots_while_the_write_queue_is_full_is_copied_once_space_is_free(
     make_rig, model
 ) -> None:
     room_bytes = 0

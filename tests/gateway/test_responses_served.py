@@ -244,7 +244,7 @@ async def test_a_compacted_response_keeps_the_user_messages_and_a_summary_and_ca
     assert again.output[-1].encrypted_content == summary.encrypted_content, "the recorded answer, by its seed"
 
 
-async def test_compacting_a_conversation_by_previous_response_id_reuses_its_kv_and_leaves_it_unchanged(
+async def test_compacting_a_conversation_by_previous_response_id_reuses_kv_and_changes_no_stored_response(
     served: Any,
 ) -> None:
     create = served.openai.responses.create

@@ -283,7 +283,9 @@ async def test_a_session_whose_tokens_do_not_match_the_digest_in_its_last_result
     assert repeated.repeat_of == 1
 
 
-async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_once_it_is_forgotten(world) -> None:
+async def test_a_session_whose_log_contradicts_itself_can_be_opened_again_after_being_forgotten(
+    world,
+) -> None:
     await world.ask(Append(id="a", text="one"))
     await diverged(world, tampered(world.log.entries, -1, headers={HISTORY_HEADER: "0" * 32}))
     await world.ask(Close(id="close", forget=True))

@@ -75,7 +75,7 @@ def held_up(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Even
     return there, go_on
 
 
-async def test_a_request_that_arrives_just_before_the_ack_of_its_sessions_delivery_is_answered_first(
+async def test_a_request_that_arrives_just_before_its_sessions_delivery_is_acked_is_answered_before_the_ack(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It arrives while notes of attempts are removed, just before the session's delivery is acknowledged."""

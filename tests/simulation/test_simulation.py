@@ -91,7 +91,7 @@ def test_a_worker_on_a_lagging_replica_does_not_run_again_a_request_that_a_dead_
     assert num_runs == 8
 
 
-def test_a_client_does_not_report_a_request_as_removed_if_it_left_the_queue_because_it_was_answered(
+def test_a_client_does_not_report_an_answered_request_that_has_left_the_queue_as_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client that comes back for its answer has looked for the result before, and then for the request."""
