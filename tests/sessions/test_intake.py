@@ -412,7 +412,7 @@ def test_a_worker_knows_per_session_the_first_request_being_routed_that_no_other
     assert routing.first_routed() == {KEY: 8}
 
 
-async def test_a_new_session_whose_chosen_worker_is_full_is_served_by_the_worker_that_received_its_request() -> (
+async def test_a_new_session_whose_chosen_worker_is_full_is_served_by_the_worker_that_got_its_request() -> (
     None
 ):
     cluster = Cluster()
